@@ -1,0 +1,61 @@
+"""Sizes: bytes to text and back. GiB is 2**30 bytes, GB is 10**9 bytes."""
+
+from __future__ import annotations
+
+import re
+
+from hetmem.errors import BudgetError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size(size: int | str, what: str = "size") -> int:
+    """Bytes of `size`: an int of bytes, or a number with a unit ("512MiB", "20GB", "1.5 TiB").
+
+    Raises `BudgetError` (a ValueError) for a negative number, an unknown unit or anything else.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise BudgetError(f"{what} must be an int of bytes or a string like '20GiB', got {size!r}")
+    if isinstance(size, int):
+        if size < 0:
+            raise BudgetError(f"{what} must not be negative, got {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None or match[2].lower() not in _UNITS:
+        known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise BudgetError(f"{what} {size!r} is not a size: write a number and one of {known}, e.g. '20GiB'")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_size(nbytes: float) -> str:
+    """`nbytes` as people read it, in binary units: "1.50 GiB"."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """The greatest multiple of `multiple` that is not above `value`."""
+    return value // multiple * multiple
