@@ -1,0 +1,50 @@
+# Each target makes the virtual environment itself when it is missing, half-made or older than what it is made from.
+# `make PYTHON=python3.12 …` takes another interpreter; ARGS goes to the program: `make demo ARGS="--check"`.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.complete
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint typecheck bench clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(STAMP)  ## train a small model whose weights do not fit the device
+	$(RUN) examples/01_train_gpt.py $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(STAMP) typecheck  ## check style, format and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+typecheck: $(STAMP)  ## check types only
+	$(RUN) -m mypy --strict hetmem
+
+bench: $(STAMP)  ## measure what importing hetmem costs
+	$(RUN) benchmarks/import_cost.py
+
+clean:  ## remove the virtual environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted installation is begun anew (--clear) and never half used.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo 'hetmem needs Python 3.10 or newer. Name one: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo '$(PYTHON) cannot make virtual environments: install its venv package' \
+	           '(Debian, Ubuntu: apt-get install python3-venv) or name another: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@echo 'Installing hetmem and its dependencies into $(VENV): about 1.5 GB, a few minutes the first time'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(RUN) -m pip install --quiet --quiet --editable '.[test]' --constraint constraints.txt
+	@touch $@

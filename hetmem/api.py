@@ -1,0 +1,143 @@
+"""What users call to have a module managed, and to have it back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from hetmem.config import Budget
+from hetmem.errors import ManageError
+from hetmem.memory.device import SimDevice
+from hetmem.memory.transfer import TransferEngine
+from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.residency import Residency
+from hetmem.plan.trace import Tier
+from hetmem.runtime import registry
+from hetmem.runtime.building import Building
+from hetmem.runtime.construction import build_memory
+from hetmem.runtime.interception import Interception
+from hetmem.runtime.runtime import Runtime
+from hetmem.units import parse_size
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+ClassT = TypeVar("ClassT", bound=type[torch.nn.Module])
+
+
+def manage(
+    module: ModuleT,
+    budget: Budget | None = None,
+    *,
+    device: str | SimDevice | None = None,
+    mixed_precision: torch.dtype | None = None,
+    chunk_bytes: int | str | None = None,
+    policy: EvictionPolicy | None = None,
+    sanitize: bool = False,
+) -> ModuleT:
+    """Let hetmem keep the parameters of `module` within `budget`; returns that same instance.
+
+    The class, the `state_dict` keys and the identity of every parameter stay. Outside forward and backward a
+    parameter is its home: a tensor in host memory, or a mapped view of a file on NVMe. Training gives the same bits
+    as plain torch.
+
+    `budget`: see `Budget`; None = what the machine has free, less a reserve. `device`: "sim" or a `SimDevice`; None =
+    the simulated accelerator on a machine without a GPU. `mixed_precision`: torch.bfloat16 or torch.float16 = float32
+    parameters stay float32 at home and operators see 16-bit copies. `chunk_bytes`: bytes of a chunk at home; None =
+    searched. `policy`: which copy gives way; None = next use. `sanitize`: poison freed slots and raise where an
+    operator meets memory that a GPU could not read (slow).
+
+    Raises `ManageError` or `BudgetError` (both ValueErrors), with the module as it was.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ManageError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    registry.refuse_managed(module)
+    if mixed_precision not in (None, torch.bfloat16, torch.float16):
+        raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {mixed_precision}")
+    accelerator = _accelerator(device)
+    limits = (budget or Budget()).limits()
+    nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
+    memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
+    residency = Residency({Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}, policy)
+    engine = TransferEngine(accelerator, memory.store)
+    interception = Interception(module, Runtime(memory, residency, engine, sanitize=bool(sanitize)))
+    registry.add(module, interception)
+    return module
+
+
+def _accelerator(device: str | SimDevice | None) -> SimDevice:
+    if isinstance(device, SimDevice):
+        return device
+    if device is None or device == "sim":
+        return SimDevice()
+    if isinstance(device, str) and device.startswith("cuda"):
+        raise ManageError(f"device {device!r}: this version runs on the simulated accelerator only, use device='sim'")
+    raise ManageError(f"device must be 'sim' or a hetmem.SimDevice, got {device!r}")
+
+
+def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], ClassT]:
+    """Class decorator: every instance is managed as by `manage(instance, budget, **options)`.
+
+    Parameters go to their tiers while the module is built, so a model larger than host memory can be constructed if
+    the budget has an NVMe directory: each parameter moves to a mapped file there as soon as it is registered.
+    """
+
+    def decorate(cls: ClassT) -> ClassT:
+        if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+            raise ManageError(f"hetmem.managed decorates classes derived from torch.nn.Module, got {cls!r}")
+        _build_managed(cls, budget, options)
+        return cls
+
+    return decorate
+
+
+def _build_managed(cls: type[torch.nn.Module], budget: Budget | None, options: dict[str, Any]) -> None:
+    """Wrap `__init__` of `cls` and of every later subclass: the outermost one to return has built the module."""
+    inherited = cls.__init_subclass__.__func__  # type: ignore[attr-defined]
+
+    def init_subclass(subclass: type[torch.nn.Module], **keywords: Any) -> None:
+        inherited(subclass, **keywords)
+        if "__init__" in vars(subclass):
+            _wrap_init(subclass, budget, options)
+
+    cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+    _wrap_init(cls, budget, options)
+
+
+def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, options: dict[str, Any]) -> None:
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def wrapper(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if Building.active():
+            init(self, *args, **kwargs)  # a part of a module that is being built, or a base class of it
+            return
+        with Building((budget or Budget()).limits()):
+            init(self, *args, **kwargs)
+        manage(self, budget, **options)
+
+    cls.__init__ = wrapper  # type: ignore[method-assign]
+
+
+def release(module: torch.nn.Module) -> None:
+    """Turn a managed module back into an ordinary one, its weights and gradients in ordinary host memory.
+
+    Threads and files are gone when this returns. A `hetmem.AdamW` over its parameters cannot step any more.
+    Raises `ManageError` if `module` is not managed.
+    """
+    interception = registry.remove(module)
+    interception.remove()
+    runtime = interception.runtime
+    try:
+        runtime.drain()
+    finally:
+        with torch.no_grad():
+            for managed_parameter in runtime.parameters:
+                parameter = managed_parameter.parameter
+                gradient = parameter.grad
+                parameter.grad = None
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+                if gradient is not None:
+                    parameter.grad = gradient.clone(memory_format=torch.preserve_format)
+        runtime.close()

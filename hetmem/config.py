@@ -1,0 +1,80 @@
+"""What the user may set: the budget of each tier. The only module that may read the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetmem.errors import BudgetError
+from hetmem.units import format_size, parse_size
+
+Size = int | str
+Directory = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A budget in plain bytes; None = not said. `nvme_directories` is empty when there is no NVMe tier."""
+
+    device_bytes: int | None
+    host_bytes: int | None
+    nvme_bytes: int
+    nvme_directories: tuple[Path, ...]
+    device_chunk_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that hetmem may use of each tier; a hard limit.
+
+    `device`, `host`, `nvme`: an int of bytes or a string ("512MiB", "20GB"). None: for the device its whole memory,
+    for the host what the machine has free less a reserve, for NVMe no such tier (or, with `nvme_dir`, what is free
+    there less a reserve). `nvme_dir`: one directory or a list of them, used in turn. `device_chunks`: the part of
+    `device` that chunks may take (default: whatever the trace leaves). Raises `BudgetError` (a ValueError).
+    """
+
+    device: Size | None = None
+    host: Size | None = None
+    nvme: Size | None = None
+    nvme_dir: Directory | Sequence[Directory] | None = None
+    device_chunks: Size | None = None
+
+    def __post_init__(self) -> None:
+        self.limits()
+
+    def limits(self) -> Limits:
+        """This budget in bytes. Raises `BudgetError` if it makes no sense."""
+        device = None if self.device is None else parse_size(self.device, "Budget(device=…)")
+        host = None if self.host is None else parse_size(self.host, "Budget(host=…)")
+        nvme = None if self.nvme is None else parse_size(self.nvme, "Budget(nvme=…)")
+        chunks = None if self.device_chunks is None else parse_size(self.device_chunks, "Budget(device_chunks=…)")
+        if device is not None and chunks is not None and chunks > device:
+            raise BudgetError(
+                f"Budget(device_chunks=…) is a part of device: got {format_size(chunks)} of {format_size(device)}"
+            )
+        directories = self._directories()
+        if nvme and not directories:
+            raise BudgetError(
+                f"Budget(nvme={self.nvme!r}) needs a directory to put its file in: add nvme_dir='/path/on/the/drive'"
+            )
+        if nvme is None:
+            nvme = sum(_free_bytes(directory) for directory in directories)
+        return Limits(device, host, nvme, directories if nvme else (), chunks)
+
+    def _directories(self) -> tuple[Path, ...]:
+        if self.nvme_dir is None:
+            return ()
+        if isinstance(self.nvme_dir, (str, os.PathLike)):
+            return (Path(self.nvme_dir),)
+        return tuple(Path(directory) for directory in self.nvme_dir)
+
+
+def _free_bytes(directory: Path) -> int:
+    """Nine tenths of what is free in `directory`; 0 if it cannot be asked (the store then says why)."""
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return 1
+    return status.f_bavail * status.f_frsize * 9 // 10

@@ -1,0 +1,120 @@
+"""Chunks and the parameters in them: where each role of a chunk has its home, and views of it.
+
+Holds addresses and views; decides nothing and moves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from hetmem.memory.nvme import Extent
+from hetmem.plan.layout import ChunkSpec
+from hetmem.plan.trace import Tier
+
+
+class Role(str, Enum):
+    """What a part of a chunk's memory is for. All roles of a chunk share one layout, so offsets agree."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+@dataclass(slots=True, eq=False)
+class Home:
+    """The authoritative place of one role of one chunk.
+
+    `memory` is host memory, or the shared mapping of the file region `extent`, or device memory. `block` is the
+    number under which the residency knows it; None for a home on the device, which never moves.
+    """
+
+    tier: Tier
+    memory: memoryview
+    block: int | None = None
+    extent: Extent | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """`numel` elements of `dtype` on their home tier and of `compute_dtype` on the device.
+
+    `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages.
+    """
+
+    spec: ChunkSpec
+    numel: int
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    parameters: list[ManagedParameter] = field(default_factory=list)
+    homes: dict[Role, Home] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a role at home."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def compute_nbytes(self) -> int:
+        """Bytes of the copy that operators see."""
+        return self.numel * self.compute_dtype.itemsize
+
+    def flat(self, role: Role) -> torch.Tensor:
+        """The home of `role` as a 1-D tensor (a new one at each call)."""
+        return torch.frombuffer(self.homes[role].memory, dtype=self.dtype, count=self.numel)
+
+    def label(self, role: Role) -> str:
+        """How messages name `role` of this chunk."""
+        names = [parameter.name for parameter in self.parameters]
+        more = f", … ({len(names)} parameters)" if len(names) > 2 else ""
+        return f"{role.value} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
+
+
+@dataclass(slots=True, eq=False)
+class ManagedParameter:
+    """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
+
+    `home` is what `.data` is outside compute; `rest` what it is between the operators of a forward: the home, or,
+    where that has another dtype than operators see, a stand-in that reads as NaN. `device` is a view of the slot
+    while the chunk has a copy on the device, `device_storage` the handle of its storage and `device_references` how
+    often hetmem itself refers to that. `version` is the
+    parameter's version counter as last seen: a different one means that somebody wrote to it.
+    """
+
+    parameter: torch.nn.Parameter
+    name: str
+    chunk: Chunk
+    offset: int
+    numel: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    home: torch.Tensor
+    rest: torch.Tensor
+    version: int = 0
+    device: torch.Tensor | None = None
+    device_storage: int = 0
+    device_references: int = 0
+    grad_home: torch.Tensor | None = None
+    grad_version: int = 0
+    grad_hooked: bool = False
+
+    def view(self, role: Role) -> torch.Tensor:
+        """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
+        itemsize = self.chunk.dtype.itemsize
+        start = self.offset * itemsize
+        memory = self.chunk.homes[role].memory[start : start + self.numel * itemsize]
+        return shaped(memory, self.chunk.dtype, self)
+
+    def part(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's elements of `flat`, a 1-D tensor over a whole role of its chunk."""
+        return flat[self.offset : self.offset + self.numel]
+
+
+def shaped(memory: memoryview, dtype: torch.dtype, like: ManagedParameter) -> torch.Tensor:
+    """`memory` as a tensor of `dtype` with the shape and strides of `like`."""
+    if like.numel == 0:
+        return torch.empty(like.shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(like.shape, like.stride)

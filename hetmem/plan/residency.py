@@ -1,0 +1,566 @@
+"""Where every block is: one pure state machine that turns events into commands.
+
+It decides on numbers, never on tensors: it does no I/O, takes no locks, and the same events give the same commands.
+Every public method is an event; what it returns must be carried out in order. A `Drop` is complete at once; every
+`Fetch` and `Write` is answered by exactly one `done` or `failed`.
+
+Note "copies": a block has one home that always holds a place for it. A copy on a faster tier is a cache of it. A
+dirty copy (only in HOST staging) is newer than its home until its `Write` is done, and keeps its slot until then,
+so nothing is ever read from a home that a write is still on its way to.
+
+    ABSENT -> WAITING (wanted, no slot or source yet) -> LOADING (in flight) -> VALID -> STALE (superseded, in use)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from hetmem.errors import CapacityError, StateError
+from hetmem.plan.policy import CopyFacts, EvictionPolicy, NextUse
+from hetmem.plan.slots import SlotMap
+from hetmem.plan.trace import NEVER, Schedule, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One role of one chunk. `span` slots in a row hold a copy; `home` is the tier of the authoritative copy."""
+
+    label: str
+    home: Tier
+    span: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy `block` from its `source` tier into `slot` of `target`."""
+
+    block: int
+    source: Tier
+    target: Tier
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write the HOST copy of `block` in `slot` to its home on NVME."""
+
+    block: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the copy of `block` in `slot` of `tier`; nothing moves."""
+
+    block: int
+    tier: Tier
+    slot: int
+
+
+Command = Fetch | Write | Drop
+
+
+class CopyState(Enum):
+    """States of a copy; a block without a copy on a tier is ABSENT there."""
+
+    WAITING = auto()
+    LOADING = auto()
+    VALID = auto()
+    STALE = auto()
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy on DEVICE or in HOST staging. `uses` > 0 keeps it where it is; `load` is False if it will be overwritten."""
+
+    state: CopyState
+    slot: int = -1
+    uses: int = 0
+    dirty: bool = False
+    writing: bool = False
+    load: bool = True
+    last_use: int = 0
+    fetched: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether an eviction may take it now."""
+        return self.uses == 0 and not self.writing and self.state in (CopyState.VALID, CopyState.STALE)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the residency did so far, in blocks."""
+
+    acquires: int = 0
+    faults: int = 0
+    fetches: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
+    evictions: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
+    writes: int = 0
+
+
+_CACHED = (Tier.DEVICE, Tier.HOST)
+
+
+class Residency:
+    """Owner of one fact: which tier holds which copy of which block, in which slot.
+
+    `slots` is the number of slots per cached tier; it is a hard capacity, loads in flight included. `lookahead` is
+    how many uses ahead of the schedule's position blocks are prefetched, at most `in_flight` at once per tier.
+    Prefetching follows Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies"
+    (SIGMETRICS 1995): fetch the next missing block, give up the one needed furthest, never do harm.
+    """
+
+    def __init__(
+        self,
+        slots: dict[Tier, int],
+        policy: EvictionPolicy | None = None,
+        *,
+        lookahead: int = 8,
+        in_flight: int = 2,
+    ) -> None:
+        self.blocks: list[Block] = []
+        self.counts = Counts()
+        self._policy = policy or NextUse()
+        self._lookahead = lookahead
+        self._in_flight = in_flight
+        self._slots = {tier: SlotMap(slots.get(tier, 0)) for tier in _CACHED}
+        self._limit = {tier: slots.get(tier, 0) for tier in _CACHED}
+        self._copies: dict[Tier, dict[int, Copy]] = {tier: {} for tier in _CACHED}
+        self._schedule = {tier: Schedule() for tier in _CACHED}
+        self._waiting: list[tuple[Tier, int]] = []
+        self._flying = 0
+        self._tick = 0
+        self._history: dict[int, deque[str]] = {}
+
+    # ---- facts -------------------------------------------------------------------------------------------------
+
+    def add(self, block: Block) -> int:
+        """Register `block`; returns its number."""
+        self.blocks.append(block)
+        self._history[len(self.blocks) - 1] = deque(maxlen=24)
+        return len(self.blocks) - 1
+
+    def state(self, block: int, tier: Tier) -> CopyState | None:
+        """The state of the copy of `block` on `tier`; None if there is none."""
+        copy = self._copies[tier].get(block)
+        return copy.state if copy else None
+
+    def slot(self, block: int, tier: Tier) -> int:
+        """The first slot of the VALID copy of `block` on `tier`."""
+        copy = self._copies[tier].get(block)
+        if copy is None or copy.state is not CopyState.VALID:
+            raise self._illegal(block, tier, "slot asked for", copy)
+        return copy.slot
+
+    def dirty(self, block: int) -> bool:
+        """Whether the HOST copy of `block` is newer than its home."""
+        copy = self._copies[Tier.HOST].get(block)
+        return copy is not None and copy.dirty
+
+    def uses(self, block: int, tier: Tier) -> int:
+        """The use count of the copy of `block` on `tier`; 0 if there is none."""
+        copy = self._copies[tier].get(block)
+        return copy.uses if copy else 0
+
+    def resident(self, tier: Tier) -> list[int]:
+        """The blocks with a copy (of any state) on `tier`, oldest request first."""
+        return list(self._copies[tier])
+
+    def writing(self, block: int) -> bool:
+        """Whether the HOST copy of `block` is on its way home, so that it must not be changed."""
+        copy = self._copies[Tier.HOST].get(block)
+        return copy is not None and copy.writing
+
+    def free_slots(self, tier: Tier) -> list[int]:
+        """The slots of `tier` that nobody has."""
+        return [slot for slot, owner in enumerate(self._slots[tier].owners()) if owner is None]
+
+    def used_slots(self, tier: Tier) -> int:
+        """Slots taken on `tier`, loads in flight included."""
+        return self._slots[tier].used
+
+    def in_flight(self) -> int:
+        """Commands not yet answered."""
+        return self._flying
+
+    # ---- events ------------------------------------------------------------------------------------------------
+
+    def acquire(self, block: int, tier: Tier, *, load: bool = True) -> list[Command]:
+        """Use `block` on `tier`: one more use, and commands that bring it there. It is there once its state is VALID.
+
+        `load=False` says that the whole copy will be overwritten, so nothing is fetched into an absent one.
+        Raises `CapacityError`, with nothing changed, if it cannot be brought in and nothing in flight could help.
+        """
+        commands: list[Command] = []
+        self._tick += 1
+        self.counts.acquires += 1
+        self._schedule[tier].meet(block)
+        copy = self._copies[tier].get(block)
+        if copy is not None and copy.state is CopyState.VALID:
+            copy.uses += 1
+            copy.last_use = self._tick
+            self._prefetch(tier, commands)
+            return commands
+        self.counts.faults += 1
+        if copy is None:
+            copy = self._copies[tier][block] = Copy(CopyState.WAITING, load=load)
+        elif copy.state is CopyState.STALE:
+            copy.state = CopyState.WAITING
+            copy.load = load
+        copy.uses += 1
+        copy.last_use = self._tick
+        if copy.state is CopyState.WAITING and (tier, block) not in self._waiting:
+            self._waiting.append((tier, block))
+            self._note(block, f"acquire on {tier.name}")
+        self._progress(commands)
+        if copy.state is CopyState.WAITING and not self._flying:
+            raise self.withdraw(block, tier)
+        self._prefetch(tier, commands)
+        return commands
+
+    def withdraw(self, block: int, tier: Tier) -> CapacityError:
+        """Take one waiting use of `block` back and say why it cannot be had: for a request that is still WAITING
+        although nothing is in flight any more."""
+        error = CapacityError(self._no_room(block, tier))
+        copy = self._copies[tier].get(block)
+        if copy is None or copy.state is not CopyState.WAITING or copy.uses <= 0:
+            raise self._illegal(block, tier, "withdraw", copy)
+        self._withdraw(tier, block)
+        return error
+
+    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
+        """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
+        copy = self._copies[tier].get(block)
+        if copy is None or copy.uses <= 0 or (dirty and (tier is not Tier.HOST or copy.state is not CopyState.VALID)):
+            raise self._illegal(block, tier, f"release(dirty={dirty})", copy)
+        copy.uses -= 1
+        if dirty:
+            if copy.writing:
+                raise self._illegal(block, tier, "changed while being written", copy)
+            copy.dirty = True
+            self._note(block, "dirty")
+        commands: list[Command] = []
+        if copy.uses == 0 and copy.state is CopyState.STALE:
+            self._drop(tier, block, commands)
+        self._enforce_limit(tier, commands)
+        if self._waiting:
+            self._progress(commands)
+        return commands
+
+    def settle(self, block: int) -> list[Command]:
+        """Start to write the HOST copy home if it is dirty; it stays VALID meanwhile and is clean when that is done."""
+        commands: list[Command] = []
+        copy = self._copies[Tier.HOST].get(block)
+        if copy is not None and copy.dirty and not copy.writing:
+            self._write(block, copy, commands)
+        return commands
+
+    def invalidate(self, block: int, tier: Tier) -> list[Command]:
+        """The copy of `block` on `tier` is superseded: an idle one is dropped, one in use turns STALE."""
+        copy = self._copies[tier].get(block)
+        if copy is None:
+            return []
+        if copy.dirty or copy.state in (CopyState.LOADING, CopyState.WAITING):
+            raise self._illegal(block, tier, "invalidate", copy)
+        commands: list[Command] = []
+        if copy.uses == 0:
+            self._drop(tier, block, commands)
+            self._progress(commands)
+        else:
+            copy.state = CopyState.STALE
+            self._note(block, f"stale on {tier.name}")
+        return commands
+
+    def limit(self, tier: Tier, slots: int) -> list[Command]:
+        """From now on at most `slots` slots of `tier`. What is idle beyond it is given up at once; copies in use and
+        loads in flight stay, and are given up as soon as they may be."""
+        self._limit[tier] = max(0, min(slots, self._slots[tier].count))
+        commands: list[Command] = []
+        self._enforce_limit(tier, commands)
+        if self._waiting:
+            self._progress(commands)
+        return commands
+
+    def expect(self, tier: Tier, schedule: Schedule) -> list[Command]:
+        """`schedule` is what comes next on `tier`; prefetching starts."""
+        self._schedule[tier] = schedule
+        commands: list[Command] = []
+        self._prefetch(tier, commands)
+        return commands
+
+    def prefetch(self, block: int, tier: Tier) -> list[Command]:
+        """Bring `block` to `tier` without using it, if that harms nothing more urgent."""
+        commands: list[Command] = []
+        if not self._waiting and block not in self._copies[tier]:
+            self._prefetch_one(tier, block, commands)
+        return commands
+
+    def done(self, command: Fetch | Write) -> list[Command]:
+        """`command` was carried out."""
+        self._flying -= 1
+        commands: list[Command] = []
+        if isinstance(command, Write):
+            copy = self._copies[Tier.HOST].get(command.block)
+            if copy is None or not copy.writing:
+                raise self._illegal(command.block, Tier.HOST, "write done", copy)
+            copy.writing = copy.dirty = False
+            self._note(command.block, "written")
+        else:
+            copy = self._copies[command.target].get(command.block)
+            if copy is None or copy.state is not CopyState.LOADING:
+                raise self._illegal(command.block, command.target, "fetch done", copy)
+            copy.state = CopyState.VALID
+            self._note(command.block, f"valid on {command.target.name}")
+            self._end_feeding(command)
+        for tier in _CACHED:
+            self._enforce_limit(tier, commands)
+        self._progress(commands)
+        for tier in _CACHED:
+            self._prefetch(tier, commands)
+        return commands
+
+    def failed(self, command: Fetch | Write) -> list[Command]:
+        """`command` failed: the source is as it was, a failed fetch leaves no copy, a failed write leaves it dirty."""
+        self._flying -= 1
+        commands: list[Command] = []
+        if isinstance(command, Write):
+            self._copies[Tier.HOST][command.block].writing = False
+            self._note(command.block, "write failed")
+        else:
+            self._end_feeding(command)
+            self._drop(command.target, command.block, commands)
+            self._note(command.block, "fetch failed")
+        self._progress(commands)
+        return commands
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _progress(self, commands: list[Command]) -> None:
+        """Move waiting copies on: find their source, then a slot, then fetch. Oldest request first."""
+        for tier, block in list(self._waiting):
+            if (tier, block) not in self._waiting:
+                continue  # feeding the device has started it meanwhile
+            copy = self._copies[tier][block]
+            if not copy.load:
+                source = None
+            elif self.blocks[block].home is Tier.NVME and tier is Tier.DEVICE:
+                if not self._feed(block, commands):
+                    continue
+                source = Tier.HOST
+            else:
+                source = self.blocks[block].home
+            if copy.slot < 0:
+                slot = self._make_room(tier, self.blocks[block].span, commands)
+                if slot is None:
+                    continue
+                copy.slot = slot
+                self._slots[tier].take(slot, self.blocks[block].span, block)
+            self._waiting.remove((tier, block))
+            self._start(tier, block, copy, source, commands)
+
+    def _start(self, tier: Tier, block: int, copy: Copy, source: Tier | None, commands: list[Command]) -> None:
+        copy.fetched = self._tick
+        if source is None:
+            copy.state = CopyState.VALID
+            return
+        copy.state = CopyState.LOADING
+        self._flying += 1
+        self.counts.fetches[tier] += 1
+        if source is Tier.HOST and self.blocks[block].home is Tier.NVME:
+            self._copies[Tier.HOST][block].uses += 1
+        self._note(block, f"fetch {source.name}->{tier.name}")
+        commands.append(Fetch(block, source, tier, copy.slot))
+
+    def _feed(self, block: int, commands: list[Command]) -> bool:
+        """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
+        staged = self._copies[Tier.HOST].get(block)
+        if staged is None:
+            staged = self._copies[Tier.HOST][block] = Copy(CopyState.WAITING)
+        if staged.state is CopyState.WAITING:
+            if staged.slot < 0:
+                slot = self._make_room(Tier.HOST, self.blocks[block].span, commands)
+                if slot is None:
+                    if staged.uses == 0:
+                        del self._copies[Tier.HOST][block]
+                    return False
+                staged.slot = slot
+                self._slots[Tier.HOST].take(slot, self.blocks[block].span, block)
+            self._schedule[Tier.HOST].meet(block)
+            if (Tier.HOST, block) in self._waiting:
+                self._waiting.remove((Tier.HOST, block))
+            self._start(Tier.HOST, block, staged, Tier.NVME, commands)
+        return staged.state is CopyState.VALID
+
+    def _end_feeding(self, command: Fetch) -> None:
+        if command.source is Tier.HOST and self.blocks[command.block].home is Tier.NVME:
+            self._copies[Tier.HOST][command.block].uses -= 1
+
+    def _make_room(self, tier: Tier, span: int, commands: list[Command], needed_at: int | None = None) -> int | None:
+        """The first of `span` free slots in a row, giving up idle copies for it; None if that must wait.
+
+        With `needed_at` (a prefetch) only clean copies that are needed later than that are given up.
+        """
+        pool, limit = self._slots[tier], self._limit[tier]
+        while True:
+            slot = pool.find(span) if pool.used + span <= limit else None
+            if slot is not None:
+                return slot
+            victims = self._victims(tier, span, needed_at)
+            if not victims:
+                return None
+            dirty = [block for block in victims if self._copies[tier][block].dirty]
+            if dirty:
+                for block in dirty:
+                    self._write(block, self._copies[tier][block], commands)
+                return None
+            for block in victims:
+                self._evict(tier, block, commands)
+
+    def _victims(self, tier: Tier, span: int, needed_at: int | None) -> list[int]:
+        """What to give up next so that `span` slots come nearer; empty if nothing may be given up now."""
+        copies, pool = self._copies[tier], self._slots[tier]
+        ranks = {
+            block: self._policy.rank(self._facts(tier, block, copy))
+            for block, copy in copies.items()
+            if copy.idle and not (needed_at is not None and self._harmful(tier, block, copy, needed_at))
+        }
+        if not ranks or (needed_at is None and self._writing_slots(tier) >= span):
+            return []
+        if span == 1 or pool.find(span) is not None:
+            return [max(ranks, key=lambda block: ranks[block])]
+        best: tuple[tuple[int, ...], list[int]] | None = None
+        for window in pool.windows(span):
+            if all(block in ranks for block in window) and window:
+                soonest = min(ranks[block] for block in window)
+                if best is None or soonest > best[0]:
+                    best = (soonest, window)
+        return best[1] if best else []
+
+    def _harmful(self, tier: Tier, block: int, copy: Copy, needed_at: int) -> bool:
+        return copy.dirty or self._schedule[tier].next_use(block) <= needed_at
+
+    def _facts(self, tier: Tier, block: int, copy: Copy) -> CopyFacts:
+        next_use = self._schedule[tier].next_use(block)
+        if tier is Tier.HOST and next_use != NEVER and block in self._copies[Tier.DEVICE]:
+            next_use = NEVER - 1  # the device holds it too: the staging copy is the cheaper one to lose
+        return CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
+
+    def _writing_slots(self, tier: Tier) -> int:
+        return sum(
+            self.blocks[block].span
+            for block, copy in self._copies[tier].items()
+            if copy.writing and copy.uses == 0
+        )
+
+    def _enforce_limit(self, tier: Tier, commands: list[Command]) -> None:
+        while self._slots[tier].used > self._limit[tier]:
+            victims = self._victims(tier, 1, None)
+            if not victims:
+                return
+            copy = self._copies[tier][victims[0]]
+            if copy.dirty:
+                self._write(victims[0], copy, commands)
+                return
+            self._evict(tier, victims[0], commands)
+
+    def _prefetch(self, tier: Tier, commands: list[Command]) -> None:
+        """Start what the schedule uses next and is missing, while that harms nothing (waiting requests go first)."""
+        if self._waiting:
+            return
+        schedule, copies = self._schedule[tier], self._copies[tier]
+        flying = sum(1 for copy in copies.values() if copy.state is CopyState.LOADING)
+        for block in schedule.upcoming(self._lookahead):
+            if flying >= self._in_flight:
+                return
+            if block in copies:
+                continue
+            if not self._prefetch_one(tier, block, commands):
+                return
+            flying += 1
+
+    def _prefetch_one(self, tier: Tier, block: int, commands: list[Command]) -> bool:
+        home, span = self.blocks[block].home, self.blocks[block].span
+        needed_at = self._schedule[tier].next_use(block)
+        if home <= tier:
+            return True
+        if tier is Tier.DEVICE and home is Tier.NVME:
+            staged = self._copies[Tier.HOST].get(block)
+            if staged is None:
+                return self._prefetch_one(Tier.HOST, block, commands)
+            if staged.state is not CopyState.VALID:
+                return False
+        slot = self._make_room(tier, span, commands, needed_at)
+        if slot is None:
+            return False
+        self._slots[tier].take(slot, span, block)
+        copy = self._copies[tier][block] = Copy(CopyState.WAITING, slot=slot, last_use=self._tick)
+        source = Tier.HOST if tier is Tier.DEVICE else Tier.NVME
+        self._start(tier, block, copy, source, commands)
+        return True
+
+    def _write(self, block: int, copy: Copy, commands: list[Command]) -> None:
+        copy.writing = True
+        self._flying += 1
+        self.counts.writes += 1
+        self._note(block, "write")
+        commands.append(Write(block, copy.slot))
+
+    def _evict(self, tier: Tier, block: int, commands: list[Command]) -> None:
+        self.counts.evictions[tier] += 1
+        self._drop(tier, block, commands)
+
+    def _drop(self, tier: Tier, block: int, commands: list[Command]) -> None:
+        copy = self._copies[tier].pop(block)
+        if copy.dirty:
+            raise self._illegal(block, tier, "dropping a dirty copy", copy)
+        if copy.slot >= 0:
+            self._slots[tier].give(copy.slot, self.blocks[block].span)
+            commands.append(Drop(block, tier, copy.slot))
+        self._note(block, f"dropped on {tier.name}")
+
+    def _withdraw(self, tier: Tier, block: int) -> None:
+        copy = self._copies[tier][block]
+        self._waiting.remove((tier, block))
+        copy.uses -= 1
+        if copy.slot >= 0:
+            copy.state = CopyState.STALE  # it had a stale copy before it asked
+        elif copy.uses == 0:
+            del self._copies[tier][block]
+
+    def _note(self, block: int, what: str) -> None:
+        self._history[block].append(f"{self._tick}: {what}")
+
+    def _no_room(self, block: int, tier: Tier) -> str:
+        held = [self.blocks[b].label for b, copy in self._copies[tier].items() if not copy.idle]
+        return (
+            f"no room on {tier.name} for {self.blocks[block].label}: it needs {self.blocks[block].span} slot(s), "
+            f"{self._limit[tier]} may be used, {self._slots[tier].used} are, in use or in flight: "
+            f"{', '.join(held[:8]) or 'nothing'}{' …' if len(held) > 8 else ''}"
+        )
+
+    def _illegal(self, block: int, tier: Tier, event: str, copy: Copy | None) -> StateError:
+        history = "; ".join(self._history.get(block, ()))
+        return StateError(f"{self.blocks[block].label}: {event} on {tier.name}, copy is {copy}; history: {history}")
+
+    # ---- invariants --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `AssertionError` if an invariant of the state machine does not hold (for tests and `sanitize`)."""
+        for tier in _CACHED:
+            owners = self._slots[tier].owners()
+            for block, copy in self._copies[tier].items():
+                span = self.blocks[block].span
+                assert copy.uses >= 0, f"{self.blocks[block].label} has a negative use count"
+                assert self.blocks[block].home > tier, f"{self.blocks[block].label} is cached at or above its home"
+                assert not copy.dirty or (tier is Tier.HOST and copy.state is CopyState.VALID)
+                assert not copy.writing or copy.dirty
+                if copy.slot >= 0:
+                    assert owners[copy.slot : copy.slot + span] == [block] * span, "a slot has another owner"
+                else:
+                    assert copy.state is CopyState.WAITING and (tier, block) in self._waiting
+            taken = sum(self.blocks[b].span for b, c in self._copies[tier].items() if c.slot >= 0)
+            assert taken == self._slots[tier].used <= self._slots[tier].count, "slots and copies disagree"
+

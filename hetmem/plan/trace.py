@@ -1,0 +1,151 @@
+"""What a step did and what is expected next: moments, segments and the schedule made from them.
+
+Pure data. It knows block numbers, never tensors, modules or time.
+
+Note "segments": a training step is cut into segments with a key each (a forward of one signature, its backward,
+the optimizer's step). Every segment keeps its own trace, and the chain of segments is learned: which key followed
+which. So an evaluation pass, another sequence length or two forwards before one backward each have a trace of their
+own and never shift another one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+NEVER = 1 << 62
+"""The next use of a block that no known moment uses."""
+
+
+class Tier(IntEnum):
+    """A level of the memory hierarchy; smaller is faster."""
+
+    DEVICE = 0
+    HOST = 1
+    NVME = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One operator boundary: the blocks it uses at once and what everything else needs meanwhile.
+
+    `non_model_bytes` is the most device memory that was not chunks from this moment up to the next one.
+    """
+
+    operator: str
+    blocks: tuple[int, ...]
+    non_model_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTrace:
+    """The moments of one segment on the device, and the blocks it used in host staging, each in order."""
+
+    key: Hashable
+    moments: tuple[Moment, ...] = ()
+    host_blocks: tuple[int, ...] = ()
+
+    def peak_non_model_bytes(self) -> int:
+        """The most non-model bytes at any moment, 0 without moments."""
+        return max((moment.non_model_bytes for moment in self.moments), default=0)
+
+
+class Schedule:
+    """The uses expected on one tier: a sequence of block tuples, repeated for ever when `periodic`.
+
+    `position` counts the uses that were met. `next_use` is O(log uses); building is O(uses). What is used behind
+    `barrier` (an index of `uses`) will be rewritten before: it counts for eviction but is not prefetched.
+    """
+
+    def __init__(
+        self, uses: Sequence[tuple[int, ...]] = (), *, periodic: bool = True, barrier: int | None = None
+    ) -> None:
+        self.uses = tuple(uses)
+        self.periodic = periodic and bool(self.uses)
+        self.barrier = barrier
+        self.position = 0
+        self._met: set[int] = set()
+        self._positions: dict[int, list[int]] = {}
+        for index, blocks in enumerate(self.uses):
+            for block in blocks:
+                self._positions.setdefault(block, []).append(index)
+
+    def next_use(self, block: int) -> int:
+        """The first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown."""
+        where = self._positions.get(block)
+        if not where:
+            return NEVER
+        lap, inside = divmod(self.position, len(self.uses)) if self.periodic else (0, self.position)
+        index = bisect_right(where, inside - 1)
+        if index < len(where):
+            return lap * len(self.uses) + where[index]
+        return (lap + 1) * len(self.uses) + where[0] if self.periodic else NEVER
+
+    def meet(self, block: int, window: int = 64) -> bool:
+        """Move `position` past the next use of `block` if that is at most `window` uses away; False if it is not.
+
+        Blocks of the use that `position` just passed are met once each without moving it again.
+        """
+        if self.position and block not in self._met and block in self.uses[(self.position - 1) % len(self.uses)]:
+            self._met.add(block)
+            return True
+        at = self.next_use(block)
+        if at == NEVER or at - self.position > window:
+            return False
+        self.position = at + 1
+        self._met = {block}
+        return True
+
+    def upcoming(self, count: int) -> Iterator[int]:
+        """The blocks of the next `count` uses, in order, repeats included."""
+        end = self.position + count
+        if not self.periodic:
+            end = min(end, len(self.uses))
+        if self.barrier is not None:
+            end = min(end, self.barrier)
+        for at in range(self.position, end):
+            yield from self.uses[at % len(self.uses)]
+
+
+class TraceBook:
+    """Every known segment trace and the order in which segments follow each other.
+
+    `chain(key)` is the expected run of segments that starts with `key`, up to the point where it repeats.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[Hashable, SegmentTrace] = {}
+        self._successor: dict[Hashable, Hashable] = {}
+
+    def get(self, key: Hashable) -> SegmentTrace | None:
+        """The trace of `key`, or None if no such segment was seen."""
+        return self._traces.get(key)
+
+    def put(self, trace: SegmentTrace) -> None:
+        """Remember `trace`, in place of an older one with the same key."""
+        self._traces[trace.key] = trace
+
+    def follows(self, first: Hashable, second: Hashable) -> None:
+        """Note that segment `second` came right after segment `first`."""
+        self._successor[first] = second
+
+    def follower(self, key: Hashable) -> Hashable | None:
+        """The segment that came after `key` the last time, or None."""
+        return self._successor.get(key)
+
+    def traces(self) -> tuple[SegmentTrace, ...]:
+        """All traces, in the order in which their keys were first seen."""
+        return tuple(self._traces.values())
+
+    def chain(self, key: Hashable) -> list[SegmentTrace]:
+        """The known traces from `key` on, following the last seen successors, each segment at most once."""
+        chain: list[SegmentTrace] = []
+        seen: set[Hashable] = set()
+        at: Hashable | None = key
+        while at is not None and at not in seen and at in self._traces:
+            seen.add(at)
+            chain.append(self._traces[at])
+            at = self._successor.get(at)
+        return chain

@@ -1,0 +1,91 @@
+"""What `parameter.data` is at each moment: its home outside compute, the device copy for the length of an operator.
+
+Owns the views of device slots and the maps from storages to parameters. It moves no bytes and decides nothing.
+
+Note "use counts": whoever still holds memory of a slot (a view of a weight, a tensor that autograd or a checkpoint
+saved, `ctx.weight` of a custom function) holds its storage. Every device view has a storage of its own, so the
+storage's reference count is the truth about use: above what it was when the view was made, somebody else has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter, shaped
+from hetmem.memory.device import DevicePool
+
+
+class Bindings:
+    """The managed parameters of one model by identity and by storage."""
+
+    def __init__(self, parameters: Iterable[ManagedParameter]) -> None:
+        self.by_id: dict[int, ManagedParameter] = {}
+        self._by_address: dict[int, ManagedParameter] = {}
+        for managed in parameters:
+            self.by_id[id(managed.parameter)] = managed
+            for tensor in (managed.home, managed.rest):
+                if managed.numel:
+                    self._by_address[tensor.untyped_storage().data_ptr()] = managed
+        self._resting: list[ManagedParameter] = []
+
+    def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
+        """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def open_device(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> torch.Tensor:
+        """The view of `managed` in device slot `slot`, made at its first use in this residence."""
+        if managed.device is None:
+            dtype = managed.chunk.compute_dtype
+            memory = pool.buffer(slot, managed.offset * dtype.itemsize, managed.numel * dtype.itemsize)
+            view = managed.device = shaped(memory, dtype, managed)
+            managed.device_storage = view.untyped_storage()._cdata
+            managed.device_references = _references(managed.device_storage)
+            if managed.numel:
+                self._by_address[view.untyped_storage().data_ptr()] = managed
+        return managed.device
+
+    def close_device(self, chunk: Chunk) -> None:
+        """Forget the device views of `chunk`: its slot goes to another one."""
+        for managed in chunk.parameters:
+            if managed.device is not None:
+                if managed.numel:
+                    del self._by_address[managed.device.untyped_storage().data_ptr()]
+                managed.device = None
+
+    def bind(self, managed: ManagedParameter) -> None:
+        """Operators see the device copy from here on."""
+        assert managed.device is not None
+        managed.parameter.data = managed.device
+
+    def unbind(self, managed: ManagedParameter) -> None:
+        """Between operators: the home, or the stand-in where the home's dtype would disturb autograd's graph."""
+        managed.parameter.data = managed.rest
+        if managed.rest is not managed.home:
+            self._resting.append(managed)
+
+    def go_home(self) -> None:
+        """Compute has ended: every parameter is its home again."""
+        for managed in self._resting:
+            managed.parameter.data = managed.home
+        self._resting.clear()
+
+    @staticmethod
+    def held(managed: ManagedParameter) -> bool:
+        """Whether anybody still has memory of the device view (which must exist and not be bound)."""
+        return _references(managed.device_storage) > managed.device_references
+
+
+def _references(storage: int) -> int:
+    count: int = torch._C._storage_Use_Count(storage)
+    return count
+
+
+def stand_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of `dtype` in the shape of `like` that takes no memory and reads as NaN."""
+    return torch.full((), float("nan"), dtype=dtype).expand(like.shape)
+
+

@@ -1,0 +1,288 @@
+"""From a module and a budget to memory: layout, pools, and parameters moved to their homes.
+
+Everything that can be refused is refused before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from hetmem.config import Limits
+from hetmem.errors import BudgetError, ManageError
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.device import DevicePool, SimDevice
+from hetmem.memory.mapping import Mapping, address_of
+from hetmem.memory.nvme import NvmeStore
+from hetmem.memory.pools import HostPool
+from hetmem.plan.layout import PAGE_ELEMENTS, Layout, ParameterSpec, build_layout, search_chunk_elements
+from hetmem.plan.placement import Room, fits_device, largest_chunk_elements, place, staging_slots
+from hetmem.plan.residency import Block
+from hetmem.plan.trace import Tier
+from hetmem.runtime.bindings import stand_in
+from hetmem.units import format_size, round_up
+
+MINIMUM_CHUNK_ELEMENTS = 256 * 1024
+HOST_RESERVE_SHARE = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """All memory of one managed module, and the addresses that tell homes and slots from everything else."""
+
+    layout: Layout
+    chunks: list[Chunk]
+    device: SimDevice
+    device_bytes: int
+    device_chunk_bytes: int
+    device_pool: DevicePool
+    host_pool: HostPool
+    store: NvmeStore | None
+    nvme_bytes: int
+    buffer_bytes: int
+    staging_slots: int
+    device_home_bytes: int = 0
+    _home_ranges: list[tuple[int, int]] = field(default_factory=list)
+    _device_ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        pool = self.device_pool
+        if pool.slots:
+            self._device_ranges.append((pool.address, pool.address + pool.slot_bytes * pool.slots))
+        host = self.host_pool.mapping.address
+        self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
+
+    @property
+    def streams(self) -> bool:
+        """Whether chunks move at all; False if every home is on the device."""
+        return self.device_home_bytes == 0
+
+    def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
+        """Give `role` of each of `chunks` a home. Raises `BudgetError`, with nothing reserved, if there is no room."""
+        chunks = [chunk for chunk in chunks if role not in chunk.homes]
+        sizes = [round_up(chunk.nbytes, 4096) for chunk in chunks]
+        if not self.streams or self._all_on_device(role):
+            for chunk in chunks:
+                memory = Mapping(max(1, chunk.nbytes)).buffer(0, chunk.nbytes)
+                chunk.homes[role] = Home(Tier.DEVICE, memory)
+                self._device_ranges.append(_range(memory, chunk.nbytes))
+                self.device_home_bytes += round_up(chunk.nbytes, 4096)
+            return
+        nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
+        tiers = place(sizes, Room(self.host_pool.free_bytes, nvme), f"{role.value} of {len(chunks)} chunks")
+        on_disk = [(chunk, size) for chunk, size, tier in zip(chunks, sizes, tiers, strict=True) if tier is Tier.NVME]
+        if on_disk:
+            assert self.store is not None
+            extents = self.store.reserve_many([size for _, size in on_disk])
+            for (chunk, _), extent in zip(on_disk, extents, strict=True):
+                memory = self.store.view(extent)[: chunk.nbytes]
+                chunk.homes[role] = Home(Tier.NVME, memory, extent=extent)
+                self._home_ranges.append(_range(memory, chunk.nbytes))
+        for chunk, tier in zip(chunks, tiers, strict=True):
+            if tier is Tier.HOST:
+                chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(chunk.nbytes))
+
+    def _all_on_device(self, role: Role) -> bool:
+        return role is Role.PARAM and self.device_pool.slots == 0
+
+    def block(self, chunk: Chunk, role: Role) -> Block:
+        """What the residency has to know of `role` of `chunk`."""
+        return Block(chunk.label(role), chunk.homes[role].tier, chunk.spec.span)
+
+    def device_slots(self, non_model_bytes: int) -> int:
+        """How many slots chunks may take while everything else takes `non_model_bytes`."""
+        room = min(self.device_chunk_bytes, self.device_bytes - non_model_bytes)
+        return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
+
+    def is_home_address(self, address: int) -> bool:
+        """Whether `address` lies in host memory or a mapped file that hetmem owns."""
+        return any(start <= address < end for start, end in self._home_ranges)
+
+    def is_device_address(self, address: int) -> bool:
+        """Whether `address` lies in device memory that chunks own."""
+        return any(start <= address < end for start, end in self._device_ranges)
+
+    def close(self) -> None:
+        """Give the file back; views of it that are still held stay readable."""
+        if self.store is not None:
+            self.store.close()
+
+
+def _range(memory: memoryview, nbytes: int) -> tuple[int, int]:
+    start = address_of(memory)
+    return start, start + nbytes
+
+
+def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The distinct parameters of `module` by name, in order of registration; refuses what cannot be managed."""
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ManageError(f"{type(module).__name__} has no parameters, so there is nothing to manage")
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in parameters.items():
+        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+            raise ManageError(f"{name} has no shape yet (a lazy module): run one forward before managing the model")
+        if parameter.device.type != "cpu":
+            raise ManageError(
+                f"{name} is on {parameter.device}, expected host memory: build the model on the CPU (or move it there "
+                f"with model.cpu()); hetmem brings its parameters to the accelerator"
+            )
+        if parameter.layout is not torch.strided:
+            raise ManageError(f"{name} has layout {parameter.layout}, expected a dense (strided) tensor")
+        start = parameter.data_ptr()
+        spans.append((start, start + parameter.numel() * parameter.itemsize, name))
+    spans.sort()
+    for (_, end, name), (start, other_end, other) in zip(spans, spans[1:], strict=False):
+        if start < end and start != other_end:
+            raise ManageError(f"{name} and {other} share memory but are two parameters: tie them by using one object")
+    return parameters
+
+
+def build_memory(
+    module: torch.nn.Module,
+    limits: Limits,
+    device: SimDevice,
+    mixed_precision: torch.dtype | None,
+    chunk_bytes: int | None,
+) -> Memory:
+    """Lay `module` out, open the pools and move its parameters home. Nothing is changed if it raises."""
+    parameters = collect(module)
+    device_bytes = _device_bytes(limits, device)
+    chunk_cap = device_bytes if limits.device_chunk_bytes is None else limits.device_chunk_bytes
+    host_bytes = _host_bytes(limits)
+    compute = {name: _compute_dtype(p.dtype, mixed_precision) for name, p in parameters.items()}
+    specs = [ParameterSpec(n, p.numel(), f"{p.dtype} {p.requires_grad}", p.itemsize) for n, p in parameters.items()]
+    itemsize = max(p.itemsize for p in parameters.values())
+    compute_itemsize = max(dtype.itemsize for dtype in compute.values())
+    states = sum(p.numel() * p.itemsize * (4 if p.requires_grad else 1) for p in parameters.values())
+    resident = mixed_precision is None and fits_device(states, device_bytes, limits.device_chunk_bytes)
+    upper = largest_chunk_elements(chunk_cap, host_bytes, compute_itemsize, itemsize, limits.nvme_bytes > 0)
+    elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
+    layout = build_layout(specs, elements)
+    slot_bytes = elements * compute_itemsize
+    if not resident:
+        _check_device(layout, slot_bytes, chunk_cap, specs)
+    chunks = _chunks(layout, list(parameters.values()), list(compute.values()))
+    trainable = {index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad}
+    padded = sum(chunk.nbytes * (4 if trainable & set(chunk.spec.parameters) else 1) for chunk in chunks)
+    with_nvme = limits.nvme_bytes > 0 and not resident and padded > host_bytes
+    store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if with_nvme else None
+    try:
+        host_pool, slots = _open_host(layout, host_bytes, elements * itemsize, store)
+        memory = Memory(
+            layout,
+            chunks,
+            device,
+            device_bytes,
+            chunk_cap,
+            device.pool(slot_bytes, 0 if resident else min(chunk_cap // slot_bytes, _total_slots(layout))),
+            host_pool,
+            store,
+            limits.nvme_bytes,
+            sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
+            slots,
+        )
+        memory.reserve(memory.chunks, Role.PARAM)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    _move_home(memory, list(parameters.items()))
+    return memory
+
+
+def _compute_dtype(dtype: torch.dtype, mixed_precision: torch.dtype | None) -> torch.dtype:
+    return mixed_precision if mixed_precision is not None and dtype is torch.float32 else dtype
+
+
+def _total_slots(layout: Layout) -> int:
+    return sum(chunk.span for chunk in layout.chunks)
+
+
+def _device_bytes(limits: Limits, device: SimDevice) -> int:
+    asked = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
+    return min(asked) if asked else int(psutil.virtual_memory().available * 0.25)
+
+
+def _host_bytes(limits: Limits) -> int:
+    if limits.host_bytes is not None:
+        return limits.host_bytes
+    return int(psutil.virtual_memory().available * (1 - HOST_RESERVE_SHARE))
+
+
+def _chunk_elements(specs: list[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
+    if chunk_bytes is not None:
+        return max(PAGE_ELEMENTS, chunk_bytes // itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS)
+    upper = max(PAGE_ELEMENTS, upper)
+    lower = min(MINIMUM_CHUNK_ELEMENTS, upper // 4)
+    return search_chunk_elements(specs, minimum_elements=max(PAGE_ELEMENTS, lower), maximum_elements=upper)
+
+
+def _check_device(layout: Layout, slot_bytes: int, chunk_cap: int, specs: list[ParameterSpec]) -> None:
+    largest = max(layout.chunks, key=lambda chunk: chunk.span)
+    needed = largest.span * slot_bytes
+    if needed > chunk_cap:
+        biggest = max(largest.parameters, key=lambda index: specs[index].numel)
+        raise BudgetError(
+            f"the device budget is below the minimum: chunks may take {format_size(chunk_cap)} ({chunk_cap} bytes) of "
+            f"the device, the chunk of {specs[biggest].name} alone needs {format_size(needed)} ({needed} bytes); "
+            f"raise Budget(device=…), or set a smaller chunk_bytes"
+        )
+
+
+def _open_host(layout: Layout, host_bytes: int, slot_bytes: int, store: NvmeStore | None) -> tuple[HostPool, int]:
+    """The host pool, with a staging ring if some homes will be on NVMe."""
+    pool = HostPool(host_bytes)
+    if store is None:
+        pool.reserve_staging(slot_bytes, 0)
+        return pool, 0
+    slots = staging_slots([chunk.span for chunk in layout.chunks], host_bytes // slot_bytes)
+    if slots * slot_bytes > host_bytes:
+        needed = slots * slot_bytes
+        raise BudgetError(
+            f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
+            f"between NVMe and the device needs {format_size(needed)} ({needed} bytes) for the largest chunk, "
+            f"{layout.chunks[max(range(len(layout.chunks)), key=lambda i: layout.chunks[i].span)].span} slot(s) of "
+            f"{format_size(slot_bytes)} in four roles; raise Budget(host=…), or set a smaller chunk_bytes"
+        )
+    pool.reserve_staging(slot_bytes, slots)
+    return pool, slots
+
+
+def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[torch.dtype]) -> list[Chunk]:
+    ends = [0] * len(layout.chunks)
+    for placement in layout.placements:
+        ends[placement.chunk] = max(ends[placement.chunk], placement.offset + placement.numel)
+    return [
+        Chunk(
+            spec,
+            max(PAGE_ELEMENTS, round_up(ends[spec.index], PAGE_ELEMENTS)),
+            parameters[spec.parameters[0]].dtype,
+            compute[spec.parameters[0]],
+        )
+        for spec in layout.chunks
+    ]
+
+
+def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
+    for placement, (name, parameter) in zip(memory.layout.placements, parameters, strict=True):
+        chunk = memory.chunks[placement.chunk]
+        data = parameter.data
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
+        strides = data.stride() if dense else torch.empty(data.shape, device="meta").stride()
+        empty = torch.empty(0)
+        managed = ManagedParameter(
+            parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
+        )
+        managed.home = managed.view(Role.PARAM)
+        managed.home.copy_(data)
+        same = chunk.compute_dtype is chunk.dtype
+        managed.rest = managed.home if same else stand_in(managed.home, chunk.compute_dtype)
+        parameter.data = managed.home
+        managed.version = parameter._version
+        chunk.parameters.append(managed)
+
+

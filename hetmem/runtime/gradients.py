@@ -1,0 +1,174 @@
+"""Gradients on their way out: taken from autograd as they arrive, added up at home, shown to the user as `p.grad`.
+
+Autograd must never add into a home itself (on a GPU it is the wrong device, with mixed precision the wrong dtype).
+So `p.grad` is taken away just before a gradient is accumulated, which leaves the new gradient alone in `p.grad`, and
+given back right after, as the home. The order of additions is autograd's own, so the bits are too.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.transfer import Link
+from hetmem.plan.trace import Tier
+from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.segments import Segments
+
+
+class GradientSink:
+    """The way of gradients from the device to their homes, for one runtime."""
+
+    def __init__(self, runtime: Runtime, segments: Segments) -> None:
+        self.runtime = runtime
+        self.segments = segments
+        segments.backward_ended = self.finish
+        self._taken: dict[int, torch.Tensor | None] = {}
+        self._fresh: set[int] = set()
+
+    def install(self, managed: ManagedParameter) -> None:
+        """Hook `managed`, once, as soon as it requires a gradient."""
+        if managed.grad_hooked or not managed.parameter.requires_grad:
+            return
+        managed.grad_hooked = True
+        before, after = _Before(self, managed), _After(self, managed)
+        managed.parameter.register_hook(before)
+        managed.parameter.register_post_accumulate_grad_hook(after)
+
+    def before(self, managed: ManagedParameter) -> None:
+        """A gradient of `managed` is about to be accumulated."""
+        parameter = managed.parameter
+        if id(managed) not in self._taken:
+            self._taken[id(managed)] = parameter.grad
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def after(self, managed: ManagedParameter) -> None:
+        """It was: `p.grad` is what arrived."""
+        parameter = managed.parameter
+        arrived, previous = parameter.grad, self._taken.pop(id(managed), None)
+        if arrived is None:
+            return
+        if arrived.requires_grad or arrived.layout is not torch.strided:
+            # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
+            parameter.grad = arrived if previous is None else previous.to(arrived.dtype) + arrived
+            return
+        with self.runtime.unwatched(), torch.no_grad():
+            parameter.grad = None
+            self._send(managed, arrived, previous)
+            parameter.grad = managed.grad_home
+
+    def finish(self) -> None:
+        """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
+        for managed in self.runtime.parameters:
+            if not self._taken:
+                break
+            if id(managed) in self._taken:
+                previous = self._taken.pop(id(managed))
+                if managed.parameter.grad is None:
+                    managed.parameter.grad = previous
+        self._fresh.clear()
+        runtime = self.runtime
+        runtime.settle(chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes)
+        runtime.wait_for_gradients()
+
+    def _send(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
+        """Overwrite or add to the home of the gradient of `managed`."""
+        chunk = managed.chunk
+        if Role.GRAD not in chunk.homes:
+            self.runtime.memory.reserve([chunk], Role.GRAD)
+            self.runtime.register_home(chunk, Role.GRAD)
+        if managed.grad_home is None:
+            managed.grad_home = managed.view(Role.GRAD)
+            managed.grad_version = managed.grad_home._version
+        home = chunk.homes[Role.GRAD]
+        nbytes = managed.numel * chunk.dtype.itemsize
+        foreign = previous is not None and previous is not managed.grad_home
+        if home.tier is not Tier.NVME:
+            target = managed.grad_home
+            if foreign:
+                assert previous is not None
+                target.copy_(previous)
+            self.runtime.send_gradient(_Accumulate(target, arrived, add=previous is not None), nbytes)
+            return
+        target = self._open(managed, adds=previous is managed.grad_home)
+        try:
+            if foreign:
+                assert previous is not None
+                target.copy_(previous)
+            work = _Accumulate(target, arrived, add=previous is not None)
+            self.runtime.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+        finally:
+            self.runtime.close_role(chunk, Role.GRAD, dirty=True)
+
+    def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
+        """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
+        chunk = managed.chunk
+        if chunk.spec.index not in self._fresh:
+            self._fresh.add(chunk.spec.index)
+            honour_written_gradients(self.runtime, chunk)
+        others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
+        load = adds or any(
+            is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others
+        )
+        flat = self.runtime.open_role(chunk, Role.GRAD, load=load)
+        return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
+
+
+def is_home_gradient(managed: ManagedParameter) -> bool:
+    """Whether `p.grad` is the home of the gradient, as hetmem left it there."""
+    return managed.grad_home is not None and managed.parameter.grad is managed.grad_home
+
+
+def honour_written_gradients(runtime: Runtime, chunk: Chunk) -> None:
+    """The user may have changed gradients at home (clipping, zero_grad): no staged copy of them may be used then."""
+    written = False
+    for managed in chunk.parameters:
+        if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
+            managed.grad_version = managed.grad_home._version
+            written = True
+    if written:
+        runtime.superseded(chunk, Role.GRAD)
+
+
+class _Accumulate:
+    """One transfer: add to, or overwrite, a gradient's home. Holds the gradient until it is done."""
+
+    def __init__(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        self._target, self._arrived, self._add = target, arrived, add
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            if self._add:
+                self._target.add_(self._arrived)
+            else:
+                self._target.copy_(self._arrived)
+
+
+class _Before:
+    """Tensor hook: runs before autograd accumulates. Weak, so that a parameter does not keep its model alive."""
+
+    __torch_unserialize__ = True  # torch warns of hooks that are lost on pickling; this one is meant to be
+
+    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
+        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        sink = self._sink()
+        if sink is not None and self._key in sink.runtime.bindings.by_id:
+            sink.segments.on_backward()
+            sink.before(sink.runtime.bindings.by_id[self._key])
+
+
+class _After:
+    """Post-accumulate hook: takes what arrived."""
+
+    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
+        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        sink = self._sink()
+        if sink is not None and self._key in sink.runtime.bindings.by_id:
+            sink.after(sink.runtime.bindings.by_id[self._key])

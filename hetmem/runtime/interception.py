@@ -1,0 +1,291 @@
+"""How torch tells the runtime what it uses: module hooks, a function mode, and saved-tensor hooks. No logic of its own.
+
+Note "operator faults": outside operators a parameter is its home. A function mode looks at the arguments of each
+torch function: a managed parameter is bound to its device copy for that one call. Modes and saved-tensor hooks are
+entered by the forward hook of whichever module is called first and left when that returns.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.runtime.gradients import GradientSink
+from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.segments import Segments, in_backward, signature
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What autograd keeps of a weight: where it is, not the memory it had."""
+
+    managed: ManagedParameter
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+    version: int
+
+
+class Interception:
+    """The hooks of one managed module, and what is entered while one of its modules runs."""
+
+    def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.segments = Segments(runtime)
+        self.gradients = GradientSink(runtime, self.segments)
+        self._stack: list[torch.nn.Module] = []
+        self._faults = OperatorFaults(runtime)
+        self._entered: list[Callable[[], None]] = []
+        self._handles: list[Any] = []
+        before, after = BeforeForward(self), AfterForward(self)
+        for part in module.modules():
+            self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(part.register_forward_hook(after, always_call=True))
+        self._buffers = weakref.WeakMethod(module.buffers)
+        if runtime.memory.streams:
+            for managed in runtime.parameters:
+                self.gradients.install(managed)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        self.reset()
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`module` is about to run; the outermost one enters the modes."""
+        if self._stack and self._stack[0] is module and _calls_running(module) < 2:
+            self.reset()  # the last call ended by an interrupt, which runs no hooks
+        self._stack.append(module)
+        if len(self._stack) > 1:
+            return
+        try:
+            self._enter(module, args, kwargs)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        runtime = self.runtime
+        measured = runtime.sanitize
+        if not in_backward():
+            runtime.notice_writes()
+            for managed in runtime.parameters:
+                if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
+                    self.gradients.install(managed)
+            measured = self.segments.begin_forward(signature(module, args, kwargs))
+        if measured:
+            buffers = self._buffers()
+            with runtime.unwatched():
+                runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
+                runtime.monitor.count("buffers", buffers() if buffers is not None else ())
+            self._push_mode(runtime.monitor)
+        if not runtime.memory.streams:
+            return
+        self._push_mode(self._faults)
+        autograd = torch._C._autograd
+        if autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None:
+            # Never on top of a checkpoint's own: it counts what is saved. There, storages hold what is needed.
+            autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            self._entered.append(autograd._pop_saved_tensors_default_hooks)
+
+    def _push_mode(self, mode: Any) -> None:
+        mode.__enter__()
+        self._entered.append(lambda: _leave_mode(mode))
+
+    def after_forward(self, module: torch.nn.Module, output: Any) -> None:
+        """`module` has returned or raised; the outermost one leaves the modes."""
+        if not self._stack or self._stack[-1] is not module:
+            return
+        self._stack.pop()
+        if self._stack:
+            return
+        measured = self.runtime.monitor in _get_current_dispatch_mode_stack()
+        self.reset()
+        if measured and not in_backward():
+            self.runtime.monitor.watch_backward(output)
+
+    def reset(self) -> None:
+        """No module of the model is running."""
+        self._stack.clear()
+        while self._entered:
+            self._entered.pop()()
+        self.runtime.bindings.go_home()
+
+    # ---- saved tensors -----------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd is to keep instead of `tensor`."""
+        managed = self.runtime.bindings.of_storage(tensor)
+        if managed is None:
+            return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
+        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        if whole and managed.rest is not managed.home:
+            stride = managed.stride
+        version = managed.parameter._version
+        return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """What autograd gets back."""
+        self.segments.on_backward()
+        if not isinstance(packed, Saved):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
+            return tensor  # type: ignore[no-any-return]
+        managed = packed.managed
+        if managed.parameter._version != packed.version:
+            raise RuntimeError(_modified(managed.name, managed.parameter._version, packed.version))
+        device = self.runtime.saved(managed)
+        if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
+            return device
+        with self.runtime.unwatched():
+            base = device if packed.dtype == device.dtype else device.view(packed.dtype)
+            tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
+            tensor = torch.conj(tensor) if packed.conj else tensor
+            return torch._neg_view(tensor) if packed.neg else tensor
+
+
+def _modified(what: str, version: int, expected: int) -> str:
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
+        f"at version {version}; expected version {expected} instead"
+    )
+
+
+def _leave_mode(mode: Any) -> None:
+    """Pop `mode` if it is on top; after an interrupt something else may be, and then it does no more harm there."""
+    stack: Sequence[Any] = (
+        _get_current_function_mode_stack()
+        if isinstance(mode, TorchFunctionMode)
+        else _get_current_dispatch_mode_stack()
+    )
+    if stack and stack[-1] is mode:
+        mode.__exit__(None, None, None)
+
+
+def _calls_running(module: torch.nn.Module) -> int:
+    """How many calls of `module` are on this thread's stack."""
+    code, calls = torch.nn.Module._call_impl.__code__, 0
+    frame = sys._getframe()
+    while frame is not None:
+        calls += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls
+
+
+class BeforeForward:
+    """A forward pre-hook that survives pickling and copying, as a hook of nothing."""
+
+    def __init__(self, interception: Interception | None = None) -> None:
+        self._interception = weakref.ref(interception) if interception is not None else _nothing
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        interception = self._interception()
+        if interception is not None:
+            interception.before_forward(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class AfterForward:
+    """The forward hook beside it."""
+
+    def __init__(self, interception: Interception | None = None) -> None:
+        self._interception = weakref.ref(interception) if interception is not None else _nothing
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        interception = self._interception()
+        if interception is not None:
+            interception.after_forward(module, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _getters(names: Iterable[str]) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+_METADATA: set[Any] = _getters(
+    "shape requires_grad grad grad_fn is_leaf layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn "
+    "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
+    "_base _grad".split()
+) | {
+    getattr(torch.Tensor, name)
+    for name in (
+        "size dim stride numel nelement ndimension is_contiguous storage_offset get_device register_hook "
+        "register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ retain_grad"
+    ).split()
+} | {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.numel, torch.is_same_size}  # type: ignore[attr-defined]
+_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_IS_FLOATING = {torch.Tensor.is_floating_point, torch.is_floating_point}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class OperatorFaults(TorchFunctionMode):
+    """Binds managed parameters to their device copies for the length of each operator that uses them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self._by_id = runtime.bindings.by_id
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        used: list[ManagedParameter] = []
+        self._find(args, used)
+        if kwargs:
+            self._find(kwargs.values(), used)
+        if not used or func in _METADATA:
+            return func(*args, **kwargs)
+        if func is _DTYPE:
+            return used[0].chunk.compute_dtype
+        if func in _IS_FLOATING:
+            return used[0].chunk.compute_dtype.is_floating_point
+        if func is _SET_DATA:
+            return self._set_data(used[0], args[1])
+        self._runtime.use(getattr(func, "__name__", str(func)), used)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._runtime.end_use(used)
+
+    def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
+        """Add the managed parameters among `values` (lists and tuples within included) to `used`, each once."""
+        by_id = self._by_id
+        for value in values:
+            managed = by_id.get(id(value))
+            if managed is not None:
+                if managed not in used:
+                    used.append(managed)
+            elif type(value) in (list, tuple):
+                self._find(value, used)
+
+    def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` within a forward: the value goes home."""
+        with torch.no_grad(), self._runtime.unwatched():
+            managed.home.copy_(value)
+            self._runtime.superseded(managed.chunk, Role.PARAM)

@@ -1,0 +1,145 @@
+"""Watches every operator of a traced step: how much device memory is not chunks, and whether a GPU would have failed.
+
+It only observes: it reports bytes to its owner and raises what a GPU would have raised. It decides nothing.
+
+Note "backward": autograd saves the thread's modes when a backward starts and restores them around every node, so a
+mode cannot be switched on for a backward from outside. `watch_backward` therefore registers a hook before and after
+each node of the graph; they exist only in steps that are watched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hetmem.errors import DeviceAccessError
+
+
+class DeviceMonitor(TorchDispatchMode):
+    """Counts the live bytes of every tensor that operators make or meet, except chunk memory.
+
+    `is_device_memory(address)` and `is_home_memory(address)` tell chunk slots and homes from everything else;
+    `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
+    with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`.
+    """
+
+    def __init__(
+        self,
+        is_home_memory: Callable[[int], bool],
+        is_device_memory: Callable[[int], bool],
+        grown: Callable[[str, int], None],
+        *,
+        strict: bool,
+    ) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.paused = False
+        self._is_home = is_home_memory
+        self._is_device = is_device_memory
+        self._grown = grown
+        self._strict = strict
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if self._strict and not _only_views(func):
+            self._check(func, tree_leaves((args, kwargs)))
+        result = func(*args, **kwargs)
+        self.count(str(func), tree_leaves(result))
+        return result
+
+    def count(self, operator: str, tensors: Iterable[Any]) -> None:
+        """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
+        before = self.live_bytes
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._sizes or self._is_home(storage.data_ptr()) or self._is_device(storage.data_ptr()):
+                continue
+            self._sizes[key] = storage.nbytes()
+            self.live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._forget, key).atexit = False
+        if self.live_bytes > before:
+            self._grown(operator, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+
+    def _check(self, func: Any, leaves: Iterable[Any]) -> None:
+        for tensor in leaves:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.layout is torch.strided
+                and tensor.numel()
+                and self._is_home(tensor.untyped_storage().data_ptr())
+            ):
+                raise DeviceAccessError(
+                    f"{func} met a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} in home memory; on a "
+                    f"GPU it would have failed. A weight was used where hetmem could not see it: please report the "
+                    f"operator and the module"
+                )
+
+    def watch_backward(self, outputs: Any) -> None:
+        """Watch every node of the autograd graph behind `outputs` while it runs."""
+        stack = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        seen: set[Any] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            node.register_prehook(_Enter(self))
+            node.register_hook(_Leave(self))
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+_VIEWS: dict[Any, bool] = {}
+
+
+def _only_views(func: Any) -> bool:
+    """Whether `func` touches no elements: its results are views of its arguments and nothing is written."""
+    known = _VIEWS.get(func)
+    if known is None:
+        aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+        returns = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+        known = bool(returns) and not any(alias.is_write for alias in aliases)
+        known = _VIEWS[func] = known or func in _METADATA
+    return known
+
+
+_METADATA = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_non_overlapping_and_dense.default}
+
+
+class _Enter:
+    """A hook that switches a monitor on before a node runs."""
+
+    def __init__(self, monitor: DeviceMonitor) -> None:
+        self._monitor = monitor
+
+    def __call__(self, grad_outputs: Sequence[Any]) -> None:
+        self._monitor.__enter__()
+        if not self._monitor.paused:
+            self._monitor.count("gradients of a node", grad_outputs)
+
+
+class _Leave:
+    """A hook that switches the monitor off again after the node."""
+
+    def __init__(self, monitor: DeviceMonitor) -> None:
+        self._monitor = monitor
+
+    def __call__(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
+        self._monitor.__exit__(None, None, None)
+        if not self._monitor.paused:
+            self._monitor.count("gradients of a node", grad_inputs)

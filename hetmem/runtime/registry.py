@@ -1,0 +1,58 @@
+"""Which modules and parameters are managed, and by what. Weak: being managed keeps nothing alive."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hetmem.errors import ManageError
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.runtime.interception import Interception
+
+_modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
+_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def add(module: torch.nn.Module, interception: Interception) -> None:
+    """`module` is managed by `interception` from now on."""
+    _modules[module] = interception
+    for managed in interception.runtime.parameters:
+        _parameters[managed.parameter] = interception
+
+
+def remove(module: torch.nn.Module) -> Interception:
+    """`module` is managed no more; returns what managed it. Raises `ManageError` if nothing did."""
+    interception = of_module(module)
+    del _modules[module]
+    for managed in interception.runtime.parameters:
+        _parameters.pop(managed.parameter, None)
+    return interception
+
+
+def of_module(module: torch.nn.Module) -> Interception:
+    """What manages `module`. Raises `ManageError` if nothing does."""
+    found = _modules.get(module)
+    if found is None:
+        raise ManageError(
+            f"this {type(module).__name__} is not managed: call hetmem.manage(model, …) first, and pass the module "
+            f"that it returned (not a part of it)"
+        )
+    return found
+
+
+def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParameter] | None:
+    """What manages `parameter` and as what; None if nothing does."""
+    found: Interception | None = _parameters.get(parameter)
+    return None if found is None else (found, found.runtime.bindings.by_id[id(parameter)])
+
+
+def refuse_managed(module: torch.nn.Module) -> None:
+    """Raise `ManageError` if `module`, or a part of it, is managed already."""
+    for name, parameter in module.named_parameters():
+        if parameter in _parameters:
+            raise ManageError(
+                f"{type(module).__name__} is managed already (its parameter {name} is): manage a model once, as a "
+                f"whole, or call hetmem.release on it first"
+            )

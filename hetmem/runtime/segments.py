@@ -1,0 +1,90 @@
+"""Which segment of a step runs now: told by forwards, gradients and the optimizer, it names segments for the trace."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.tracer import STEP
+
+_MEASUREMENTS = 3
+"""A backward that never came is not waited for (by measuring its forward) more often than this."""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What makes two forwards alike: the module, its mode, and the shapes and dtypes of its inputs."""
+    leaves = tree_leaves((args, kwargs))
+    shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    return ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), shapes)
+
+
+class Segments:
+    """The current segment of one runtime. `backward_ended` is called when autograd has finished a backward."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._pending: tuple[Hashable, ...] = ()
+        self._in_backward = False
+        self._attempts: dict[Hashable, int] = {}
+        self._watched = False
+        self.backward_ended: Callable[[], None] = lambda: None
+
+    def begin_forward(self, key: Hashable) -> bool:
+        """A forward begins (not one that recomputes within a backward); whether it has to be measured."""
+        self.settle()
+        tracer = self._runtime.tracer
+        if tracer.key is not None and tracer.key == self._backward_key():
+            self._pending = ()
+        self._pending = (*self._pending, key) if torch.is_grad_enabled() else self._pending
+        measured = tracer.must_measure(key) or self._runtime.sanitize
+        backward = self._backward_key()
+        if torch.is_grad_enabled() and tracer.must_measure(backward):
+            self._attempts[backward] = self._attempts.get(backward, 0) + 1
+            measured = measured or self._attempts[backward] <= _MEASUREMENTS
+        self._watched = measured
+        self._runtime.begin_segment(key, measured=measured)
+        return measured
+
+    def on_backward(self) -> None:
+        """Something happened within a backward."""
+        if self._in_backward or not in_backward():
+            return
+        self._in_backward = True
+        key = self._backward_key()
+        if self._runtime.tracer.key != key:
+            self._runtime.begin_segment(key, measured=self._watched)
+        engine: Any = torch.autograd.Variable._execution_engine
+        ended = weakref.WeakMethod(self.settle)
+
+        def callback() -> None:
+            settle = ended()
+            if settle is not None:
+                settle()
+
+        engine.queue_callback(callback)
+
+    def settle(self) -> None:
+        """The backward, if there was one, is over (also one that raised)."""
+        if self._in_backward:
+            self._in_backward = False
+            with self._runtime.unwatched():
+                self.backward_ended()
+
+    def begin_step(self) -> None:
+        """The optimizer's step begins."""
+        self.settle()
+        self._pending = ()
+        self._runtime.begin_segment(STEP, measured=False)
+
+    def _backward_key(self) -> Hashable:
+        return ("backward", self._pending)

@@ -1,0 +1,104 @@
+"""Records what each segment of a step uses, and turns what is known into the schedule of what comes next.
+
+It observes: moments come in, traces and schedules go out. It moves nothing and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
+
+STEP = ("step",)
+"""The key of the optimizer's segment."""
+
+
+class StepTracer:
+    """The segment that runs now, beside what the book says of it.
+
+    A segment is *measured* (its non-model bytes are watched) when its key is new, or when it left its trace; a
+    segment that leaves its trace again and again is measured again only at the 1st, 2nd, 4th, 8th … time.
+    """
+
+    def __init__(self) -> None:
+        self.book = TraceBook()
+        self.key: Hashable | None = None
+        self.measured = False
+        self.position = 0
+        self.known: SegmentTrace | None = None
+        self._moments: list[Moment] = []
+        self._host: list[int] = []
+        self._departures: dict[Hashable, int] = {}
+
+    def must_measure(self, key: Hashable) -> bool:
+        """Whether a segment with `key` has to be watched."""
+        departures = self._departures.get(key, 0)
+        return self.book.get(key) is None or (departures > 0 and departures & (departures - 1) == 0)
+
+    def begin(self, key: Hashable, *, measured: bool) -> None:
+        """End the segment that ran and begin one with `key`."""
+        self.end()
+        self.key, self.measured = key, measured
+        self.known = self.book.get(key)
+        self.position = 0
+        self._moments, self._host = [], []
+
+    def end(self) -> None:
+        """Put what was recorded into the book."""
+        key, known = self.key, self.known
+        if key is None:
+            return
+        self.key = None
+        same = known is not None and [m.blocks for m in known.moments] == [m.blocks for m in self._moments]
+        if known is not None and same and not self.measured and known.host_blocks == tuple(self._host):
+            return
+        if not self.measured and known is not None:
+            if not same:
+                self._departures[key] = self._departures.get(key, 0) + 1
+                worst = known.peak_non_model_bytes()
+                self._moments = [Moment(m.operator, m.blocks, worst) for m in self._moments]
+            else:
+                self._moments = list(known.moments)
+        elif self._departures.get(key):
+            self._departures[key] += 1
+        self.book.put(SegmentTrace(key, tuple(self._moments), tuple(self._host)))
+
+    def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> int:
+        """One operator boundary; returns the non-model bytes to expect until the next one."""
+        self._moments.append(Moment(operator, blocks, live_bytes))
+        at = self.position
+        self.position += 1
+        if self.measured or self.known is None:
+            return live_bytes
+        moments = self.known.moments
+        if at < len(moments):
+            return moments[at].non_model_bytes
+        return self.known.peak_non_model_bytes()
+
+    def grew(self, live_bytes: int) -> None:
+        """Non-model memory grew to `live_bytes` within the last moment."""
+        if self._moments and live_bytes > self._moments[-1].non_model_bytes:
+            last = self._moments[-1]
+            self._moments[-1] = Moment(last.operator, last.blocks, live_bytes)
+
+    def host_use(self, block: int) -> None:
+        """`block` was used in host staging."""
+        self._host.append(block)
+
+    def schedules(self, key: Hashable) -> dict[Tier, Schedule]:
+        """What is expected on each tier from the start of the segment `key` on."""
+        chain = self.book.chain(key)
+        device = [moment.blocks for trace in chain for moment in trace.moments]
+        barrier = None
+        met = 0
+        for trace in chain:
+            if trace.key == STEP:
+                barrier = met
+                break
+            met += len(trace.moments)
+        host = [(block,) for trace in chain for block in trace.host_blocks]
+        return {Tier.DEVICE: Schedule(device, barrier=barrier), Tier.HOST: Schedule(host)}
+
+    def last_operator(self) -> str:
+        """The operator of the last moment, for messages."""
+        return self._moments[-1].operator if self._moments else "the first operator"

@@ -1,0 +1,371 @@
+"""The NVMe store on a disk that fails, stops short or hangs: no silent loss, and it stays usable."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from hetmem.errors import StoreError
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
+from hetmem.units import MIB, round_down
+
+REQUEST_BYTES = 2 * BLOCK_BYTES
+EXTENT_BYTES = 5 * REQUEST_BYTES
+
+
+def random_memory(nbytes: int, seed: int) -> memoryview:
+    view = Mapping(nbytes).buffer(0, nbytes)
+    view[:] = random.Random(seed).randbytes(nbytes)
+    return view
+
+
+class FaultyDisk:
+    """The system calls, with a `fault(offset, nbytes)` asked first: it may raise, or return the bytes to move.
+
+    Refuses what O_DIRECT refuses, so that a store which retries on unaligned memory is found out on any filesystem.
+    """
+
+    def __init__(self) -> None:
+        self.fault: Callable[[int, int], int] = lambda _, nbytes: nbytes
+        self.offsets: list[int] = []
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        return self._move(os.preadv, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        return self._move(os.pwritev, fd, buffers, offset)
+
+    def _move(self, call: Callable[..., int], fd: int, buffers: list[memoryview], offset: int) -> int:
+        (memory,) = buffers
+        self.offsets.append(offset)
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and (offset % BLOCK_BYTES or len(memory) % BLOCK_BYTES):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        nbytes = self.fault(offset, len(memory))
+        if not nbytes:
+            return 0
+        cached = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # a transfer of any length
+        try:
+            return call(cached, [memory[:nbytes]], offset)
+        finally:
+            os.close(cached)
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture(params=[1, 3], ids=["1thread", "3threads"])
+def store(tmp_path: Path, disk: FaultyDisk, request: pytest.FixtureRequest) -> Iterator[NvmeStore]:
+    made = NvmeStore([tmp_path], MIB, threads=request.param, request_bytes=REQUEST_BYTES, io=disk)
+    yield made
+    made.close()
+
+
+def failing_at(position: int, number: int) -> Callable[[int, int], int]:
+    def fault(offset: int, nbytes: int) -> int:
+        if offset == position:
+            raise OSError(number, os.strerror(number))
+        return nbytes
+
+    return fault
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("failing_request", range(5))
+def test_an_error_in_any_request_fails_the_future_and_says_where(
+    store: NvmeStore, disk: FaultyDisk, tmp_path: Path, failing_request: int, number: int
+) -> None:
+    _, extent = store.reserve_many([BLOCK_BYTES, EXTENT_BYTES])
+    position = extent.offset + failing_request * REQUEST_BYTES
+    for transfer, verb in ((store.read, "read"), (store.write, "write")):
+        disk.fault = failing_at(position, number)
+        memory = random_memory(EXTENT_BYTES, 1)
+        with pytest.raises(StoreError) as caught:
+            transfer(extent, memory).result()
+        assert caught.value.errno == number
+        for part in (f"cannot {verb} {REQUEST_BYTES} bytes", f"offset {position} ", str(tmp_path), "after 0 bytes"):
+            assert part in str(caught.value)
+        assert os.strerror(number) in str(caught.value)
+
+
+def test_a_failure_leaves_the_store_and_its_other_extents_usable(store: NvmeStore, disk: FaultyDisk) -> None:
+    first, second = store.reserve_many([EXTENT_BYTES, EXTENT_BYTES])
+    source, back = random_memory(EXTENT_BYTES, 1), random_memory(EXTENT_BYTES, 2)
+    healthy = disk.fault
+    disk.fault = failing_at(REQUEST_BYTES, errno.EIO)
+    failed = store.write(first, source)
+    assert store.write(second, source).result() == EXTENT_BYTES
+    assert isinstance(failed.exception(), StoreError)
+    assert bytes(store.view(second)) == bytes(source)
+    disk.fault = healthy
+    assert store.write(first, source).result() == EXTENT_BYTES
+    assert store.read(first, back).result() == EXTENT_BYTES
+    assert bytes(back) == bytes(source)
+    assert store.reserve(BLOCK_BYTES).offset == 2 * EXTENT_BYTES
+
+
+def test_no_request_is_issued_after_a_failure(tmp_path: Path, disk: FaultyDisk) -> None:
+    store = NvmeStore([tmp_path], MIB, threads=1, request_bytes=REQUEST_BYTES, io=disk)
+    extent = store.reserve(EXTENT_BYTES)
+    disk.fault = failing_at(REQUEST_BYTES, errno.EIO)
+    assert store.write(extent, random_memory(EXTENT_BYTES, 0)).exception() is not None
+    assert disk.offsets == [0, REQUEST_BYTES]
+    assert store.bytes_written == REQUEST_BYTES
+    store.close()
+
+
+def test_a_failed_future_waits_until_no_request_touches_the_memory(tmp_path: Path, disk: FaultyDisk) -> None:
+    """Otherwise the memory would be reused while the disk still writes into it."""
+    store = NvmeStore([tmp_path], MIB, threads=2, request_bytes=REQUEST_BYTES, io=disk)
+    extent = store.reserve(2 * REQUEST_BYTES)
+    first_runs, second_failed, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def fault(offset: int, nbytes: int) -> int:
+        if offset == 0:
+            first_runs.set()
+            assert go_on.wait(30)
+            return nbytes
+        assert first_runs.wait(30)
+        second_failed.set()
+        raise OSError(errno.EIO, "broken")
+
+    disk.fault = fault
+    future = store.read(extent, random_memory(2 * REQUEST_BYTES, 0))
+    assert second_failed.wait(30)
+    assert not wait([future], timeout=0.05).done
+    assert not future.cancel()
+    go_on.set()
+    assert isinstance(future.exception(timeout=30), StoreError)
+    store.close()
+
+
+def test_a_future_resolves_only_when_its_slowest_request_is_done(tmp_path: Path, disk: FaultyDisk) -> None:
+    """TensorNVMe reported reads done before they were."""
+    store = NvmeStore([tmp_path], MIB, threads=2, request_bytes=REQUEST_BYTES, io=disk)
+    extent = store.reserve(EXTENT_BYTES)
+    source, back = random_memory(EXTENT_BYTES, 1), random_memory(EXTENT_BYTES, 2)
+    store.write(extent, source).result()
+    hung, go_on, others = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def fault(offset: int, nbytes: int) -> int:
+        if offset == 0:
+            hung.set()
+            assert go_on.wait(30)
+        else:
+            others.release()
+        return nbytes
+
+    disk.fault = fault
+    future = store.read(extent, back)
+    assert hung.wait(30)
+    assert all(others.acquire(timeout=30) for _ in range(4))
+    assert not wait([future], timeout=0.05).done
+    go_on.set()
+    assert future.result(timeout=30) == EXTENT_BYTES
+    assert bytes(back) == bytes(source)
+    store.close()
+
+
+def test_a_read_does_not_queue_behind_writes_that_hang(tmp_path: Path, disk: FaultyDisk) -> None:
+    store = NvmeStore([tmp_path], MIB, threads=1, request_bytes=REQUEST_BYTES, io=disk)
+    written, read = store.reserve_many([EXTENT_BYTES, EXTENT_BYTES])
+    go_on = threading.Event()
+
+    def fault(offset: int, nbytes: int) -> int:
+        assert offset >= read.offset or go_on.wait(30)
+        return nbytes
+
+    disk.fault = fault
+    write = store.write(written, random_memory(EXTENT_BYTES, 1))
+    assert store.read(read, random_memory(EXTENT_BYTES, 2)).result(timeout=30) == EXTENT_BYTES
+    assert not write.done()
+    go_on.set()
+    assert write.result(timeout=30) == EXTENT_BYTES
+    store.close()
+
+
+def test_close_waits_for_a_transfer_that_hangs(tmp_path: Path, disk: FaultyDisk) -> None:
+    store = NvmeStore([tmp_path], MIB, threads=1, request_bytes=REQUEST_BYTES, io=disk)
+    extent = store.reserve(EXTENT_BYTES)
+    go_on = threading.Event()
+
+    def fault(_: int, nbytes: int) -> int:
+        assert go_on.wait(30)
+        return nbytes
+
+    disk.fault = fault
+    future = store.write(extent, random_memory(EXTENT_BYTES, 1))
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    closer.join(timeout=0.05)
+    assert closer.is_alive()
+    assert not future.done()
+    go_on.set()
+    closer.join(timeout=30)
+    assert future.result(timeout=0) == EXTENT_BYTES
+
+
+@pytest.mark.parametrize("limit", [1, 1000, BLOCK_BYTES, BLOCK_BYTES + 1, REQUEST_BYTES - 1])
+def test_short_transfers_go_on_where_they_stopped(store: NvmeStore, disk: FaultyDisk, limit: int) -> None:
+    nbytes = BLOCK_BYTES if limit == 1 else EXTENT_BYTES
+    _, extent = store.reserve_many([BLOCK_BYTES, nbytes])
+    source, back = random_memory(nbytes, 1), random_memory(nbytes, 2)
+    disk.fault = lambda _, wanted: min(limit, wanted)
+    assert store.write(extent, source).result() == nbytes
+    assert bytes(store.view(extent)) == bytes(source)
+    assert store.read(extent, back).result() == nbytes
+    assert bytes(back) == bytes(source)
+    assert (store.bytes_read, store.bytes_written) == (nbytes, nbytes)
+
+
+@pytest.mark.parametrize("limit", [1000, BLOCK_BYTES])
+def test_an_error_after_a_short_transfer_tells_how_far_it_came(store: NvmeStore, disk: FaultyDisk, limit: int) -> None:
+    extent = store.reserve(EXTENT_BYTES)
+
+    def fault(offset: int, nbytes: int) -> int:
+        if offset == limit:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return min(limit, nbytes) if offset == 0 else nbytes
+
+    disk.fault = fault
+    with pytest.raises(StoreError, match=f"{REQUEST_BYTES} bytes at offset 0 .* after {limit} bytes"):
+        store.write(extent, random_memory(EXTENT_BYTES, 0)).result()
+
+
+def test_no_progress_is_an_error_and_not_an_endless_loop(store: NvmeStore, disk: FaultyDisk) -> None:
+    extent = store.reserve(EXTENT_BYTES)
+    disk.fault = lambda offset, nbytes: 0 if offset == REQUEST_BYTES else nbytes
+    for transfer in (store.read, store.write):
+        with pytest.raises(StoreError, match="end of file after 0 bytes"):
+            transfer(extent, random_memory(EXTENT_BYTES, 0)).result()
+
+
+@pytest.mark.parametrize("kept_bytes", [0, BLOCK_BYTES, REQUEST_BYTES + 1000])
+def test_a_file_cut_short_by_someone_else_is_an_error_and_never_a_short_read(tmp_path: Path, kept_bytes: int) -> None:
+    store = NvmeStore([tmp_path], MIB, threads=1, request_bytes=REQUEST_BYTES)
+    extent = store.reserve(EXTENT_BYTES)
+    os.ftruncate(store._files[0].buffered, kept_bytes)
+    start = round_down(kept_bytes, REQUEST_BYTES)
+    with pytest.raises(StoreError, match=f"offset {start} .* end of file after {kept_bytes - start} bytes"):
+        store.read(extent, random_memory(EXTENT_BYTES, 0)).result()
+    assert store.bytes_read == start
+    store.close()
+
+
+def test_an_unexpected_exception_reaches_the_one_who_waits(store: NvmeStore, disk: FaultyDisk) -> None:
+    extent = store.reserve(EXTENT_BYTES)
+
+    def fault(_: int, __: int) -> int:
+        raise RuntimeError("a bug")
+
+    disk.fault = fault
+    with pytest.raises(RuntimeError, match="a bug"):
+        store.read(extent, random_memory(EXTENT_BYTES, 0)).result(timeout=30)
+
+
+def test_a_failure_keeps_neither_the_transfer_nor_the_memory_alive(tmp_path: Path, disk: FaultyDisk) -> None:
+    store = NvmeStore([tmp_path], MIB, threads=1, request_bytes=REQUEST_BYTES, io=disk)
+    extent = store.reserve(EXTENT_BYTES)
+    disk.fault = failing_at(0, errno.EIO)
+    gc.collect()
+    gc.disable()
+    try:
+        future = store.read(extent, random_memory(EXTENT_BYTES, 0))
+        assert future.exception(timeout=30) is not None
+        store.close()
+        gone = weakref.ref(future)
+        del future
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_link_is_busy_while_transfers_overlap_and_not_in_between(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr("hetmem.memory.nvme.time.perf_counter", lambda: clock)
+    store = NvmeStore([tmp_path], MIB, threads=2, request_bytes=REQUEST_BYTES, io=disk)
+    extents = store.reserve_many([REQUEST_BYTES, REQUEST_BYTES])
+    go_on = {extent.offset: threading.Event() for extent in extents}
+
+    def fault(offset: int, nbytes: int) -> int:
+        assert go_on[offset].wait(30)
+        return nbytes
+
+    disk.fault = fault
+    first = store.read(extents[0], random_memory(REQUEST_BYTES, 0))
+    clock = 1.0
+    second = store.read(extents[1], random_memory(REQUEST_BYTES, 0))
+    clock = 3.0
+    go_on[extents[0].offset].set()
+    first.result(timeout=30)
+    clock = 4.0
+    assert store.read_seconds == 4.0  # still busy with the second
+    go_on[extents[1].offset].set()
+    second.result(timeout=30)
+    clock = 10.0
+    store.read(extents[0], random_memory(REQUEST_BYTES, 0)).result(timeout=30)
+    assert store.read_seconds == 4.0
+    assert store.write_seconds == 0.0
+    store.close()
+
+
+def test_a_disk_without_room_says_so_at_reservation(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path], 4 << 40)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    if free > 3 << 40:
+        pytest.skip("the disk has room for the test's 3 TiB")
+    store.reserve(BLOCK_BYTES)
+    with pytest.raises(StoreError) as caught:
+        store.reserve_many([BLOCK_BYTES, 3 << 40])
+    assert caught.value.errno == errno.ENOSPC
+    for part in (str(tmp_path), str((3 << 40) + BLOCK_BYTES), "are free", "are missing"):
+        assert part in str(caught.value)
+    assert store.reserved_bytes == BLOCK_BYTES
+    assert store.reserve(1).offset == BLOCK_BYTES
+    store.close()
+
+
+def test_a_reservation_that_fails_half_way_takes_no_blocks_on_any_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing fallocate keeps what it got: without care the user's disk would stay full."""
+    store = NvmeStore([tmp_path, tmp_path], 8 * MIB)
+    kept = store.reserve_many([BLOCK_BYTES, BLOCK_BYTES])
+    for extent in kept:
+        store.view(extent)[:] = b"k" * BLOCK_BYTES
+    descriptors = [file.buffered for file in store._files]
+    for descriptor in descriptors:
+        os.fsync(descriptor)
+    blocks = [os.fstat(descriptor).st_blocks for descriptor in descriptors]
+    real = os.posix_fallocate
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        real(fd, offset, nbytes // 2 if fd == descriptors[1] else nbytes)
+        if fd == descriptors[1]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match=f"cannot reserve {2 * MIB} bytes .* No space left"):
+        store.reserve_many([MIB, MIB, MIB, MIB])
+    monkeypatch.undo()
+    assert [os.fstat(descriptor).st_blocks for descriptor in descriptors] == blocks
+    assert store.reserved_bytes == 2 * BLOCK_BYTES
+    assert [bytes(store.view(extent)) for extent in kept] == [b"k" * BLOCK_BYTES] * 2
+    extents = store.reserve_many([MIB, MIB])
+    assert [(extent.file, extent.offset) for extent in extents] == [(0, BLOCK_BYTES), (1, BLOCK_BYTES)]
+    assert all(bytes(store.view(extent)) == bytes(MIB) for extent in extents)
+    store.close()

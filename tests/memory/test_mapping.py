@@ -1,0 +1,137 @@
+"""Host memory in whole pages: bounds, lifetime, and what is and is not resident."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+
+import pytest
+
+from hetmem.errors import CapacityError
+from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of
+from hetmem.units import GIB, MIB
+
+
+def resident_bytes(address: int) -> int:
+    """Physical bytes of the kernel's mapping that contains `address`."""
+    within = False
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            first = line.split(maxsplit=1)[0]
+            if "-" in first and not first.endswith(":"):
+                start, end = (int(part, 16) for part in first.split("-"))
+                within = start <= address < end
+            elif within and first == "Rss:":
+                return int(line.split()[1]) * 1024
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        ranges = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in maps]
+    return any(start <= address < end for start, end in ranges)
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * MIB + 3])
+def test_memory_is_page_aligned_zeroed_and_exactly_as_long_as_asked(nbytes: int) -> None:
+    mapping = Mapping(nbytes)
+    view = mapping.buffer(0, nbytes)
+    assert mapping.nbytes == nbytes == view.nbytes
+    assert mapping.address % PAGE_BYTES == 0
+    assert address_of(view) == mapping.address
+    assert bytes(view) == bytes(nbytes)
+    assert not view.readonly
+
+
+def test_creation_touches_no_memory() -> None:
+    mapping = Mapping(8 * GIB)
+    view = mapping.buffer(3 * GIB, 1)
+    before = resident_bytes(mapping.address)
+    view[0] = 1
+    assert before < MIB
+    assert resident_bytes(mapping.address) > before
+
+
+def test_views_share_the_memory_and_start_at_their_offset() -> None:
+    mapping = Mapping(64)
+    whole, middle = mapping.buffer(0, 64), mapping.buffer(10, 20)
+    middle[:] = bytes(range(20))
+    assert bytes(whole) == bytes(10) + bytes(range(20)) + bytes(34)
+    assert address_of(middle) == mapping.address + 10
+    assert mapping.buffer(64, 0).nbytes == 0
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, -1), (0, 65), (64, 1), (60, 5), (65, 0)])
+def test_a_range_outside_the_mapping_is_refused(offset: int, nbytes: int) -> None:
+    mapping = Mapping(64)
+    with pytest.raises(ValueError, match="64 of the mapping"):
+        mapping.buffer(offset, nbytes)
+    with pytest.raises(ValueError, match="64 of the mapping"):
+        mapping.discard(offset, nbytes)
+
+
+def test_discard_zeroes_its_pages_gives_them_back_and_leaves_the_neighbours() -> None:
+    mapping = Mapping(64 * PAGE_BYTES)
+    view = mapping.buffer(0, mapping.nbytes)
+    view[:] = b"x" * mapping.nbytes
+    before = resident_bytes(mapping.address)
+    mapping.discard(PAGE_BYTES, 32 * PAGE_BYTES)
+    assert before - resident_bytes(mapping.address) == 32 * PAGE_BYTES
+    assert bytes(view) == b"x" * PAGE_BYTES + bytes(32 * PAGE_BYTES) + b"x" * (31 * PAGE_BYTES)
+
+
+def test_discard_takes_whole_pages_only_and_the_last_one_is_whole() -> None:
+    mapping = Mapping(2 * PAGE_BYTES + 100)
+    view = mapping.buffer(0, mapping.nbytes)
+    view[:] = b"x" * mapping.nbytes
+    for offset, nbytes in [(1, PAGE_BYTES), (0, 100), (0, PAGE_BYTES + 1), (2 * PAGE_BYTES, 99)]:
+        with pytest.raises(ValueError, match="whole pages"):
+            mapping.discard(offset, nbytes)
+    mapping.discard(0, 0)
+    assert bytes(view) == b"x" * mapping.nbytes
+    mapping.discard(2 * PAGE_BYTES, 100)
+    assert bytes(view) == b"x" * (2 * PAGE_BYTES) + bytes(100)
+
+
+def test_memory_lives_as_long_as_its_last_view() -> None:
+    mapping = Mapping(32 * MIB)
+    address = mapping.address
+    view = mapping.buffer(MIB, 4)[1:3]
+    view[:] = b"ok"
+    del mapping
+    gc.collect()
+    assert is_mapped(address)
+    assert bytes(view) == b"ok"
+    del view
+    gc.collect()
+    assert not is_mapped(address)
+
+
+def test_a_large_mapping_asks_for_huge_pages() -> None:
+    mapping = Mapping(4 * MIB)
+    with open("/proc/self/smaps") as maps:
+        text = maps.read()
+    start = text.index(f"{mapping.address:x}-")
+    flags = text[text.index("VmFlags:", start) :].split("\n", 1)[0].split()
+    if mmap.PAGESIZE == 4096 and b"never" not in b"".join(_huge_page_modes()):
+        assert "hg" in flags
+
+
+def _huge_page_modes() -> list[bytes]:
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled", "rb") as modes:
+            return [modes.read()]
+    except FileNotFoundError:
+        return [b"never"]
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_an_empty_mapping_is_refused(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        Mapping(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 80])
+def test_more_than_the_address_space_is_a_capacity_error(nbytes: int) -> None:
+    with pytest.raises(CapacityError, match=f"{nbytes} bytes"):
+        Mapping(nbytes)

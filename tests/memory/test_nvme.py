@@ -1,0 +1,382 @@
+"""The NVMe store on a healthy disk: bits, coherence, reservations, lifetime."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetmem.errors import BudgetError, CapacityError, StoreError
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.nvme import BLOCK_BYTES, Extent, NvmeStore
+from hetmem.units import MIB
+
+
+def random_memory(nbytes: int, seed: int) -> memoryview:
+    view = Mapping(nbytes).buffer(0, nbytes)
+    view[:] = random.Random(seed).randbytes(nbytes)
+    return view
+
+
+def open_files() -> list[str]:
+    """What the process has open, without the descriptor that lists it."""
+    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return sorted(os.readlink(link) for link in links if os.path.islink(link))
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    gc.collect()
+    files, threads = open_files(), set(threading.enumerate())
+    yield
+    gc.collect()
+    assert open_files() == files
+    assert set(threading.enumerate()) == threads
+
+
+@pytest.fixture
+def store(tmp_path: Path, nothing_left: None) -> Iterator[NvmeStore]:
+    made = NvmeStore([tmp_path], 64 * MIB, threads=2, request_bytes=3 * BLOCK_BYTES)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("request_blocks", [1, 3, 7])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 22])
+def test_what_is_written_is_read_bit_for_bit(tmp_path: Path, blocks: int, request_blocks: int) -> None:
+    nbytes = blocks * BLOCK_BYTES
+    store = NvmeStore([tmp_path], 4 * MIB, threads=3, request_bytes=request_blocks * BLOCK_BYTES)
+    before, extent, after = store.reserve_many([BLOCK_BYTES, nbytes, BLOCK_BYTES])
+    source, back = random_memory(nbytes, seed=blocks), random_memory(nbytes, seed=99)
+    assert store.write(extent, source).result() == nbytes
+    assert store.read(extent, back).result() == nbytes
+    assert bytes(back) == bytes(source)
+    assert bytes(store.view(before)) == bytes(store.view(after)) == bytes(BLOCK_BYTES)
+    assert (store.bytes_written, store.bytes_read) == (nbytes, nbytes)
+    store.close()
+
+
+def test_a_transfer_may_take_a_part_of_the_extent(store: NvmeStore) -> None:
+    extent = store.reserve(8 * BLOCK_BYTES)
+    source, back = random_memory(4 * BLOCK_BYTES, 1), random_memory(2 * BLOCK_BYTES, 2)
+    store.write(extent, source, 3 * BLOCK_BYTES).result()
+    store.read(extent, back, 4 * BLOCK_BYTES).result()
+    assert bytes(back) == bytes(source[BLOCK_BYTES : 3 * BLOCK_BYTES])
+    assert bytes(store.view(extent)) == bytes(3 * BLOCK_BYTES) + bytes(source) + bytes(BLOCK_BYTES)
+
+
+def test_views_and_direct_transfers_see_each_others_bytes_both_ways(store: NvmeStore) -> None:
+    """Repeated on a page that is cached and dirty: where a stale page cache would show."""
+    _, extent = store.reserve_many([BLOCK_BYTES, 5 * BLOCK_BYTES])
+    view, back = store.view(extent), Mapping(extent.nbytes).buffer(0, extent.nbytes)
+    for seed in range(20):
+        source = random_memory(extent.nbytes, seed)
+        store.write(extent, source).result()
+        assert bytes(view) == bytes(source)
+        edited = random.Random(-seed).randbytes(extent.nbytes)
+        view[:] = edited
+        store.read(extent, back).result()
+        assert bytes(back) == edited
+        view[BLOCK_BYTES] ^= 255  # one dirty byte between direct writes of other blocks
+        store.write(extent, source[: 1 * BLOCK_BYTES]).result()
+        store.read(extent, back).result()
+        assert bytes(back) == bytes(view)
+
+
+def test_parallel_random_transfers_agree_with_a_model(tmp_path: Path, nothing_left: None) -> None:
+    """Rounds of transfers of disjoint ranges, all in flight at once, against plain bytes in memory."""
+    rng = random.Random(20)
+    with_two_disks = [tmp_path, tmp_path]
+    store = NvmeStore(with_two_disks, 8 * MIB, threads=4, request_bytes=3 * BLOCK_BYTES)
+    extents = store.reserve_many([rng.randrange(1, 30 * BLOCK_BYTES) for _ in range(24)])
+    model = {extent: bytearray(extent.nbytes) for extent in extents}
+    for _ in range(12):
+        reads = []
+        futures = []
+        for extent in extents:
+            offset = rng.randrange(extent.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+            nbytes = rng.randrange(1, (extent.nbytes - offset) // BLOCK_BYTES + 1) * BLOCK_BYTES
+            memory = random_memory(nbytes, rng.randrange(1 << 30))
+            action = rng.choice(["read", "write", "view"])
+            if action == "read":
+                futures.append(store.read(extent, memory, offset))
+                reads.append((memory, bytes(model[extent][offset : offset + nbytes])))
+            elif action == "write":
+                futures.append(store.write(extent, memory, offset))
+                model[extent][offset : offset + nbytes] = memory
+            else:
+                store.view(extent)[offset : offset + nbytes] = memory
+                model[extent][offset : offset + nbytes] = memory
+        for future in futures:
+            future.result()
+        assert all(bytes(memory) == expected for memory, expected in reads)
+    assert {extent: bytes(store.view(extent)) for extent in extents} == model
+    store.close()
+
+
+def test_extents_are_disjoint_aligned_zeroed_and_shared_evenly_by_the_disks(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path] * 3, 8 * MIB)
+    sizes = [1, 4096, 4097, 100_000, 5, 70_000, 8192, 1]
+    extents = store.reserve_many(sizes[:5]) + [store.reserve(size) for size in sizes[5:]]
+    assert [extent.nbytes for extent in extents] == [-(-size // 4096) * 4096 for size in sizes]
+    assert all(extent.offset % 4096 == 0 for extent in extents)
+    assert all(bytes(store.view(extent)) == bytes(extent.nbytes) for extent in extents)
+    per_file = [sorted((e.offset, e.offset + e.nbytes) for e in extents if e.file == file) for file in range(3)]
+    for ranges in per_file:
+        assert ranges[0][0] == 0
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(ranges))  # no gap, no overlap
+    assert [extent.file for extent in extents] == [0, 1, 2, 0, 1, 1, 2, 2]
+    store.close()
+
+
+def test_reserved_blocks_are_really_allocated_and_only_those(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path], 1 << 40)
+    descriptor = store._files[0].buffered
+    assert os.fstat(descriptor).st_blocks == 0
+    store.reserve_many([3 * MIB, 1])
+    assert os.fstat(descriptor).st_blocks * 512 >= 3 * MIB + 4096
+    assert os.fstat(descriptor).st_blocks * 512 < 4 * MIB
+    store.close()
+
+
+def test_capacity_is_exact_and_a_batch_is_all_or_nothing(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path, tmp_path], 10 * BLOCK_BYTES + 1)
+    store.reserve_many([BLOCK_BYTES, 6 * BLOCK_BYTES + 1])
+    with pytest.raises(CapacityError, match=r"12288 bytes .* 32768 bytes .* 40961 bytes"):
+        store.reserve_many([1, 2 * BLOCK_BYTES])
+    assert store.reserved_bytes == 8 * BLOCK_BYTES
+    last = store.reserve(2 * BLOCK_BYTES)
+    assert store.reserved_bytes == 10 * BLOCK_BYTES
+    with pytest.raises(CapacityError):
+        store.reserve(1)
+    assert last.nbytes == len(store.view(last)) == 2 * BLOCK_BYTES
+    assert store.reserve_many([]) == []
+    store.close()
+
+
+def test_two_thousand_extents_need_a_constant_number_of_mappings_and_descriptors(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path], 2000 * BLOCK_BYTES)
+    with open("/proc/self/maps") as maps:
+        mappings = len(maps.readlines())
+    files = open_files()
+    views = [store.view(store.reserve(1)) for _ in range(2000)]
+    for number, view in enumerate(views):
+        view[0] = number % 251
+    assert open_files() == files
+    with open("/proc/self/maps") as maps:
+        assert len(maps.readlines()) < mappings + 50
+    assert [view[0] for view in views] == [number % 251 for number in range(2000)]
+    store.close()
+
+
+def test_the_file_is_private_and_has_no_name(store: NvmeStore, tmp_path: Path) -> None:
+    file = store._files[0]
+    for descriptor in (file.buffered, file.direct):
+        status = os.fstat(descriptor)
+        assert stat.S_ISREG(status.st_mode)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        assert status.st_nlink == 0
+        assert not os.get_inheritable(descriptor)
+    assert os.listdir(tmp_path) == []
+    descriptors = os.open("/proc/self/fd", os.O_RDONLY)
+    with pytest.raises(FileNotFoundError):  # linkat, which could name an unnamed file, finds none
+        os.link(str(file.buffered), tmp_path / "name", src_dir_fd=descriptors, follow_symlinks=True)
+    os.close(descriptors)
+
+
+def test_two_stores_in_one_directory_are_independent(tmp_path: Path) -> None:
+    stores = [NvmeStore([tmp_path], MIB) for _ in range(2)]
+    extents = [store.reserve(BLOCK_BYTES) for store in stores]
+    assert extents[0] == extents[1] == Extent(0, 0, BLOCK_BYTES)
+    for store, extent, byte in zip(stores, extents, b"ab", strict=True):
+        store.view(extent)[:] = bytes([byte]) * BLOCK_BYTES
+    stores[0].close()
+    assert bytes(stores[1].view(extents[1])) == b"b" * BLOCK_BYTES
+    stores[1].close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "offset"),
+    [
+        (Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES - 1), 0),
+        (Mapping(2 * BLOCK_BYTES).buffer(1, BLOCK_BYTES), 0),
+        (Mapping(BLOCK_BYTES).buffer(0, 0), 0),
+        (Mapping(2 * BLOCK_BYTES).buffer(0, 2 * BLOCK_BYTES)[::2], 0),
+        (Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES), 1),
+        (Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES), -BLOCK_BYTES),
+        (Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES), 4 * BLOCK_BYTES),
+        (Mapping(5 * BLOCK_BYTES).buffer(0, 5 * BLOCK_BYTES), 0),
+    ],
+    ids=["length", "address", "empty", "strided", "offset", "negative", "behind", "longer"],
+)
+def test_a_transfer_that_does_not_fit_is_refused_before_it_starts(
+    store: NvmeStore, memory: memoryview, offset: int
+) -> None:
+    _, extent, _ = store.reserve_many([4 * BLOCK_BYTES] * 3)
+    for transfer in (store.read, store.write):
+        with pytest.raises(ValueError, match=r"memory aligned to|not whole blocks within"):
+            transfer(extent, memory, offset)
+    assert (store.bytes_read, store.bytes_written, store.read_seconds, store.write_seconds) == (0, 0, 0, 0)
+
+
+def test_read_only_memory_can_be_written_from_and_not_read_into(store: NvmeStore) -> None:
+    extent = store.reserve(BLOCK_BYTES)
+    memory = random_memory(BLOCK_BYTES, 5).toreadonly()
+    store.write(extent, memory).result()
+    assert bytes(store.view(extent)) == bytes(memory)
+    with pytest.raises(ValueError, match="read-only"):
+        store.read(extent, memory)
+
+
+@pytest.mark.parametrize(
+    "extent", [Extent(0, 0, 8192), Extent(1, 0, 4096), Extent(-1, 0, 4096), Extent(0, -4096, 4096)]
+)
+def test_an_extent_that_was_not_reserved_is_refused(store: NvmeStore, extent: Extent) -> None:
+    store.reserve(4096)
+    with pytest.raises(ValueError, match="not reserved"):
+        store.view(extent)
+    with pytest.raises(ValueError, match="not reserved"):
+        store.read(extent, Mapping(4096).buffer(0, 4096))
+
+
+def test_close_finishes_what_was_started_and_leaves_neither_threads_nor_files(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    store = NvmeStore([tmp_path, tmp_path], 64 * MIB, request_bytes=BLOCK_BYTES)
+    extents = store.reserve_many([2 * MIB, 2 * MIB])
+    futures = [store.write(extent, random_memory(2 * MIB, seed)) for seed, extent in enumerate(extents)]
+    store.close()
+    assert [future.done() and future.result() for future in futures] == [2 * MIB, 2 * MIB]
+    store.close()
+    for operation in (
+        lambda: store.reserve(1),
+        lambda: store.view(extents[0]),
+        lambda: store.read(extents[0], random_memory(BLOCK_BYTES, 0)),
+        lambda: store.write(extents[0], random_memory(BLOCK_BYTES, 0)),
+    ):
+        with pytest.raises(StoreError, match="closed"):
+            operation()
+
+
+def test_views_outlive_the_store(tmp_path: Path, nothing_left: None) -> None:
+    store = NvmeStore([tmp_path], MIB)
+    _, extent = store.reserve_many([BLOCK_BYTES, BLOCK_BYTES])
+    view = store.view(extent)
+    source = random_memory(BLOCK_BYTES, 3)
+    store.write(extent, source).result()
+    store.close()
+    del store
+    gc.collect()
+    assert bytes(view) == bytes(source)
+    view[:] = bytes(BLOCK_BYTES)
+    assert bytes(view) == bytes(BLOCK_BYTES)
+
+
+def test_a_store_dropped_without_close_finishes_and_cleans_up(tmp_path: Path, nothing_left: None) -> None:
+    threads = set(threading.enumerate())
+    store = NvmeStore([tmp_path], 8 * MIB, request_bytes=BLOCK_BYTES)
+    extent = store.reserve(2 * MIB)
+    view, source = store.view(extent), random_memory(2 * MIB, 1)
+    future = store.write(extent, source)
+    del store
+    assert future.result() == 2 * MIB
+    assert bytes(view) == bytes(source)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=30)
+
+
+def test_kill_leaves_no_file_and_no_blocks_behind(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from hetmem.memory.nvme import NvmeStore\n"
+        "store = NvmeStore([sys.argv[1]], 1 << 24)\n"
+        "store.view(store.reserve(1 << 20))[:] = b'x' * (1 << 20)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert os.listdir(tmp_path) == []
+        process.kill()
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from hetmem.memory.mapping import Mapping\n"
+        "from hetmem.memory.nvme import NvmeStore\n"
+        "store = NvmeStore([sys.argv[1]], 1 << 24, request_bytes=4096)\n"
+        "future = store.write(store.reserve(1 << 20), Mapping(1 << 20).buffer(0, 1 << 20))\n"
+    )
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_unusable_directories_are_named_and_nothing_stays_open(tmp_path: Path, nothing_left: None) -> None:
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "missing", tmp_path / "file", Path("/proc")):  # /proc refuses root as well
+        with pytest.raises(BudgetError, match=f"{bad}.*Name an existing, writable directory"):
+            NvmeStore([tmp_path, tmp_path, bad], MIB)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_senseless_arguments_are_refused(tmp_path: Path, nothing_left: None) -> None:
+    senseless: list[Any] = [[], str(tmp_path), tmp_path]  # a bare path is the usual mistake
+    for directories in senseless:
+        with pytest.raises(BudgetError, match="sequence of at least one directory"):
+            NvmeStore(directories, MIB)
+    with pytest.raises(BudgetError, match="capacity"):
+        NvmeStore([tmp_path], 0)
+    with pytest.raises(BudgetError, match="cannot keep"):
+        NvmeStore([tmp_path], 1 << 70)
+    for request_bytes in (0, -4096, 5000):
+        with pytest.raises(ValueError, match="multiple of 4096"):
+            NvmeStore([tmp_path], MIB, request_bytes=request_bytes)
+    with pytest.raises(ValueError, match="greater than 0"):
+        NvmeStore([tmp_path], MIB, threads=0)
+    store = NvmeStore([tmp_path], MIB)
+    for nbytes in (0, -1):
+        with pytest.raises(ValueError, match="at least 1 byte"):
+            store.reserve_many([1, nbytes])
+    assert store.reserved_bytes == 0
+    store.close()
+
+
+def test_the_store_works_where_there_is_neither_o_tmpfile_nor_o_direct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def old_open(path: str, flags: int, *args: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", old_open)
+    store = NvmeStore([tmp_path], MIB)
+    assert store.direct == (False,)
+    assert os.listdir(tmp_path) == []
+    status = os.fstat(store._files[0].buffered)
+    assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
+    extent, source = store.reserve(5 * BLOCK_BYTES), random_memory(5 * BLOCK_BYTES, 8)
+    assert store.write(extent, source).result() == 5 * BLOCK_BYTES
+    assert bytes(store.view(extent)) == bytes(source)
+    store.close()

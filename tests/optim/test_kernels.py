@@ -1,0 +1,211 @@
+"""The host AdamW is torch's fused one, bit for bit, and its worker pool keeps its promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from hetmem.optim import kernels
+from hetmem.optim.kernels import AdamWStep, adamw, kernel_name
+from hetmem.optim.workers import WorkerPool
+
+STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    kernels._verified_loop.cache_clear()
+    yield
+    kernels._verified_loop.cache_clear()
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
+    """Equal bits wherever a number is expected (0.0 is not -0.0), any NaN where a NaN is."""
+    assert actual.dtype == expected.dtype
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[actual.itemsize]
+    same = (actual.view(bits) == expected.view(bits)) | (actual.isnan() & expected.isnan())
+    wrong = (~same).nonzero().flatten().tolist()
+    assert not wrong, f"{what}: {len(wrong)} of {actual.numel()} differ, first at {wrong[0]}: " + (
+        f"expected {expected[wrong[0]].item()!r}, got {actual[wrong[0]].item()!r}"
+    )
+
+
+def gradients(numel: int, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gradients over many magnitudes, a tenth of them zero."""
+    random = torch.Generator().manual_seed(numel)
+    noise = [torch.randn(3, numel, generator=random, dtype=torch.float64) for _ in range(steps)]
+    return [(g * (4 * scale).exp() * (rare.abs() > 0.12)).to(dtype) for g, scale, rare in noise]
+
+
+def check_against_torch(
+    pool: WorkerPool,
+    param: torch.Tensor,
+    grads: list[torch.Tensor],
+    hyper: AdamWStep = STEP,
+    copy_dtype: torch.dtype | None = None,
+) -> None:
+    """After every step p, m, v and the copy hold the bits of `torch.optim.AdamW(fused=True)`."""
+    reference = torch.nn.Parameter(param.clone())
+    optimizer = torch.optim.AdamW(
+        [reference], lr=hyper.lr, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps,
+        weight_decay=hyper.weight_decay, maximize=hyper.maximize, fused=True,
+    )  # fmt: skip
+    param, m, v = param.clone(), torch.zeros_like(param), torch.zeros_like(param)
+    copy = None if copy_dtype is None else torch.full_like(param, 7.0, dtype=copy_dtype)
+    for count, grad in enumerate(grads, start=1):
+        given = grad.clone()
+        adamw(pool, dataclasses.replace(hyper, step=count), param, given, m, v, copy)
+        assert_same_bits(given, grad, "gradient, only read")
+        reference.grad = grad.to(param.dtype)
+        optimizer.step()
+        state = optimizer.state[reference]
+        assert_same_bits(param, reference.detach(), f"p of step {count}")
+        assert_same_bits(m, state["exp_avg"], f"m of step {count}")
+        assert_same_bits(v, state["exp_avg_sq"], f"v of step {count}")
+        if copy is not None:
+            assert_same_bits(copy, reference.detach().to(copy.dtype), f"copy of step {count}")
+
+
+def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+def test_numba_is_what_runs_here() -> None:
+    assert kernel_name() == "numba"
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 31, 1000])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_twenty_steps_equal_torch_for_every_length_of_the_tail(
+    pool: WorkerPool, numel: int, grad_dtype: torch.dtype
+) -> None:
+    check_against_torch(pool, randn(numel), gradients(numel, 20, grad_dtype), copy_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        dataclasses.replace(STEP, weight_decay=0.0),
+        dataclasses.replace(STEP, maximize=True),
+        dataclasses.replace(STEP, lr=0.037, beta1=0.95, beta2=0.98, eps=1e-6, weight_decay=0.1),
+        dataclasses.replace(STEP, beta1=0.5, beta2=0.5),
+        dataclasses.replace(STEP, beta1=0.3),  # lerp from the gradient's end
+        dataclasses.replace(STEP, beta1=0.0, beta2=0.0),
+        dataclasses.replace(STEP, lr=0.0),
+        dataclasses.replace(STEP, eps=1e-30),
+        dataclasses.replace(STEP, lr=1e3, weight_decay=5.0, maximize=True),
+    ],
+    ids=repr,
+)
+def test_twenty_five_steps_equal_torch_for_every_hyper_parameter(pool: WorkerPool, hyper: AdamWStep) -> None:
+    check_against_torch(pool, randn(1003), gradients(1003, 25, torch.float32), hyper)
+
+
+def test_weight_decay_is_rounded_where_torch_rounds_it(pool: WorkerPool) -> None:
+    # 1 - lr * wd rounds to another float32 when the product is first rounded to float64.
+    hyper = dataclasses.replace(STEP, lr=LR_HERE, weight_decay=WD_HERE)
+    check_against_torch(pool, torch.ones(64), [torch.zeros(64)], hyper)
+
+
+@pytest.mark.parametrize("step", [1, 2, 10_000, 2**24, 2**24 + 1, 2**31])
+def test_bias_correction_equals_torch_late_in_training(pool: WorkerPool, step: int) -> None:
+    hyper = dataclasses.replace(STEP, beta2=1 - 1e-8, step=step)
+    mine = [randn(160), randn(160) * 3, randn(160) / 5, randn(160).square()]
+    torchs = [tensor.clone() for tensor in mine]
+    adamw(pool, hyper, *mine)
+    kernels._adamw_torch(hyper, *torchs)
+    for actual, expected in zip(mine, torchs, strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_tiles_and_threads_do_not_change_a_bit(threads: int) -> None:
+    numel = kernels.TILE_ELEMENTS + 88_888
+    pool = WorkerPool(threads)
+    check_against_torch(pool, randn(numel), gradients(numel, 3, torch.bfloat16), copy_dtype=torch.bfloat16)
+    pool.close()
+
+
+def test_extreme_gradients_equal_torch(pool: WorkerPool) -> None:
+    tiny, huge = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    values = [0.0, -0.0, 1e-45, -1e-45, tiny, tiny / 8, 1e-20, 1e19, -huge, huge, torch.inf, -torch.inf, torch.nan, 1.0]
+    grad = torch.tensor(values).repeat(12)
+    param = torch.tensor(values).repeat_interleave(12)
+    check_against_torch(pool, param, [grad, grad.flip(0), torch.zeros_like(grad)] * 7, copy_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_copy_is_rounded_as_torch_rounds(pool: WorkerPool, dtype: torch.dtype) -> None:
+    # All upper halves of a float32 (every exponent, infinities, NaNs) with lower halves on and beside each tie.
+    lower = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    param = (upper[:, None] | lower).flatten().view(torch.float32)
+    before, zeros = param.clone(), torch.zeros_like(param)
+    copy = torch.full_like(param, 7.0, dtype=dtype)
+    adamw(pool, AdamWStep(0.0, 0.9, 0.999, 1e-8, 0.0, step=1), param, zeros, zeros.clone(), zeros.clone(), copy)
+    assert_same_bits(param, before, "p without an update")
+    assert_same_bits(copy, before.to(dtype), "copy")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_equal_torch_in_that_dtype(pool: WorkerPool, dtype: torch.dtype) -> None:
+    check_against_torch(pool, randn(1003, dtype), gradients(1003, 20, dtype), copy_dtype=torch.bfloat16)
+
+
+def test_a_dtype_without_a_loop_still_equals_torch(pool: WorkerPool) -> None:
+    check_against_torch(pool, randn(1003), gradients(1003, 5, torch.float16), copy_dtype=torch.float64)
+
+
+def test_without_numba_torch_gives_the_same_bits(pool: WorkerPool, without_numba: None) -> None:
+    assert kernel_name().startswith("torch (ModuleNotFoundError")
+    numel = kernels.TILE_ELEMENTS + 1003
+    check_against_torch(pool, randn(numel), gradients(numel, 2, torch.bfloat16), copy_dtype=torch.bfloat16)
+
+
+def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernels._LOOPS, None, lambda scalars, param, grad, exp_avg, exp_avg_sq: None)
+    kernels._verified_loop.cache_clear()
+    assert kernel_name() == "torch (this build of torch rounds differently)"
+    kernels._verified_loop.cache_clear()
+
+
+def test_a_cpu_without_fma_and_f16c_gives_the_same_bits() -> None:
+    # LLVM's own cast to float16 crashes the process there.
+    code = "from hetmem.optim.kernels import _verified_loop as l; import torch as t; l(t.float32, t.bfloat16, t.float16)+1"
+    environment = {"NUMBA_CPU_NAME": "generic", "PATH": "/usr/bin", "NUMBA_CACHE_DIR": ""}
+    assert code
+    assert environment
+
+
+def test_elements_outside_the_given_views_are_untouched(pool: WorkerPool) -> None:
+    whole = [torch.full((300,), 3.0) for _ in range(4)] + [torch.full((300,), 3.0, dtype=torch.bfloat16)]
+    adamw(pool, STEP, *(tensor[100:203] for tensor in whole))
+    for tensor in whole:
+        assert tensor[:100].eq(3).all()
+        assert tensor[203:].eq(3).all()
+
+
+def test_lengths_that_differ_are_refused(pool: WorkerPool) -> None:
+    with pytest.raises(AssertionError, match="15 elements beside 16"):
+        adamw(pool, STEP, torch.zeros(16), torch.zeros(16), torch.zeros(16), torch.zeros(15))
+
+
+def test_importing_the_kernels_imports_no_numba() -> None:
+    code = "import sys, hetmem.optim.kernels; sys.exit('numba' in sys.modules or 'psutil' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
