@@ -94,10 +94,13 @@ def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], 
 
 def _build_managed(cls: type[torch.nn.Module], budget: Budget | None, options: dict[str, Any]) -> None:
     """Wrap `__init__` of `cls` and of every later subclass: the outermost one to return has built the module."""
-    inherited = cls.__init_subclass__.__func__  # type: ignore[attr-defined]
+    own = vars(cls).get("__init_subclass__")
 
     def init_subclass(subclass: type[torch.nn.Module], **keywords: Any) -> None:
-        inherited(subclass, **keywords)
+        if own is not None:
+            own.__get__(None, subclass)(**keywords)
+        else:
+            super(cls, subclass).__init_subclass__(**keywords)
         if "__init__" in vars(subclass):
             _wrap_init(subclass, budget, options)
 

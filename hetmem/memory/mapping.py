@@ -11,7 +11,7 @@ import mmap
 import numpy as np
 
 from hetmem.errors import CapacityError
-from hetmem.units import MIB, format_size, round_up
+from hetmem.units import MIB, format_size
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -41,7 +41,7 @@ class Mapping:
             raise ValueError(f"a mapping needs at least 1 byte, got {nbytes}")
         try:
             # mmap's default, MAP_SHARED, is backed by shmem: that gets no huge pages.
-            self._pages = mmap.mmap(-1, round_up(nbytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"cannot map {nbytes} bytes ({format_size(nbytes)}) of host memory: {error}. Lower the host budget, "

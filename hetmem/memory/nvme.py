@@ -50,7 +50,9 @@ class NvmeStore:
     """Disk space in one or more directories, reserved ahead and moved asynchronously.
 
     All methods may be called from any thread. Transfers of one range are not ordered against each other: wait for a
-    future before touching its memory or its range again. Futures are settled on the store's threads.
+    future before touching its memory or its range again. Futures are settled on the store's threads. A store dropped
+    without `close` cleans up too: its executors end their threads once the queued transfers, which hold their file,
+    have run, and each file closes itself when nothing holds it.
 
     A transfer takes memory aligned to 4096 bytes and a length that is a multiple of it. Anything else is refused with
     ValueError, on every filesystem: the page cache would take it, at an eighth of the speed with nobody told why.
@@ -85,9 +87,6 @@ class NvmeStore:
         self._writes = _Link("write", io.pwritev, threads)
         # Each file owns its descriptors: if one directory fails, those opened before it close themselves.
         self._files = [_File(os.fspath(path), round_up(capacity_bytes, BLOCK_BYTES)) for path in directories]
-        # Does not wait: the last reference may die on a store's thread. Queued transfers hold their file and finish.
-        for link in (self._reads, self._writes):
-            weakref.finalize(self, link.threads.shutdown, wait=False)
 
     @property
     def direct(self) -> tuple[bool, ...]:
@@ -225,7 +224,6 @@ class _File:
 
     def __init__(self, directory: str, nbytes: int) -> None:
         self.directory = directory
-        self.nbytes = nbytes
         self.reserved_bytes = 0
         with contextlib.ExitStack() as opened:
             try:
@@ -244,28 +242,23 @@ class _File:
 
     def allocate(self, nbytes: int) -> None:
         """Take disk blocks for `nbytes` after the reserved ones; `trim` gives them back."""
+        disk = os.fstatvfs(self.buffered)
+        free = disk.f_bavail * disk.f_frsize
         try:
             # Asked first because a failing fallocate fills the disk, for every process on it, before it says so.
-            if nbytes > self._free_bytes():
+            if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.buffered, self.reserved_bytes, nbytes)
         except OSError as error:
-            self.trim()
-            free = self._free_bytes()
             raise StoreError(
                 error.errno,
-                f"cannot reserve {_sized(nbytes)} in {self.directory!r}: {error.strerror}; {_sized(free)} are free, "
+                f"cannot reserve {_sized(nbytes)} in {self.directory!r}: {error.strerror}; {_sized(free)} were free, "
                 f"{_sized(max(0, nbytes - free))} are missing. Free disk space or lower the NVMe budget",
             ) from error
 
     def trim(self) -> None:
-        """Give back blocks beyond the reserved ones; nobody has a view of them."""
+        """Give back blocks beyond the reserved ones; nobody has a view of them, and `allocate` lengthens the file."""
         os.ftruncate(self.buffered, self.reserved_bytes)
-        os.ftruncate(self.buffered, self.nbytes)
-
-    def _free_bytes(self) -> int:
-        disk = os.fstatvfs(self.buffered)
-        return disk.f_bavail * disk.f_frsize
 
 
 class _Link:

@@ -323,16 +323,22 @@ def test_the_link_is_busy_while_transfers_overlap_and_not_in_between(
     store.close()
 
 
-def test_a_disk_without_room_says_so_at_reservation(tmp_path: Path) -> None:
+def test_a_disk_without_room_says_so_at_reservation_and_is_not_filled_to_find_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = NvmeStore([tmp_path], 4 << 40)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     if free > 3 << 40:
         pytest.skip("the disk has room for the test's 3 TiB")
     store.reserve(BLOCK_BYTES)
+    allocated: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda _, __, nbytes: allocated.append(nbytes))
     with pytest.raises(StoreError) as caught:
         store.reserve_many([BLOCK_BYTES, 3 << 40])
+    monkeypatch.undo()
+    assert allocated == []
     assert caught.value.errno == errno.ENOSPC
-    for part in (str(tmp_path), str((3 << 40) + BLOCK_BYTES), "are free", "are missing"):
+    for part in (str(tmp_path), str((3 << 40) + BLOCK_BYTES), "were free", "are missing"):
         assert part in str(caught.value)
     assert store.reserved_bytes == BLOCK_BYTES
     assert store.reserve(1).offset == BLOCK_BYTES
