@@ -96,7 +96,7 @@ def _build_managed(cls: type[torch.nn.Module], budget: Budget | None, options: d
     """Wrap `__init__` of `cls` and of every later subclass: the outermost one to return has built the module."""
     own = vars(cls).get("__init_subclass__")
 
-    def init_subclass(subclass: type[torch.nn.Module], **keywords: Any) -> None:
+    def init_subclass(subclass: type[torch.nn.Module], /, **keywords: Any) -> None:
         if own is not None:
             own.__get__(None, subclass)(**keywords)
         else:

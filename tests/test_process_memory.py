@@ -26,7 +26,7 @@ class Stack(nn.Module):
 budget = hetmem.Budget(device="{DEVICE_MIB}MiB", host="{HOST_MIB}MiB", nvme="2GiB", nvme_dir=sys.argv[1])
 
 def warm_up():
-    """Code that any training loads (torch imports its compiler with the first optimizer) is no part of the budget."""
+    # Code that any training loads (torch imports its compiler with the first optimizer) is no part of the budget.
     model = hetmem.manage(nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="4MiB"), device="sim")
     optimizer = hetmem.AdamW(model.parameters())
     model(torch.zeros(64, 64)).sum().backward()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import torch
 
 from hetmem.memory.device import SimDevice
 from hetmem.memory.nvme import Extent, NvmeStore
@@ -55,9 +54,7 @@ class TransferEngine:
         self._store = store
         self._rate = {Link.HOST_TO_DEVICE: device.host_to_device, Link.DEVICE_TO_HOST: device.device_to_host}
         self._copied = {link: LinkUse() for link in self._rate}
-        self._threads = {
-            link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in self._rate
-        }
+        self._threads = {link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in self._rate}
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int) -> None:

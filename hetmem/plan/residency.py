@@ -450,9 +450,7 @@ class Residency:
 
     def _writing_slots(self, tier: Tier) -> int:
         return sum(
-            self.blocks[block].span
-            for block, copy in self._copies[tier].items()
-            if copy.writing and copy.uses == 0
+            self.blocks[block].span for block, copy in self._copies[tier].items() if copy.writing and copy.uses == 0
         )
 
     def _enforce_limit(self, tier: Tier, commands: list[Command]) -> None:
@@ -563,4 +561,3 @@ class Residency:
                     assert copy.state is CopyState.WAITING and (tier, block) in self._waiting
             taken = sum(self.blocks[b].span for b, c in self._copies[tier].items() if c.slot >= 0)
             assert taken == self._slots[tier].used <= self._slots[tier].count, "slots and copies disagree"
-

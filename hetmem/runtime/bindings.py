@@ -87,5 +87,3 @@ def _references(storage: int) -> int:
 def stand_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of `dtype` in the shape of `like` that takes no memory and reads as NaN."""
     return torch.full((), float("nan"), dtype=dtype).expand(like.shape)
-
-

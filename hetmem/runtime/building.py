@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetmem.config import Limits
 from hetmem.memory.nvme import NvmeStore
+from hetmem.runtime.construction import is_lazy
 
 _state = threading.local()
 
@@ -55,7 +56,7 @@ class Building:
             or getattr(_state, "building", None) is not self
             or parameter.device.type != "cpu"
             or parameter.numel() == 0
-            or isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin)
+            or is_lazy(parameter)
             or not torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
         ):
             return

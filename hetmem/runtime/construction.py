@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-import psutil
 import torch
 
 from hetmem.config import Limits
@@ -26,7 +26,9 @@ from hetmem.runtime.bindings import stand_in
 from hetmem.units import format_size, round_up
 
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
-HOST_RESERVE_SHARE = 0.1
+HOST_SHARE = 0.6
+SIMULATED_SHARE = 0.25
+"""Without a budget: these shares of the memory that is free now. The rest is the system's and the program's own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +118,11 @@ def _range(memory: memoryview, nbytes: int) -> tuple[int, int]:
     return start, start + nbytes
 
 
+def is_lazy(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` has no shape yet."""
+    return isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
 def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The distinct parameters of `module` by name, in order of registration; refuses what cannot be managed."""
     parameters = dict(module.named_parameters())
@@ -123,7 +130,7 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         raise ManageError(f"{type(module).__name__} has no parameters, so there is nothing to manage")
     spans: list[tuple[int, int, str]] = []
     for name, parameter in parameters.items():
-        if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+        if is_lazy(parameter):
             raise ManageError(f"{name} has no shape yet (a lazy module): run one forward before managing the model")
         if parameter.device.type != "cpu":
             raise ManageError(
@@ -135,8 +142,8 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         start = parameter.data_ptr()
         spans.append((start, start + parameter.numel() * parameter.itemsize, name))
     spans.sort()
-    for (_, end, name), (start, other_end, other) in zip(spans, spans[1:], strict=False):
-        if start < end and start != other_end:
+    for (_, end, name), (start, other_end, other) in pairwise(spans):
+        if start < end and start < other_end:
             raise ManageError(f"{name} and {other} share memory but are two parameters: tie them by using one object")
     return parameters
 
@@ -204,13 +211,20 @@ def _total_slots(layout: Layout) -> int:
 
 def _device_bytes(limits: Limits, device: SimDevice) -> int:
     asked = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
-    return min(asked) if asked else int(psutil.virtual_memory().available * 0.25)
+    return min(asked) if asked else int(_available_bytes() * SIMULATED_SHARE)
 
 
 def _host_bytes(limits: Limits) -> int:
     if limits.host_bytes is not None:
         return limits.host_bytes
-    return int(psutil.virtual_memory().available * (1 - HOST_RESERVE_SHARE))
+    return int(_available_bytes() * HOST_SHARE)
+
+
+def _available_bytes() -> int:
+    import psutil  # costs more than all of hetmem to import, and a budget that is said needs it not
+
+    available: int = psutil.virtual_memory().available
+    return available
 
 
 def _chunk_elements(specs: list[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
@@ -284,5 +298,3 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
         parameter.data = managed.home
         managed.version = parameter._version
         chunk.parameters.append(managed)
-
-

@@ -110,9 +110,7 @@ class GradientSink:
             self._fresh.add(chunk.spec.index)
             honour_written_gradients(self.runtime, chunk)
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
-        load = adds or any(
-            is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others
-        )
+        load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
         flat = self.runtime.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
 

@@ -32,7 +32,7 @@ class Saved:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: Any
     conj: bool
     neg: bool
     version: int
@@ -97,7 +97,7 @@ class Interception:
         if not runtime.memory.streams:
             return
         self._push_mode(self._faults)
-        autograd = torch._C._autograd
+        autograd: Any = torch._C._autograd
         if autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None:
             # Never on top of a checkpoint's own: it counts what is saved. There, storages hold what is needed.
             autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
@@ -223,24 +223,34 @@ def _nothing() -> None:
     return None
 
 
-def _getters(names: Iterable[str]) -> set[Any]:
-    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+def _getters(names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name)}
 
 
-_METADATA: set[Any] = _getters(
-    "shape requires_grad grad grad_fn is_leaf layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn "
-    "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
-    "_base _grad".split()
-) | {
-    getattr(torch.Tensor, name)
-    for name in (
-        "size dim stride numel nelement ndimension is_contiguous storage_offset get_device register_hook "
-        "register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ retain_grad"
-    ).split()
-} | {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.numel, torch.is_same_size}  # type: ignore[attr-defined]
-_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_TENSOR: Any = torch.Tensor
+_METADATA: set[Any] = {
+    *_getters(
+        "shape requires_grad grad grad_fn is_leaf layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn "
+        "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
+        "_base _grad"
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            "size dim stride numel nelement ndimension is_contiguous storage_offset get_device register_hook "
+            "register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ is_same_size retain_grad"
+        ).split()
+    ),
+    _TENSOR.grad.__set__,
+    _TENSOR.requires_grad.__set__,
+    torch.numel,
+    torch.is_same_size,
+}
+"""What is asked of a parameter without touching its elements."""
+
+_DTYPE = _TENSOR.dtype.__get__
 _IS_FLOATING = {torch.Tensor.is_floating_point, torch.is_floating_point}
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = _TENSOR.data.__set__
 
 
 class OperatorFaults(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""The one caller of `plan.residency` and `memory.transfer`: makes what operators, autograd and optimizers need be there.
+"""The one caller of `plan.residency` and `memory.transfer`: brings what operators, autograd and optimizers need.
 
 Hooks tell it what is about to be used; it asks the residency, has the commands carried out, and waits if it must.
 It knows nothing of torch's hooks and modes, and nothing of optimizers.
@@ -466,4 +466,3 @@ class _WeakGrown:
 def _close(engine: TransferEngine, memory: Memory) -> None:
     engine.close()
     memory.close()
-
