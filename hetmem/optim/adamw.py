@@ -162,6 +162,7 @@ class _Step:
     def run(self, chunks: dict[Chunk, list[tuple[ManagedParameter, dict[str, Any]]]]) -> None:
         """Update `chunks`, in the order of their homes."""
         runtime = self._runtime
+        self._interception.reset()
         self._interception.segments.begin_step()
         for chunk in sorted(chunks, key=lambda chunk: chunk.spec.index):
             self._chunk(chunk, chunks[chunk])

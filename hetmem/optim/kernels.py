@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,6 +113,7 @@ def _as_array(tensor: torch.Tensor) -> _Array:
     return tensor.numpy() if tensor.itemsize > 2 else tensor.view(torch.int16).numpy().view(np.uint16)
 
 
+@lru_cache(maxsize=16)  # one step updates many tensors
 def _scalars(step: AdamWStep) -> tuple[np.float32, ...]:
     """The loops' scalars, each rounded to float32 where torch rounds it."""
     torch_step = float(np.float32(step.step))  # torch counts steps in a float32 tensor

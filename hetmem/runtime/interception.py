@@ -94,6 +94,7 @@ class Interception:
                 runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
             self._push_mode(runtime.monitor)
+            runtime.monitor.forward_runs = lambda: _calls_running(module) > 0
         if not runtime.memory.streams:
             return
         self._push_mode(self._faults)
@@ -122,6 +123,7 @@ class Interception:
     def reset(self) -> None:
         """No module of the model is running."""
         self._stack.clear()
+        self.runtime.monitor.forward_runs = None
         while self._entered:
             self._entered.pop()()
         self.runtime.bindings.go_home()

@@ -25,6 +25,8 @@ class DeviceMonitor(TorchDispatchMode):
 
     `is_device_memory(address)` and `is_home_memory(address)` tell chunk slots and homes from everything else;
     `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
+    `forward_runs`, while set, says whether the forward that entered this mode still runs: an interrupt ends one
+    without telling anybody, and what the user does after it is no part of the model;
     with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`.
     """
 
@@ -39,6 +41,7 @@ class DeviceMonitor(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.paused = False
+        self.forward_runs: Callable[[], bool] | None = None
         self._is_home = is_home_memory
         self._is_device = is_device_memory
         self._grown = grown
@@ -49,7 +52,7 @@ class DeviceMonitor(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or (self.forward_runs is not None and not self.forward_runs()):
             return func(*args, **kwargs)
         if self._strict and not _only_views(func):
             self._check(func, tree_leaves((args, kwargs)))

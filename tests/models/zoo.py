@@ -1,6 +1,6 @@
 """Tiny models of well-known families, built from their configurations: nothing is downloaded.
 
-Two layers each and what makes the family special: tied embeddings, encoder and decoder, experts, convolutions, a scan.
+Two or three layers each and what makes the family special: tied embeddings, encoder and decoder, experts, convolutions, a scan.
 Dropout is left as the family has it; whoever compares two runs seeds before each forward.
 """
 
@@ -66,7 +66,7 @@ def mixtral() -> tuple[nn.Module, Inputs]:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,
@@ -137,7 +137,7 @@ def whisper() -> tuple[nn.Module, Inputs]:
 
 def mamba() -> tuple[nn.Module, Inputs]:
     """A selective scan: weights used as bare tensors (`-exp(A_log)`, `D`), a depthwise convolution."""
-    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, state_size=8, num_hidden_layers=2)
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, state_size=8, num_hidden_layers=3)
     inputs = _text()
     del inputs["attention_mask"]
     return transformers.MambaForCausalLM(config), inputs

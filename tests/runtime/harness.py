@@ -1,0 +1,251 @@
+"""Shared by the tests of the runtime: small models, placements, and one training loop run plainly and managed.
+
+Everything is compared bit for bit. NaNs with equal bits are equal, and -0.0 is not 0.0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hetmem
+
+PLACEMENTS = ("resident", "host", "nvme")
+
+
+def budget(placement: str, directory: Path, **changes: Any) -> hetmem.Budget:
+    """A budget that puts a small model (under 400 KiB of parameters) wholly on the tier that `placement` names."""
+    sizes: dict[str, dict[str, Any]] = {
+        "resident": {"device": "64MiB", "host": "64MiB"},
+        "host": {"device": "64MiB", "host": "64MiB", "device_chunks": "256KiB"},
+        "nvme": {"device": "64MiB", "host": "256KiB", "device_chunks": "256KiB", "nvme": "64MiB", "nvme_dir": directory},
+    }
+    return hetmem.Budget(**{**sizes[placement], **changes})
+
+
+def manage(
+    module: nn.Module, placement: str | hetmem.Budget, directory: Path, *, chunk_bytes: Any = "16KiB", **options: Any
+) -> nn.Module:
+    """`hetmem.manage` as all tests here use it: simulated device, every access checked."""
+    limits = budget(placement, directory) if isinstance(placement, str) else placement
+    return hetmem.manage(module, limits, device="sim", sanitize=True, chunk_bytes=chunk_bytes, **options)
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Equal shape, dtype and bits; None equals None."""
+    if left is None or right is None:
+        return left is right
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    left, right = left.detach().contiguous().reshape(-1), right.detach().contiguous().reshape(-1)
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def assert_same(left: torch.Tensor | None, right: torch.Tensor | None, what: str) -> None:
+    """`left` (plain) and `right` (managed) have the same bits."""
+    if not same_bits(left, right):
+        if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+            kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in (left, right)]
+            raise AssertionError(f"{what}: plain {kinds[0]}, managed {kinds[1]}")
+        worst = (left.detach().double() - right.detach().double()).abs().max().item()
+        raise AssertionError(f"{what}: bits differ, by up to {worst:.3g}")
+
+
+def assert_same_weights(plain: nn.Module, managed: nn.Module, what: str = "") -> None:
+    """All parameters and buffers have the same names and bits."""
+    left, right = plain.state_dict(), managed.state_dict()
+    assert list(left) == list(right)
+    for name in left:
+        assert_same(left[name], right[name], f"{what} weight {name}")
+
+
+def assert_same_grads(plain: nn.Module, managed: nn.Module, what: str = "") -> None:
+    """All gradients have the same bits, and are None for the same parameters."""
+    for (name, left), (_, right) in zip(plain.named_parameters(), managed.named_parameters(), strict=True):
+        assert_same(left.grad, right.grad, f"{what} grad of {name}")
+
+
+def assert_same_states(plain: torch.optim.Optimizer, managed: torch.optim.Optimizer, what: str = "") -> None:
+    """All optimizer states have the same bits and belong to the same parameters."""
+    left, right = plain.state_dict()["state"], managed.state_dict()["state"]
+    assert left.keys() == right.keys(), f"{what} states of {sorted(left)} and {sorted(right)}"
+    for index in left:
+        assert left[index].keys() == right[index].keys()
+        for name, value in left[index].items():
+            assert_same(value, right[index][name], f"{what} state {name} of {index}")
+
+
+class Mixed:
+    """The reference for mixed precision: float32 masters, and a twin whose parameters are 16-bit copies of them."""
+
+    def __init__(self, masters: nn.Module, dtype: torch.dtype) -> None:
+        self.masters = masters
+        self.twin = copy.deepcopy(masters)
+        for parameter in self.twin.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self._buffers = list(zip(masters.buffers(), self.twin.buffers(), strict=True))
+
+    def pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """Masters beside the parameters that compute."""
+        return zip(self.masters.parameters(), self.twin.parameters(), strict=True)
+
+    def backward(self, loss_of: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
+        """One forward and backward; gradients are added to those of the masters, in float32."""
+        with torch.no_grad():
+            for master, copied in self.pairs():
+                copied.copy_(master)
+        loss = loss_of(self.twin)
+        loss.backward()
+        for master, copied in self.pairs():
+            if copied.grad is not None:
+                arrived = copied.grad.to(master.dtype)
+                master.grad = arrived if master.grad is None else master.grad + arrived
+                copied.grad = None
+        for master, copied in self._buffers:
+            master.copy_(copied)
+        return loss
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How `train_both` trains."""
+
+    steps: int = 3
+    accumulation: int = 1
+    clip: float | None = None
+    mixed: torch.dtype | None = None
+    groups: Callable[[nn.Module], Any] = lambda module: module.parameters()
+    set_to_none: bool = True
+    lr: float = 1e-2
+
+
+def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of `module`, which returns it or something to average."""
+    output = module(*batch)
+    return output if output.dim() == 0 else output.float().square().mean()
+
+
+def train_both(
+    plain: nn.Module,
+    managed: nn.Module,
+    batches: Sequence[Any],
+    recipe: Recipe | None = None,
+    *,
+    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] = loss_of,
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Train both alike and compare losses, gradients (before and after clipping), weights and states at every step."""
+    recipe = recipe or Recipe()
+    left, right = optimizers or (
+        torch.optim.AdamW(recipe.groups(plain), lr=recipe.lr, fused=True),
+        hetmem.AdamW(recipe.groups(managed), lr=recipe.lr),
+    )
+    mixed = Mixed(plain, recipe.mixed) if recipe.mixed else None
+    feed = iter([batches[i % len(batches)] for i in range(recipe.steps * recipe.accumulation)])
+    for step in range(recipe.steps):
+        for micro in range(recipe.accumulation):
+            batch, where = next(feed), f"step {step}.{micro}"
+            state = torch.get_rng_state()
+            if mixed:
+                expected = mixed.backward(lambda module, batch=batch: loss(module, batch))
+            else:
+                expected = loss(plain, batch)
+                expected.backward()
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            got = loss(managed, batch)
+            got.backward()
+            assert torch.equal(torch.get_rng_state(), after), f"{where}: the random numbers used differ"
+            assert_same(expected, got, f"{where} loss")
+            assert_same_grads(plain, managed, where)
+        if recipe.clip is not None:
+            norms = [nn.utils.clip_grad_norm_(module.parameters(), recipe.clip) for module in (plain, managed)]
+            assert_same(*norms, f"step {step} norm")
+            assert norms[0] > recipe.clip, "the test clips nothing"
+            assert_same_grads(plain, managed, f"step {step} clipped")
+        for optimizer in (left, right):
+            optimizer.step()
+        assert_same_weights(plain, managed, f"step {step}")
+        assert_same_states(left, right, f"step {step}")
+        for optimizer in (left, right):
+            optimizer.zero_grad(set_to_none=recipe.set_to_none)
+        assert_same_grads(plain, managed, f"step {step} zeroed")
+    return left, right
+
+
+class Block(nn.Module):
+    """A residual block of two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """A small language model: embedding (tied to the head unless `tied=False`), blocks, cross entropy.
+
+    `checkpointing`: None, or the `use_reentrant` of activation checkpointing around every block.
+    """
+
+    VOCABULARY = 64
+
+    def __init__(
+        self, width: int = 32, depth: int = 3, *, tied: bool = True, checkpointing: bool | None = None
+    ) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embedding = nn.Embedding(self.VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, self.VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the head sees."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.checkpointing is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointing)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.hidden(tokens)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def token_batches(count: int, *, length: int = 8, rows: int = 2, seed: int = 1) -> list[tuple[torch.Tensor, ...]]:
+    """Random tokens and targets for `Tower`."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, rows, length)
+    return [tuple(torch.randint(0, Tower.VOCABULARY, shape, generator=generator)) for _ in range(count)]
+
+
+def vector_batches(count: int, *shape: int, seed: int = 1) -> list[tuple[torch.Tensor, ...]]:
+    """Random normal inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator),) for _ in range(count)]
+
+
+def pair(
+    build: Callable[[], nn.Module], placement: str | hetmem.Budget, directory: Path, **options: Any
+) -> tuple[nn.Module, nn.Module]:
+    """The same model twice: plain, and managed."""
+    torch.manual_seed(0)
+    plain = build()
+    return plain, manage(copy.deepcopy(plain), placement, directory, **options)
