@@ -200,7 +200,7 @@ class PlainTorch:
         self.optimizer.zero_grad()
         if count_different(loss, expected):
             step = self.scheduler.last_epoch
-            raise MismatchError(f"the loss of step {step} is {float(loss)!r}, plain torch has {float(expected)!r}")
+            raise MismatchError(f"the loss of step {step} is {loss.item()!r}, plain torch has {expected.item()!r}")
 
     def expect_weights(self, model: nn.Module) -> None:
         """Raises `MismatchError`, which names the first parameter to differ, unless all weights have the same bits."""

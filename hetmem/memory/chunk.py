@@ -42,10 +42,12 @@ class Home:
 class Chunk:
     """`numel` elements of `dtype` on their home tier and of `compute_dtype` on the device.
 
-    `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages.
+    `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages; only these move. A
+    home has room for `capacity` elements, so that chunks can trade parameters.
     """
 
     spec: ChunkSpec
+    capacity: int
     numel: int
     dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -58,13 +60,19 @@ class Chunk:
         return self.numel * self.dtype.itemsize
 
     @property
+    def home_nbytes(self) -> int:
+        """Bytes that a home of a role takes."""
+        return self.capacity * self.dtype.itemsize
+
+    @property
     def compute_nbytes(self) -> int:
         """Bytes of the copy that operators see."""
         return self.numel * self.compute_dtype.itemsize
 
-    def flat(self, role: Role) -> torch.Tensor:
-        """The home of `role` as a 1-D tensor (a new one at each call)."""
-        return torch.frombuffer(self.homes[role].memory, dtype=self.dtype, count=self.numel)
+    def flat(self, role: Role, *, whole: bool = False) -> torch.Tensor:
+        """The home of `role` as a 1-D tensor (a new one at each call): what is used of it, or the `whole` of it."""
+        count = self.capacity if whole else self.numel
+        return torch.frombuffer(self.homes[role].memory, dtype=self.dtype, count=count)
 
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
@@ -93,6 +101,7 @@ class ManagedParameter:
     stride: tuple[int, ...]
     home: torch.Tensor
     rest: torch.Tensor
+    home_references: int = 0
     version: int = 0
     device: torch.Tensor | None = None
     device_storage: int = 0
@@ -100,6 +109,7 @@ class ManagedParameter:
     grad_home: torch.Tensor | None = None
     grad_version: int = 0
     grad_hooked: bool = False
+    first_use: int = -1
 
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""

@@ -20,6 +20,7 @@ from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.gradients import honour_written_gradients, is_home_gradient
 from hetmem.runtime.interception import Interception
+from hetmem.runtime.relayout import arrange_by_use
 from hetmem.runtime.runtime import Runtime
 
 _STATES = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
@@ -100,6 +101,7 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._arrange_by_use()
         work: dict[Interception, dict[Chunk, list[tuple[ManagedParameter, dict[str, Any]]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -112,6 +114,20 @@ class AdamW(Optimizer):
         for interception, chunks in work.items():
             _Step(self, interception, self._workers, self._versions).run(chunks)
         return loss
+
+    def _arrange_by_use(self) -> None:
+        """Before the first update: chunks in order of use, as the first forward showed it."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                found = registry.of_parameter(parameter)
+                if found is not None and not found[0].arranged and found[0].runtime.memory.streams:
+                    interception = found[0]
+                    interception.arranged = True
+                    fresh = not any(managed.parameter in self.state for managed in interception.runtime.parameters)
+                    if fresh:
+                        interception.reset()
+                        interception.segments.settle()
+                        arrange_by_use(interception.runtime)
 
     @staticmethod
     def _managed(parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:

@@ -73,10 +73,16 @@ class Schedule:
                 self._positions.setdefault(block, []).append(index)
 
     def next_use(self, block: int) -> int:
-        """The first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown."""
+        """The first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown.
+
+        A block of the use that `position` just passed is used there until it was met: it must not look far away, and
+        be given up, while the other blocks of that use are brought in.
+        """
         where = self._positions.get(block)
         if not where:
             return NEVER
+        if self.position and block not in self._met and block in self.uses[(self.position - 1) % len(self.uses)]:
+            return self.position - 1
         lap, inside = divmod(self.position, len(self.uses)) if self.periodic else (0, self.position)
         index = bisect_right(where, inside - 1)
         if index < len(where):
@@ -88,12 +94,12 @@ class Schedule:
 
         Blocks of the use that `position` just passed are met once each without moving it again.
         """
-        if self.position and block not in self._met and block in self.uses[(self.position - 1) % len(self.uses)]:
-            self._met.add(block)
-            return True
         at = self.next_use(block)
         if at == NEVER or at - self.position > window:
             return False
+        if at < self.position:
+            self._met.add(block)
+            return True
         self.position = at + 1
         self._met = {block}
         return True

@@ -23,12 +23,17 @@ class Bindings:
     def __init__(self, parameters: Iterable[ManagedParameter]) -> None:
         self.by_id: dict[int, ManagedParameter] = {}
         self._by_address: dict[int, ManagedParameter] = {}
+        self._resting: list[ManagedParameter] = []
+        self.learn(parameters)
+
+    def learn(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Take note of the homes of `parameters`, and of nothing else: no device view may be open."""
+        self._by_address.clear()
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             for tensor in (managed.home, managed.rest):
                 if managed.numel:
                     self._by_address[tensor.untyped_storage().data_ptr()] = managed
-        self._resting: list[ManagedParameter] = []
 
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
@@ -82,6 +87,11 @@ class Bindings:
 def _references(storage: int) -> int:
     count: int = torch._C._storage_Use_Count(storage)
     return count
+
+
+def storage_references(tensor: torch.Tensor) -> int:
+    """How often the memory of `tensor` is referred to, by tensors and by what C++ holds."""
+    return _references(tensor.untyped_storage()._cdata)
 
 
 def stand_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ from hetmem.plan.layout import PAGE_ELEMENTS, Layout, ParameterSpec, build_layou
 from hetmem.plan.placement import Room, fits_device, largest_chunk_elements, place, staging_slots
 from hetmem.plan.residency import Block
 from hetmem.plan.trace import Tier
-from hetmem.runtime.bindings import stand_in
+from hetmem.runtime.bindings import stand_in, storage_references
 from hetmem.units import format_size, round_up
 
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
@@ -65,13 +65,13 @@ class Memory:
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
-        sizes = [round_up(chunk.nbytes, 4096) for chunk in chunks]
+        sizes = [chunk.home_nbytes for chunk in chunks]
         if not self.streams or self._all_on_device(role):
             for chunk in chunks:
-                memory = Mapping(max(1, chunk.nbytes)).buffer(0, chunk.nbytes)
+                memory = Mapping(chunk.home_nbytes).buffer(0, chunk.home_nbytes)
                 chunk.homes[role] = Home(Tier.DEVICE, memory)
-                self._device_ranges.append(_range(memory, chunk.nbytes))
-                self.device_home_bytes += round_up(chunk.nbytes, 4096)
+                self._device_ranges.append(_range(memory, chunk.home_nbytes))
+                self.device_home_bytes += chunk.home_nbytes
             return
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
         tiers = place(sizes, Room(self.host_pool.free_bytes, nvme), f"{role.value} of {len(chunks)} chunks")
@@ -80,12 +80,12 @@ class Memory:
             assert self.store is not None
             extents = self.store.reserve_many([size for _, size in on_disk])
             for (chunk, _), extent in zip(on_disk, extents, strict=True):
-                memory = self.store.view(extent)[: chunk.nbytes]
+                memory = self.store.view(extent)
                 chunk.homes[role] = Home(Tier.NVME, memory, extent=extent)
-                self._home_ranges.append(_range(memory, chunk.nbytes))
+                self._home_ranges.append(_range(memory, chunk.home_nbytes))
         for chunk, tier in zip(chunks, tiers, strict=True):
             if tier is Tier.HOST:
-                chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(chunk.nbytes))
+                chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes))
 
     def _all_on_device(self, role: Role) -> bool:
         return role is Role.PARAM and self.device_pool.slots == 0
@@ -174,7 +174,7 @@ def build_memory(
         _check_device(layout, slot_bytes, chunk_cap, specs)
     chunks = _chunks(layout, list(parameters.values()), list(compute.values()))
     trainable = {index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad}
-    padded = sum(chunk.nbytes * (4 if trainable & set(chunk.spec.parameters) else 1) for chunk in chunks)
+    padded = sum(chunk.home_nbytes * (4 if trainable & set(chunk.spec.parameters) else 1) for chunk in chunks)
     with_nvme = limits.nvme_bytes > 0 and not resident and padded > host_bytes
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if with_nvme else None
     try:
@@ -267,18 +267,25 @@ def _open_host(layout: Layout, host_bytes: int, slot_bytes: int, store: NvmeStor
 
 
 def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[torch.dtype]) -> list[Chunk]:
-    ends = [0] * len(layout.chunks)
-    for placement in layout.placements:
-        ends[placement.chunk] = max(ends[placement.chunk], placement.offset + placement.numel)
+    ends = used_ends(layout)
     return [
         Chunk(
             spec,
-            max(PAGE_ELEMENTS, round_up(ends[spec.index], PAGE_ELEMENTS)),
+            spec.span * layout.chunk_elements,
+            ends[spec.index],
             parameters[spec.parameters[0]].dtype,
             compute[spec.parameters[0]],
         )
         for spec in layout.chunks
     ]
+
+
+def used_ends(layout: Layout) -> list[int]:
+    """Per chunk, the elements up to its last parameter's end, rounded up to whole pages of any itemsize."""
+    ends = [1] * len(layout.chunks)
+    for placement in layout.placements:
+        ends[placement.chunk] = max(ends[placement.chunk], placement.offset + placement.numel)
+    return [round_up(end, PAGE_ELEMENTS) for end in ends]
 
 
 def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
@@ -291,10 +298,22 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
         managed = ManagedParameter(
             parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
         )
-        managed.home = managed.view(Role.PARAM)
-        managed.home.copy_(data)
-        same = chunk.compute_dtype is chunk.dtype
-        managed.rest = managed.home if same else stand_in(managed.home, chunk.compute_dtype)
-        parameter.data = managed.home
-        managed.version = parameter._version
         chunk.parameters.append(managed)
+        settle_in(managed)
+
+
+def settle_in(managed: ManagedParameter) -> None:
+    """Move the values of `managed` to its place in its chunk, which is its home from now on."""
+    home = managed.view(Role.PARAM)
+    home.copy_(managed.parameter.data)
+    reside(managed, home)
+
+
+def reside(managed: ManagedParameter, home: torch.Tensor) -> None:
+    """`home` holds the values of `managed`: make it what `.data` is."""
+    same = managed.chunk.compute_dtype is managed.chunk.dtype
+    managed.home = home
+    managed.rest = home if same else stand_in(home, managed.chunk.compute_dtype)
+    managed.parameter.data = home
+    managed.version = managed.parameter._version
+    managed.home_references = storage_references(home)

@@ -49,6 +49,7 @@ class Interception:
         self._faults = OperatorFaults(runtime)
         self._entered: list[Callable[[], None]] = []
         self._handles: list[Any] = []
+        self.arranged = False
         before, after = BeforeForward(self), AfterForward(self)
         for part in module.modules():
             self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))

@@ -60,6 +60,7 @@ class Runtime:
         self._held: dict[int, ManagedParameter] = {}
         self._limit = self.device_pool.slots
         self._gradients = 0
+        self._first_uses = 0
         self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _close, engine, memory)
 
@@ -161,6 +162,8 @@ class Runtime:
         with self.unwatched():
             self._let_go()
             for managed in used:
+                if managed.first_use < 0:
+                    managed.first_use = self._first_uses = self._first_uses + 1
                 if managed.parameter._version != managed.version:
                     self.user_wrote(managed)
             self._moment(operator, tuple(dict.fromkeys(_param_block(managed) for managed in used)))
@@ -337,6 +340,22 @@ class Runtime:
             return
         self._execute(self.residency.invalidate(block, Tier.DEVICE))
         self._execute(self.residency.prefetch(block, Tier.DEVICE))
+
+    def forget_copies(self) -> None:
+        """Drop every copy on every tier; nothing may be in use."""
+        self.drain()
+        self._let_go()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            for block in self.residency.resident(tier):
+                self._execute(self.residency.invalidate(block, tier))
+
+    def relearn(self) -> None:
+        """Chunks hold other parameters now: what was traced is void."""
+        self.bindings.learn(self.parameters)
+        for block, (chunk, role) in self._chunk_of_block.items():
+            self.residency.blocks[block] = self.memory.block(chunk, role)
+        self.tracer = StepTracer()
+        self._ended = None
 
     def after_step(self) -> None:
         """The weights are new: plan for what usually follows, and start to fetch for it."""

@@ -19,24 +19,49 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 
 PLACEMENTS = ("resident", "host", "nvme")
+STREAMED = ("host", "nvme")
+CHUNK = 4096
+"""Bytes of a chunk in tests that do not say: as small as chunks can be, so that small models have many."""
 
 
 def budget(placement: str, directory: Path, **changes: Any) -> hetmem.Budget:
-    """A budget that puts a small model (under 400 KiB of parameters) wholly on the tier that `placement` names."""
+    """A budget that puts a small model (under 200 KiB of parameters) wholly on the tier that `placement` names."""
     sizes: dict[str, dict[str, Any]] = {
         "resident": {"device": "64MiB", "host": "64MiB"},
         "host": {"device": "64MiB", "host": "64MiB", "device_chunks": "256KiB"},
-        "nvme": {"device": "64MiB", "host": "256KiB", "device_chunks": "256KiB", "nvme": "64MiB", "nvme_dir": directory},
+        "nvme": {"device": "64MiB", "host": "128KiB", "device_chunks": "256KiB", "nvme": "64MiB", "nvme_dir": directory},
     }
     return hetmem.Budget(**{**sizes[placement], **changes})
 
 
 def manage(
-    module: nn.Module, placement: str | hetmem.Budget, directory: Path, *, chunk_bytes: Any = "16KiB", **options: Any
+    module: nn.Module, placement: str | hetmem.Budget, directory: Path, *, chunk_bytes: Any = CHUNK, **options: Any
 ) -> nn.Module:
-    """`hetmem.manage` as all tests here use it: simulated device, every access checked."""
-    limits = budget(placement, directory) if isinstance(placement, str) else placement
-    return hetmem.manage(module, limits, device="sim", sanitize=True, chunk_bytes=chunk_bytes, **options)
+    """`hetmem.manage` as all tests here use it: simulated device, every access checked.
+
+    `placement` "nvme" leaves no more host memory than staging needs; "host" and "nvme" allow the device only as much
+    as the largest parameter needs and half a model more.
+    """
+    if isinstance(placement, hetmem.Budget):
+        limits = placement
+    else:
+        sizes = [-(-p.numel() * p.itemsize // CHUNK) * CHUNK for p in module.parameters()]
+        changes: dict[str, Any] = {}
+        if placement != "resident":
+            changes["device_chunks"] = 3 * max(sizes) + sum(sizes) // 2
+        if placement == "nvme":
+            changes["host"] = 4 * max(sizes)
+        limits = budget(placement, directory, **changes)
+    managed = hetmem.manage(module, limits, device="sim", sanitize=True, chunk_bytes=chunk_bytes, **options)
+    if placement == "nvme":
+        assert nvme_bytes(managed) > 0, "the model is too small to get to NVMe"
+    return managed
+
+
+def nvme_bytes(module: nn.Module) -> int:
+    """Bytes that the homes of `module` have taken on NVMe."""
+    found: int = hetmem.report(module).to_dict()["tiers"]["nvme"]["peak_bytes"]
+    return found
 
 
 def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

@@ -71,7 +71,7 @@ def test_activation_checkpointing_equals_torch(
 @pytest.mark.parametrize("chunk_bytes", ["16KiB", "64KiB", "1MiB", None])
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 def test_the_chunk_size_changes_no_bit(chunk_bytes: str | None, mixed: torch.dtype | None, tmp_path: Path) -> None:
-    room = budget("nvme", tmp_path, host="5MiB", device_chunks="2MiB")
+    room = budget("nvme", tmp_path, host="4100KiB", device_chunks="2MiB")
     plain, managed = pair(Tower, room, tmp_path, chunk_bytes=chunk_bytes, mixed_precision=mixed)
     train_both(plain, managed, token_batches(3), Recipe(mixed=mixed, groups=two_groups))
 
@@ -109,7 +109,7 @@ def test_the_smallest_device_that_works_gives_the_same_bits(
 
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 def test_the_least_staging_gives_the_same_bits(mixed: torch.dtype | None, tmp_path: Path) -> None:
-    """Four slots of the one-slot chunks: a chunk's update at a time, nothing in flight beside it."""
+    """Four slots of the one-slot chunks: one chunk's update at a time, nothing in flight beside it."""
     room = budget("nvme", tmp_path, host=4 * 16384)
     plain, managed = pair(partial(Tower, 32, 2), room, tmp_path, chunk_bytes="16KiB", mixed_precision=mixed)
     train_both(plain, managed, token_batches(6), Recipe(accumulation=2, mixed=mixed))

@@ -1,0 +1,198 @@
+"""Fetches of each policy relative to the offline optimum: python benchmarks/replay.py [TRACE.json ...]
+
+A trace is the device's part of one training step, a list of {"blocks": [...], "non_model_bytes": int} in order; it is
+repeated. Without files, steps of a GPT are made up: forward through n blocks and backward again. Every row replays
+`Residency` itself. `immediate` answers a fetch at once; `delay k` answers it k uses later, or when a use has to wait
+for it. `renewed` says that every block is rewritten between two steps, so that what survives on the device has to be
+fetched anew, once. Nothing is timed: the numbers are counts, and the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hetmem.plan.optimum import fewest_bytes
+from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
+from hetmem.plan.residency import Block, Command, CopyState, Drop, Fetch, Residency, Write
+from hetmem.plan.trace import Schedule, Tier
+
+STEPS = 10
+SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+DELAYS = (0, 1, 4)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step: the blocks of each use, and the bytes that are not for chunks meanwhile."""
+
+    name: str
+    uses: tuple[tuple[int, ...], ...]
+    non_model_bytes: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are, numbered from 0."""
+        return max(block for use in self.uses for block in use) + 1
+
+
+@dataclass
+class Replay:
+    """A residency, and the commands it is still owed an answer to."""
+
+    residency: Residency
+    delay: int
+    stalls: int = 0
+    _clock: int = 0
+    _pending: deque[tuple[int, Fetch | Write]] = field(default_factory=deque)
+
+    def carry_out(self, commands: Sequence[Command]) -> None:
+        """Note `commands`, and answer what is due."""
+        self._pending.extend((self._clock + self.delay, command) for command in commands if not isinstance(command, Drop))
+        while self._pending and self._pending[0][0] <= self._clock:
+            self._answer()
+
+    def _answer(self) -> None:
+        _, command = self._pending.popleft()
+        commands = self.residency.done(command)
+        self._pending.extend((self._clock + self.delay, command) for command in commands if not isinstance(command, Drop))
+
+    def use(self, blocks: tuple[int, ...]) -> None:
+        """All of `blocks` at once on the device."""
+        for block in blocks:
+            self.stalls += self.residency.state(block, Tier.DEVICE) is not CopyState.VALID
+            self.carry_out(self.residency.acquire(block, Tier.DEVICE))
+            while self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
+                self._answer()
+        for block in blocks:
+            self.carry_out(self.residency.release(block, Tier.DEVICE))
+        self._clock += 1
+        self.carry_out([])
+
+    def drain(self) -> None:
+        """Answer everything."""
+        while self._pending:
+            self._answer()
+
+    def renew(self, blocks: int) -> None:
+        """The homes of all blocks are rewritten, and what is on the device is fetched anew."""
+        self.drain()
+        for block in range(blocks):
+            if self.residency.state(block, Tier.DEVICE) is not None:
+                self.carry_out(self.residency.invalidate(block, Tier.DEVICE))
+                self.carry_out(self.residency.prefetch(block, Tier.DEVICE))
+        self.drain()
+
+
+def replay(
+    trace: Trace, limits: Sequence[int], policy: EvictionPolicy, *, delay: int, renewed: bool, steps: int = STEPS
+) -> tuple[int, int]:
+    """Fetches, and uses that had to wait, of `steps` steps from an empty device with `limits[i]` slots at use `i`."""
+    run = Replay(Residency({Tier.DEVICE: max(limits)}, policy), delay)
+    residency = run.residency
+    for block in range(trace.blocks):
+        residency.add(Block(f"block {block}", Tier.HOST))
+    planned = isinstance(policy, NextUse)
+    for step in range(steps):
+        if step and renewed:
+            if planned:
+                run.carry_out(residency.expect(Tier.DEVICE, Schedule(trace.uses, barrier=0)))
+            run.renew(trace.blocks)
+        if planned:
+            barrier = len(trace.uses) if renewed else None
+            run.carry_out(residency.expect(Tier.DEVICE, Schedule(trace.uses, barrier=barrier)))
+        for blocks, slots in zip(trace.uses, limits, strict=True):
+            run.carry_out(residency.limit(Tier.DEVICE, slots))
+            run.use(blocks)
+    residency.check()
+    return residency.counts.fetches[Tier.DEVICE], run.stalls
+
+
+def optimum(trace: Trace, limits: Sequence[int], *, renewed: bool, steps: int = STEPS) -> int:
+    """The fewest fetches for the same steps. A renewed block is another block in every step."""
+    shift = trace.blocks if renewed else 0
+    uses = [tuple(block + step * shift for block in blocks) for step in range(steps) for blocks in trace.uses]
+    return fewest_bytes(uses, dict.fromkeys((block for use in uses for block in use), 1), list(limits) * steps)
+
+
+def gpt(layers: int, *, operators: int, tied: bool, straddling: bool) -> Trace:
+    """A step through `layers` blocks, each used by `operators` in a row, and backward again.
+
+    `tied`: block 0 (the embedding) is also the head. `straddling`: the last operator of a layer needs its neighbour
+    as well, as a parameter group that does not end with its chunk does.
+    """
+    forward: list[tuple[int, ...]] = []
+    for layer in range(layers):
+        forward += [(layer,)] * operators
+        if straddling and layer + 1 < layers:
+            forward.append((layer, layer + 1))
+    if tied:
+        forward.append((0,))
+    uses = (*forward, *reversed(forward))
+    kind = f"{layers} blocks × {operators}" + ", tied" * tied + ", straddling" * straddling
+    return Trace(kind, uses, (0,) * len(uses))
+
+
+def load(path: Path) -> Trace:
+    """A trace saved as JSON; blocks are renumbered from 0 in order of first use."""
+    moments = json.loads(path.read_text())
+    numbers = {block: number for number, block in enumerate(dict.fromkeys(b for m in moments for b in m["blocks"]))}
+    return Trace(
+        path.stem,
+        tuple(tuple(numbers[block] for block in moment["blocks"]) for moment in moments),
+        tuple(moment["non_model_bytes"] for moment in moments),
+    )
+
+
+def slots_per_use(trace: Trace, slots: int, slot_bytes: int) -> list[int]:
+    """Slots beside the non-model bytes, when there are `slots` at their peak; never fewer than a use needs."""
+    peak = max(trace.non_model_bytes)
+    free = [min(trace.blocks, slots + (peak - nbytes) // slot_bytes) for nbytes in trace.non_model_bytes]
+    return [max(count, len(set(blocks))) for count, blocks in zip(free, trace.uses, strict=True)]
+
+
+def table(trace: Trace, slot_bytes: int) -> str:
+    """A Markdown table: fetches relative to the optimum, one row per share of the blocks that has a slot."""
+    columns = [(f"NextUse, {f'delay {delay}' if delay else 'immediate'}", NextUse(), delay) for delay in DELAYS]
+    columns += [("LRU", LRU(), 0), ("FIFO", FIFO(), 0)]
+    lines = [
+        f"### {trace.name} ({len(trace.uses)} uses a step, {STEPS} steps)",
+        "",
+        "| slots | weights | optimum, fetches a step | " + " | ".join(name for name, _, _ in columns) + " |",
+        "|---:|---|---:|" + "---:|" * len(columns),
+    ]
+    widest = max(len(set(blocks)) for blocks in trace.uses)
+    for share in SHARES:
+        slots = max(widest, round(share * trace.blocks))
+        limits = slots_per_use(trace, slots, slot_bytes)
+        for renewed in (False, True):
+            least = optimum(trace, limits, renewed=renewed)
+            cells = []
+            for _, policy, delay in columns:
+                fetches, stalls = replay(trace, limits, policy, delay=delay, renewed=renewed)
+                cells.append(f"{fetches / least:.3f} ({stalls / STEPS:.1f} waits)")
+            kind = "renewed" if renewed else "kept"
+            lines.append(f"| {slots} ({share:.0%}) | {kind} | {least / STEPS:.1f} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--slot-bytes", type=int, default=64 << 20, help="bytes of a slot on the device")
+    arguments = parser.parse_args()
+    traces = [load(path) for path in arguments.traces] or [
+        gpt(24, operators=1, tied=False, straddling=False),
+        gpt(24, operators=4, tied=True, straddling=True),
+        gpt(96, operators=4, tied=True, straddling=True),
+    ]
+    for trace in traces:
+        print(table(trace, arguments.slot_bytes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Once the first step is traced: put parameters that are used together into the same chunks.
+
+Chunks are first filled in order of registration. Where the trace shows another order of use, parameters trade places
+before the first update, while the homes of the optimizer's states are still empty and serve as scratch: no tier needs
+a byte more. Moves values; the layout itself is `plan.layout`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.plan.layout import Layout, ParameterSpec, build_layout
+from hetmem.runtime.bindings import storage_references
+from hetmem.runtime.construction import reside, used_ends
+from hetmem.runtime.gradients import is_home_gradient
+from hetmem.runtime.runtime import Runtime
+
+_NEEDED = (Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+
+def arrange_by_use(runtime: Runtime) -> bool:
+    """Rearrange the chunks whose states are still empty in order of first use; whether anything was changed.
+
+    Nothing is changed if the order is that already, or if somebody holds a view of a home (a `state_dict`, say), which
+    would show other weights afterwards. Call it between a backward and the first update, with nothing in flight.
+    """
+    movable = [chunk for chunk in runtime.chunks if all(role in chunk.homes for role in _NEEDED)]
+    groups: dict[str, list[Chunk]] = {}
+    for chunk in (chunk for chunk in movable if chunk.spec.span == 1):
+        groups.setdefault(chunk.spec.group, []).append(chunk)
+    plans = [(chunks, _plan(runtime, chunks)) for chunks in groups.values()]
+    moves = [(chunks, plan) for chunks, plan in plans if plan is not None]
+    held = any(_is_held(managed) for chunks, _ in moves for chunk in chunks for managed in chunk.parameters)
+    if not moves or held:
+        return False
+    runtime.forget_copies()
+    with torch.no_grad():
+        for chunks, (order, layout) in moves:
+            _move(chunks, order, layout)
+    runtime.parameters = [managed for chunk in runtime.chunks for managed in chunk.parameters]
+    runtime.relearn()
+    return True
+
+
+def _plan(runtime: Runtime, chunks: Sequence[Chunk]) -> tuple[list[ManagedParameter], Layout] | None:
+    """The parameters of `chunks` in order of first use and their layout; None if nothing is gained by it."""
+    parameters = [managed for chunk in chunks for managed in chunk.parameters]
+    order = sorted(parameters, key=lambda managed: managed.first_use if managed.first_use > 0 else 1 << 60)
+    specs = [ParameterSpec(managed.name, managed.numel, "", managed.chunk.dtype.itemsize) for managed in order]
+    layout = build_layout(specs, runtime.memory.layout.chunk_elements)
+    together = [{id(order[index]) for index in chunk.parameters} for chunk in layout.chunks]
+    before = [{id(managed) for managed in chunk.parameters} for chunk in chunks]
+    if together == before or len(layout.chunks) > len(chunks):
+        return None
+    return order, layout
+
+
+def _is_held(managed: ManagedParameter) -> bool:
+    """Whether somebody else has a view of the home of `managed`, or has put something else into `p.grad`."""
+    parameter = managed.parameter
+    gradient_is_ours = parameter.grad is None or is_home_gradient(managed)
+    return not gradient_is_ours or (bool(managed.numel) and storage_references(managed.home) > managed.home_references)
+
+
+def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout) -> None:
+    """Gather parameters and gradients in the empty homes of the states, then put them into place."""
+    live = {id(managed) for managed in order if managed.parameter.grad is not None}
+    for role, scratch in ((Role.PARAM, Role.EXP_AVG), (Role.GRAD, Role.EXP_AVG_SQ)):
+        for placement in layout.placements:
+            managed, target = order[placement.parameter], chunks[placement.chunk]
+            if role is Role.PARAM or id(managed) in live:
+                gathered = target.flat(scratch, whole=True)[placement.offset : placement.offset + placement.numel]
+                gathered.copy_(managed.part(managed.chunk.flat(role)))
+        for chunk in chunks:
+            chunk.flat(role, whole=True).copy_(chunk.flat(scratch, whole=True))
+            chunk.flat(scratch, whole=True).zero_()
+    ends = used_ends(layout)
+    for chunk in chunks:
+        chunk.parameters = []
+    for index, spec in enumerate(layout.chunks):
+        chunks[index].spec = replace(spec, index=chunks[index].spec.index, group=chunks[index].spec.group)
+        chunks[index].numel = ends[index]
+    for placement in layout.placements:
+        managed = order[placement.parameter]
+        managed.chunk, managed.offset = chunks[placement.chunk], placement.offset
+        managed.chunk.parameters.append(managed)
+        reside(managed, managed.view(Role.PARAM))
+        if id(managed) in live:
+            managed.grad_home = managed.view(Role.GRAD)
+            managed.grad_version = managed.grad_home._version
+            managed.parameter.grad = managed.grad_home
+        else:
+            managed.grad_home = None
