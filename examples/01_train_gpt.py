@@ -41,6 +41,7 @@ from hetmem.units import format_size
 SEED = 20
 CORPUS_BYTES = 4_000_000
 BATCH_SIZE = 4
+NVME_MEMORY = "256MiB"
 STEPS, CHECK_STEPS, WARMUP_STEPS, STEPS_PER_REPORT = 250, 20, 10, 10
 ADAMW: dict[str, Any] = {"lr": 7e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient, first and second moment
@@ -275,7 +276,7 @@ def run(config: GPTConfig, options: argparse.Namespace, nvme_dir: str) -> None:
     model = GPT(config)
     reference = PlainTorch(copy.deepcopy(model), device, dtype, options.steps) if options.check else None
 
-    budget = hetmem.Budget(device=options.device_memory, host=options.host_memory, nvme="1GiB", nvme_dir=nvme_dir)
+    budget = hetmem.Budget(device=options.device_memory, host=options.host_memory, nvme=NVME_MEMORY, nvme_dir=nvme_dir)
     model = hetmem.manage(
         model, budget, device="sim" if device == "cpu" else device, mixed_precision=dtype if options.mixed else None
     )

@@ -281,7 +281,7 @@ def test_no_steps_still_report_and_generate(fake: FakeHetmem, capsys: pytest.Cap
 def test_the_options_reach_the_budget_and_the_device_is_simulated(fake: FakeHetmem, tmp_path: Path) -> None:
     sizes = ["--device-memory", "1MiB", "--host-memory", "2MiB"]
     assert example.main(["--steps", "0", *sizes, "--nvme-dir", str(tmp_path)], TINY) == 0
-    assert fake.budget == {"device": "1MiB", "host": "2MiB", "nvme": "1GiB", "nvme_dir": str(tmp_path)}
+    assert fake.budget == {"device": "1MiB", "host": "2MiB", "nvme": example.NVME_MEMORY, "nvme_dir": str(tmp_path)}
     assert fake.device == "sim"
     assert tmp_path.exists()
 

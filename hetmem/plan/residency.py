@@ -421,12 +421,12 @@ class Residency:
 
     def _victims(self, tier: Tier, span: int, needed_at: int | None) -> list[int]:
         """What to give up next so that `span` slots come nearer; empty if nothing may be given up now."""
-        copies, pool = self._copies[tier], self._slots[tier]
-        ranks = {
-            block: self._policy.rank(self._facts(tier, block, copy))
-            for block, copy in copies.items()
-            if copy.idle and not (needed_at is not None and self._harmful(tier, block, copy, needed_at))
-        }
+        pool = self._slots[tier]
+        if needed_at is not None:
+            ranks = self._harmless(tier, needed_at)
+        else:
+            copies = self._copies[tier].items()
+            ranks = {block: self._policy.rank(self._facts(tier, block, copy)) for block, copy in copies if copy.idle}
         if not ranks or (needed_at is None and self._writing_slots(tier) >= span):
             return []
         if span == 1 or pool.find(span) is not None:
@@ -439,8 +439,23 @@ class Residency:
                     best = (soonest, window)
         return best[1] if best else []
 
-    def _harmful(self, tier: Tier, block: int, copy: Copy, needed_at: int) -> bool:
-        return copy.dirty or self._schedule[tier].next_use(block) <= needed_at
+    def _harmless(self, tier: Tier, needed_at: int) -> dict[int, tuple[int, ...]]:
+        """The ranks of what may be given up now for a block that is needed at `needed_at`.
+
+        Only what MIN would give up then: if a copy that is used before is the one used furthest after `needed_at`,
+        its turn must be waited for. So prefetching costs no fetch that demand would not.
+        """
+        schedule = self._schedule[tier]
+        ranks, awaited = {}, 0
+        for block, copy in self._copies[tier].items():
+            if copy.dirty:
+                continue
+            after = schedule.next_use(block, needed_at)
+            if schedule.next_use(block) < needed_at or (copy.uses and block in schedule.now()):
+                awaited = max(awaited, after)
+            elif copy.idle and after > needed_at:
+                ranks[block] = (after, -copy.last_use)
+        return {block: rank for block, rank in ranks.items() if rank[0] >= awaited}
 
     def _facts(self, tier: Tier, block: int, copy: Copy) -> CopyFacts:
         next_use = self._schedule[tier].next_use(block)

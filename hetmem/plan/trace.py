@@ -72,18 +72,24 @@ class Schedule:
             for block in blocks:
                 self._positions.setdefault(block, []).append(index)
 
-    def next_use(self, block: int) -> int:
-        """The first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown.
+    def now(self) -> tuple[int, ...]:
+        """The blocks of the use that `position` just passed."""
+        return self.uses[(self.position - 1) % len(self.uses)] if self.position else ()
 
-        A block of the use that `position` just passed is used there until it was met: it must not look far away, and
-        be given up, while the other blocks of that use are brought in.
+    def next_use(self, block: int, start: int | None = None) -> int:
+        """The first use of `block` at or after `start`, counted in uses from the start; NEVER if unknown.
+
+        `start` is `position` if not given, and then a block of the use just passed is used there until it was met:
+        it must not look far away, and be given up, while the other blocks of that use are brought in.
         """
         where = self._positions.get(block)
         if not where:
             return NEVER
-        if self.position and block not in self._met and block in self.uses[(self.position - 1) % len(self.uses)]:
-            return self.position - 1
-        lap, inside = divmod(self.position, len(self.uses)) if self.periodic else (0, self.position)
+        if start is None:
+            if block not in self._met and block in self.now():
+                return self.position - 1
+            start = self.position
+        lap, inside = divmod(start, len(self.uses)) if self.periodic else (0, start)
         index = bisect_right(where, inside - 1)
         if index < len(where):
             return lap * len(self.uses) + where[index]

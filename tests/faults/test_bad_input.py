@@ -72,7 +72,7 @@ def test_a_host_budget_too_small_to_stage_is_refused_with_the_minimum(tmp_path: 
 
 
 def test_states_without_room_are_refused_when_the_optimizer_is_made() -> None:
-    model = hetmem.manage(mlp(), hetmem.Budget(device="512KiB", host="600KiB"), device="sim", chunk_bytes="64KiB")
+    model = hetmem.manage(mlp(), hetmem.Budget(device="512KiB", host="800KiB"), device="sim", chunk_bytes="64KiB")
     before = values(model)
     with pytest.raises(BudgetError, match="no place for"):
         hetmem.AdamW(model.parameters())

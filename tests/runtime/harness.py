@@ -20,8 +20,8 @@ import hetmem
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
-CHUNK = 4096
-"""Bytes of a chunk in tests that do not say: as small as chunks can be, so that small models have many."""
+CHUNK = 16384
+"""Bytes of a chunk in tests that do not say: the smallest there is for float32, so that small models have several."""
 
 
 def budget(placement: str, directory: Path, **changes: Any) -> hetmem.Budget:
