@@ -222,7 +222,7 @@ class Display:
 
     def __init__(self, steps: int, bytes_per_step: int, read_report: Callable[[], dict[str, Any]]) -> None:
         self.steps, self.bytes_per_step, self.read_report = steps, bytes_per_step, read_report
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (BarColumn(12), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         self.bar = Progress(*columns, disable=not sys.stdout.isatty())
         self.task = self.bar.add_task("", total=steps)
         self.losses: list[float] = []
@@ -233,13 +233,13 @@ class Display:
         self.losses.append(loss.item())
         self.bar.advance(self.task)
         if len(self.losses) % STEPS_PER_REPORT == 0 or len(self.losses) == self.steps:
-            status = self._status()
-            self.bar.update(self.task, description=status)
+            lines = self._status()
+            self.bar.update(self.task, description="\n".join(lines))
             if self.bar.disable:
-                print(f"step {len(self.losses):4}/{self.steps}  {status}", flush=True)
+                print(f"step {len(self.losses):4}/{self.steps}  {'  '.join(lines)}", flush=True)
 
-    def _status(self) -> str:
-        """One line on the last group of steps."""
+    def _status(self) -> tuple[str, str]:
+        """The last group of steps in two lines, so that a narrow terminal shows all of it beside the bar."""
         report = self.read_report()
         now_seconds = time.perf_counter()
         group = self.losses[(len(self.losses) - 1) // STEPS_PER_REPORT * STEPS_PER_REPORT :]
@@ -247,7 +247,8 @@ class Display:
         stalled = report["stall_seconds"] / (now_seconds - self.start_seconds)
         tiers = "  ".join(f"{name} {format_size(tier['used_bytes'])}" for name, tier in report["tiers"].items())
         self.group_start_seconds = now_seconds
-        return f"loss {sum(group) / len(group):.3f}  {tokens_per_second:,.0f} tokens/s  {tiers}  stalls {stalled:.0%}"
+        loss = sum(group) / len(group)
+        return f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  stalls {stalled:.0%}", tiers
 
 
 # ---- What hetmem needs of you ---------------------------------------------------------------------------------------

@@ -116,7 +116,6 @@ def _as_array(tensor: torch.Tensor) -> _Array:
 @lru_cache(maxsize=16)  # one step updates many tensors
 def _scalars(step: AdamWStep) -> tuple[np.float32, ...]:
     """The loops' scalars, each rounded to float32 where torch rounds it."""
-    torch_step = float(np.float32(step.step))  # torch counts steps in a float32 tensor
     lerp = np.float32(1 - step.beta1)
     return (
         np.float32(-1 if step.maximize else 1),
@@ -126,9 +125,9 @@ def _scalars(step: AdamWStep) -> tuple[np.float32, ...]:
         lerp if lerp < 0.5 else lerp - np.float32(1),
         np.float32(step.beta2),
         np.float32(1 - step.beta2),
-        np.float32(math.sqrt(1 - step.beta2**torch_step)),
+        np.float32(math.sqrt(1 - step.beta2**step.step)),
         np.float32(step.eps),
-        np.float32(-(step.lr / (1 - step.beta1**torch_step))),
+        np.float32(-(step.lr / (1 - step.beta1**step.step))),
     )
 
 

@@ -73,11 +73,13 @@ class CopyState(Enum):
 
 @dataclass(slots=True)
 class Copy:
-    """A copy on DEVICE or in HOST staging. `uses` > 0 keeps it where it is; `load` is False if it will be overwritten."""
+    """A copy on DEVICE or in HOST staging. `uses` > 0 keeps it where it is; `waiting` of them want a WAITING one.
+    `load` is False while its content is undefined, because it will be overwritten."""
 
     state: CopyState
     slot: int = -1
     uses: int = 0
+    waiting: int = 0
     dirty: bool = False
     writing: bool = False
     load: bool = True
@@ -191,8 +193,8 @@ class Residency:
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> list[Command]:
         """Use `block` on `tier`: one more use, and commands that bring it there. It is there once its state is VALID.
 
-        `load=False` says that the whole copy will be overwritten, so nothing is fetched into an absent one.
-        Raises `CapacityError`, with nothing changed, if it cannot be brought in and nothing in flight could help.
+        `load=False` says that the whole copy will be overwritten, so nothing is fetched into an absent one. A copy
+        that is WAITING although nothing is in flight cannot be had: `withdraw` the use.
         """
         commands: list[Command] = []
         self._tick += 1
@@ -212,12 +214,13 @@ class Residency:
             copy.load = load
         copy.uses += 1
         copy.last_use = self._tick
-        if copy.state is CopyState.WAITING and (tier, block) not in self._waiting:
-            self._waiting.append((tier, block))
-            self._note(block, f"acquire on {tier.name}")
+        if copy.state is CopyState.WAITING:
+            copy.waiting += 1
+            copy.load = copy.load or load
+            if (tier, block) not in self._waiting:
+                self._waiting.append((tier, block))
+                self._note(block, f"acquire on {tier.name}")
         self._progress(commands)
-        if copy.state is CopyState.WAITING and not self._flying:
-            raise self.withdraw(block, tier)
         self._prefetch(tier, commands)
         return commands
 
@@ -226,7 +229,7 @@ class Residency:
         although nothing is in flight any more."""
         error = CapacityError(self._no_room(block, tier))
         copy = self._copies[tier].get(block)
-        if copy is None or copy.state is not CopyState.WAITING or copy.uses <= 0:
+        if copy is None or copy.waiting <= 0:
             raise self._illegal(block, tier, "withdraw", copy)
         self._withdraw(tier, block)
         return error
@@ -234,16 +237,15 @@ class Residency:
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
         """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
         copy = self._copies[tier].get(block)
-        if copy is None or copy.uses <= 0 or (dirty and (tier is not Tier.HOST or copy.state is not CopyState.VALID)):
+        changeable = tier is Tier.HOST and copy is not None and copy.state is CopyState.VALID and not copy.writing
+        if copy is None or copy.uses <= copy.waiting or (dirty and not changeable):
             raise self._illegal(block, tier, f"release(dirty={dirty})", copy)
         copy.uses -= 1
         if dirty:
-            if copy.writing:
-                raise self._illegal(block, tier, "changed while being written", copy)
-            copy.dirty = True
+            copy.dirty = copy.load = True
             self._note(block, "dirty")
         commands: list[Command] = []
-        if copy.uses == 0 and copy.state is CopyState.STALE:
+        if copy.uses == 0 and (copy.state is CopyState.STALE or not copy.load):
             self._drop(tier, block, commands)
         self._enforce_limit(tier, commands)
         if self._waiting:
@@ -300,18 +302,12 @@ class Residency:
 
     def done(self, command: Fetch | Write) -> list[Command]:
         """`command` was carried out."""
-        self._flying -= 1
+        copy = self._answered(command, "done")
         commands: list[Command] = []
         if isinstance(command, Write):
-            copy = self._copies[Tier.HOST].get(command.block)
-            if copy is None or not copy.writing:
-                raise self._illegal(command.block, Tier.HOST, "write done", copy)
             copy.writing = copy.dirty = False
             self._note(command.block, "written")
         else:
-            copy = self._copies[command.target].get(command.block)
-            if copy is None or copy.state is not CopyState.LOADING:
-                raise self._illegal(command.block, command.target, "fetch done", copy)
             copy.state = CopyState.VALID
             self._note(command.block, f"valid on {command.target.name}")
             self._end_feeding(command)
@@ -323,20 +319,37 @@ class Residency:
         return commands
 
     def failed(self, command: Fetch | Write) -> list[Command]:
-        """`command` failed: the source is as it was, a failed fetch leaves no copy, a failed write leaves it dirty."""
-        self._flying -= 1
+        """`command` failed: the source is as it was, and a failed write leaves its copy dirty. A failed fetch leaves
+        no copy, or a STALE one until its uses are released (somebody may look at the slot)."""
+        copy = self._answered(command, "failed")
         commands: list[Command] = []
         if isinstance(command, Write):
-            self._copies[Tier.HOST][command.block].writing = False
+            copy.writing = False
             self._note(command.block, "write failed")
         else:
             self._end_feeding(command)
-            self._drop(command.target, command.block, commands)
             self._note(command.block, "fetch failed")
+            copy.state = CopyState.STALE
+            if copy.uses == 0:
+                self._drop(command.target, command.block, commands)
+            for tier in _CACHED:
+                self._enforce_limit(tier, commands)
         self._progress(commands)
         return commands
 
     # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _answered(self, command: Fetch | Write, event: str) -> Copy:
+        """The copy that `command` moved, which is not in flight any more."""
+        tier = Tier.HOST if isinstance(command, Write) else command.target
+        copy = self._copies[tier].get(command.block)
+        in_flight = copy is not None and (
+            copy.writing if isinstance(command, Write) else copy.state is CopyState.LOADING
+        )
+        if copy is None or not in_flight or copy.slot != command.slot:
+            raise self._illegal(command.block, tier, f"{command} {event}", copy)
+        self._flying -= 1
+        return copy
 
     def _progress(self, commands: list[Command]) -> None:
         """Move waiting copies on: find their source, then a slot, then fetch. Oldest request first."""
@@ -363,10 +376,12 @@ class Residency:
 
     def _start(self, tier: Tier, block: int, copy: Copy, source: Tier | None, commands: list[Command]) -> None:
         copy.fetched = self._tick
+        copy.waiting = 0
         if source is None:
             copy.state = CopyState.VALID
             return
         copy.state = CopyState.LOADING
+        copy.load = True
         self._flying += 1
         self.counts.fetches[tier] += 1
         if source is Tier.HOST and self.blocks[block].home is Tier.NVME:
@@ -379,6 +394,8 @@ class Residency:
         staged = self._copies[Tier.HOST].get(block)
         if staged is None:
             staged = self._copies[Tier.HOST][block] = Copy(CopyState.WAITING)
+        elif staged.state is CopyState.STALE:
+            staged.state = CopyState.WAITING
         if staged.state is CopyState.WAITING:
             if staged.slot < 0:
                 slot = self._make_room(Tier.HOST, self.blocks[block].span, commands)
@@ -403,41 +420,47 @@ class Residency:
 
         With `needed_at` (a prefetch) only clean copies that are needed later than that are given up.
         """
-        pool, limit = self._slots[tier], self._limit[tier]
-        while True:
-            slot = pool.find(span) if pool.used + span <= limit else None
-            if slot is not None:
-                return slot
-            victims = self._victims(tier, span, needed_at)
-            if not victims:
-                return None
-            dirty = [block for block in victims if self._copies[tier][block].dirty]
-            if dirty:
-                for block in dirty:
-                    self._write(block, self._copies[tier][block], commands)
-                return None
-            for block in victims:
-                self._evict(tier, block, commands)
+        pool = self._slots[tier]
+        slot = pool.find(span) if pool.used + span <= self._limit[tier] else None
+        if slot is not None:
+            return slot
+        if needed_at is None and self._writing_slots(tier) >= span:
+            return None  # a write on its way makes room
+        victims = self._victims(tier, span, needed_at)
+        if not victims:
+            return None
+        dirty = [block for block in victims if self._copies[tier][block].dirty]
+        for block in dirty:
+            self._write(block, self._copies[tier][block], commands)
+        if dirty:
+            return None
+        for block in victims:
+            self._evict(tier, block, commands)
+        return pool.find(span)
 
     def _victims(self, tier: Tier, span: int, needed_at: int | None) -> list[int]:
-        """What to give up next so that `span` slots come nearer; empty if nothing may be given up now."""
+        """What has to be given up for `span` free slots in a row; empty if that cannot be done now."""
         pool = self._slots[tier]
-        if needed_at is not None:
-            ranks = self._harmless(tier, needed_at)
-        else:
-            copies = self._copies[tier].items()
-            ranks = {block: self._policy.rank(self._facts(tier, block, copy)) for block, copy in copies if copy.idle}
-        if not ranks or (needed_at is None and self._writing_slots(tier) >= span):
-            return []
-        if span == 1 or pool.find(span) is not None:
-            return [max(ranks, key=lambda block: ranks[block])]
-        best: tuple[tuple[int, ...], list[int]] | None = None
-        for window in pool.windows(span):
-            if all(block in ranks for block in window) and window:
-                soonest = min(ranks[block] for block in window)
-                if best is None or soonest > best[0]:
-                    best = (soonest, window)
-        return best[1] if best else []
+        ranks = self._idle(tier) if needed_at is None else self._harmless(tier, needed_at)
+        victims: list[int] = []
+        if pool.find(span) is None:
+            windows = [window for window in pool.windows(span) if all(block in ranks for block in window)]
+            if not windows:
+                return []
+            victims = max(windows, key=lambda window: min(ranks[block] for block in window))
+        missing = pool.used + span - self._limit[tier] - sum(self.blocks[block].span for block in victims)
+        for block in sorted(ranks, key=lambda block: ranks[block], reverse=True):
+            if missing <= 0:
+                break
+            if block not in victims:
+                victims.append(block)
+                missing -= self.blocks[block].span
+        return victims if missing <= 0 else []
+
+    def _idle(self, tier: Tier) -> dict[int, tuple[int, ...]]:
+        """The policy's ranks of everything that may be given up."""
+        copies = self._copies[tier].items()
+        return {block: self._policy.rank(self._facts(tier, block, copy)) for block, copy in copies if copy.idle}
 
     def _harmless(self, tier: Tier, needed_at: int) -> dict[int, tuple[int, ...]]:
         """The ranks of what may be given up now for a block that is needed at `needed_at`.
@@ -469,15 +492,20 @@ class Residency:
         )
 
     def _enforce_limit(self, tier: Tier, commands: list[Command]) -> None:
-        while self._slots[tier].used > self._limit[tier]:
-            victims = self._victims(tier, 1, None)
-            if not victims:
+        excess = self._slots[tier].used - self._limit[tier]
+        if excess <= 0:
+            return
+        excess -= self._writing_slots(tier)
+        ranks = self._idle(tier)
+        for block in sorted(ranks, key=lambda block: ranks[block], reverse=True):
+            if excess <= 0:
                 return
-            copy = self._copies[tier][victims[0]]
+            excess -= self.blocks[block].span
+            copy = self._copies[tier][block]
             if copy.dirty:
-                self._write(victims[0], copy, commands)
-                return
-            self._evict(tier, victims[0], commands)
+                self._write(block, copy, commands)
+            else:
+                self._evict(tier, block, commands)
 
     def _prefetch(self, tier: Tier, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing (waiting requests go first)."""
@@ -536,11 +564,14 @@ class Residency:
 
     def _withdraw(self, tier: Tier, block: int) -> None:
         copy = self._copies[tier][block]
-        self._waiting.remove((tier, block))
         copy.uses -= 1
+        copy.waiting -= 1
+        if copy.waiting:
+            return
+        self._waiting.remove((tier, block))
         if copy.slot >= 0:
             copy.state = CopyState.STALE  # it had a stale copy before it asked
-        elif copy.uses == 0:
+        else:
             del self._copies[tier][block]
 
     def _note(self, block: int, what: str) -> None:
@@ -573,6 +604,9 @@ class Residency:
                 if copy.slot >= 0:
                     assert owners[copy.slot : copy.slot + span] == [block] * span, "a slot has another owner"
                 else:
-                    assert copy.state is CopyState.WAITING and (tier, block) in self._waiting
+                    assert copy.state is CopyState.WAITING and copy.uses == copy.waiting
+                waits = (tier, block) in self._waiting
+                assert waits == (copy.state is CopyState.WAITING) == (copy.waiting > 0), "a wait is lost"
+                assert copy.waiting <= copy.uses
             taken = sum(self.blocks[b].span for b, c in self._copies[tier].items() if c.slot >= 0)
             assert taken == self._slots[tier].used <= self._slots[tier].count, "slots and copies disagree"

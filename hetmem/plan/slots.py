@@ -1,7 +1,9 @@
 """Which slots of a pool are taken, by number. Pure; owns no memory.
 
 Slots of a pool are equal, so nothing fragments for blocks of one slot. A block with a larger span needs slots in a
-row: those are looked for from the high end and single ones from the low end, which keeps the two kinds apart.
+row: it lies at a multiple of its span, so that blocks of one span never leave a gap between them that none fits into
+(four roles of a chunk fit into four times its span whatever came before). Large spans are looked for from the high end
+and single slots from the low end, which keeps the two kinds apart.
 """
 
 from __future__ import annotations
@@ -18,22 +20,21 @@ class SlotMap:
         self._owner: list[int | None] = [None] * count
 
     def find(self, span: int) -> int | None:
-        """The first slot of `span` free ones in a row, or None."""
+        """The first slot of `span` free ones in a row, at a multiple of `span`, or None."""
         owner = self._owner
         if span == 1:
             return next((slot for slot in range(self.count) if owner[slot] is None), None)
-        run = 0
-        for slot in range(self.count - 1, -1, -1):
-            run = run + 1 if owner[slot] is None else 0
-            if run == span:
-                return slot
-        return None
+        free = (slot for slot in self._starts(span) if all(block is None for block in owner[slot : slot + span]))
+        return next(free, None)
 
     def windows(self, span: int) -> Iterator[list[int]]:
-        """The distinct blocks in every run of `span` slots, from the high end."""
-        for slot in range(self.count - span, -1, -1):
+        """The distinct blocks in every place for `span` slots, from the high end."""
+        for slot in self._starts(span):
             inside = (block for block in self._owner[slot : slot + span] if block is not None)
             yield list(dict.fromkeys(inside))
+
+    def _starts(self, span: int) -> range:
+        return range((self.count // span - 1) * span, -1, -span)
 
     def take(self, slot: int, span: int, block: int) -> None:
         """`block` takes `span` free slots from `slot` on."""

@@ -261,16 +261,20 @@ def token_batches(count: int, *, length: int = 8, rows: int = 2, seed: int = 1) 
     return [tuple(torch.randint(0, Tower.VOCABULARY, shape, generator=generator)) for _ in range(count)]
 
 
-def vector_batches(count: int, *shape: int, seed: int = 1) -> list[tuple[torch.Tensor, ...]]:
+def vector_batches(
+    count: int, *shape: int, seed: int = 1, dtype: torch.dtype | None = None
+) -> list[tuple[torch.Tensor, ...]]:
     """Random normal inputs."""
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(shape, generator=generator),) for _ in range(count)]
+    return [(torch.randn(shape, generator=generator).to(dtype or torch.float32),) for _ in range(count)]
 
 
 def pair(
     build: Callable[[], nn.Module], placement: str | hetmem.Budget, directory: Path, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
-    """The same model twice: plain, and managed."""
-    torch.manual_seed(0)
-    plain = build()
-    return plain, manage(copy.deepcopy(plain), placement, directory, **options)
+    """The same model twice: plain, and managed. Built twice, as not every model can be copied."""
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(build())
+    return modules[0], manage(modules[1], placement, directory, **options)

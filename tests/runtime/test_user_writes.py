@@ -1,0 +1,298 @@
+"""What the user writes to weights reaches the next forward, wherever the weight lives and whoever holds a copy of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.runtime.harness import (
+    PLACEMENTS,
+    Recipe,
+    assert_same,
+    assert_same_grads,
+    assert_same_weights,
+    loss_of,
+    pair,
+    train_both,
+    vector_batches,
+)
+
+WIDTH = 64
+BF16 = torch.bfloat16
+everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
+BATCHES = vector_batches(4, 4, WIDTH)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def multiplied(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+
+
+def copied(module: nn.Module) -> None:
+    with torch.no_grad():
+        module[2].weight.copy_(torch.eye(WIDTH))
+
+
+def one_element(module: nn.Module) -> None:
+    with torch.no_grad():
+        module[2].weight[3, 5] = 42.0
+
+
+def moving_average(module: nn.Module) -> None:
+    """Weights are exchanged with an average, as for evaluation."""
+    average = {name: p.detach().clone().mul_(0.9) for name, p in module.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.lerp_(average[name], 0.5)
+
+
+def loaded(module: nn.Module) -> None:
+    state = {name: value * 0.5 for name, value in copy.deepcopy(module.state_dict()).items()}
+    module.load_state_dict(state)
+
+
+def loaded_by_assignment_of_data(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def initialised(module: nn.Module) -> None:
+    nn.init.normal_(module[2].weight)
+    module[0].reset_parameters()
+
+
+def through_detach(module: nn.Module) -> None:
+    module[2].weight.detach().mul_(2)
+
+
+def through_a_view(module: nn.Module) -> None:
+    with torch.no_grad():
+        module[2].weight.view(-1)[:100].zero_()
+
+
+def foreach(module: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(module.parameters()), 0.5)
+
+
+def as_a_vector(module: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(vector * 0.5, module.parameters())
+
+
+def through_data(module: nn.Module) -> None:
+    """torch counts no version of this one; nor of the next two."""
+    module[2].weight.data.copy_(torch.eye(WIDTH))
+
+
+def multiplied_through_data(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.mul_(0.5)
+
+
+def through_numpy(module: nn.Module) -> None:
+    array: np.ndarray[Any, Any] = module[2].weight.detach().numpy()
+    array[0] = 3.0
+
+
+WRITES = (
+    multiplied, copied, one_element, moving_average, loaded, loaded_by_assignment_of_data, initialised, through_detach,
+    through_a_view, foreach, as_a_vector, through_data, multiplied_through_data, through_numpy,
+)  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_writes_between_steps_reach_the_next_forward(
+    write: Callable[[nn.Module], None], mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    optimizers = None
+    for _ in range(2):
+        recipe = Recipe(steps=2, mixed=mixed)
+        batches = vector_batches(2, 4, WIDTH, dtype=mixed)
+        optimizers = train_both(*modules, batches, recipe, optimizers=optimizers)
+        for module in modules:
+            torch.manual_seed(3)
+            write(module)
+        assert_same_weights(*modules)
+    with torch.no_grad():
+        if mixed is None:
+            assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
+
+
+@everywhere
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_writes_between_backward_and_step_are_stepped_from(
+    write: Callable[[nn.Module], None], placement: str, tmp_path: Path
+) -> None:
+    modules = pair(mlp, placement, tmp_path)
+    optimizers = (
+        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
+        hetmem.AdamW(modules[1].parameters(), lr=1e-2),
+    )
+    for batch in BATCHES[:3]:
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            loss_of(module, batch).backward()
+            torch.manual_seed(3)
+            write(module)
+            optimizer.step()
+        assert_same_grads(*modules)
+        assert_same_weights(*modules)
+        for module in modules:
+            module.zero_grad()
+
+
+@everywhere
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+def test_writes_before_the_first_forward_and_without_an_optimizer_count(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    for value in (1.5, 0.25):
+        for module in modules:
+            with torch.no_grad():
+                module[0].weight.mul_(value)
+        reference = copy.deepcopy(modules[0])
+        for parameter in reference.parameters():
+            parameter.data = parameter.data.to(mixed or torch.float32)
+        (x,) = BATCHES[0]
+        x = x.to(mixed or torch.float32)
+        with torch.no_grad():
+            assert_same(reference(x), modules[1](x), "output")
+
+
+class WritesInForward(nn.Module):
+    """Changes its weights inside forward, by several ways, before it uses them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.other(x)
+        weight = self.layer.weight
+        with torch.no_grad():
+            if self.way == "mul_":
+                weight.mul_(0.9)
+            elif self.way == "slice":
+                weight[0] = weight[1] * 0.5
+            elif self.way == "out":
+                torch.mul(weight, 0.9, out=weight)
+            elif self.way == "foreach":
+                torch._foreach_mul_([weight, self.layer.bias], 0.9)
+            elif self.way == "view":
+                weight.view(-1)[:64].mul_(0.9)
+            elif self.way == "detach":
+                weight.detach().mul_(0.9)
+            elif self.way == "data":
+                weight.data.mul_(0.9)
+            elif self.way == "data set":
+                weight.data = weight.data * 0.9
+            elif self.way == "held view":
+                rows = weight[:2]
+                x = x + self.other.bias
+                rows.mul_(0.9)
+        return self.layer(x)
+
+
+WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "held view")
+
+
+@everywhere
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_inside_forward_are_kept(way: str, placement: str, tmp_path: Path) -> None:
+    modules = pair(lambda: WritesInForward(way), placement, tmp_path)
+    train_both(*modules, BATCHES, Recipe(accumulation=2))
+    with torch.no_grad():
+        assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
+    assert_same_weights(*modules, "after evaluation")
+
+
+@everywhere
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """And the model goes on as if that forward had not been."""
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    batches = vector_batches(3, 4, WIDTH, dtype=mixed)
+    optimizers = train_both(*modules, batches, Recipe(mixed=mixed))
+    for module in modules:
+        loss = loss_of(module, batches[0] if module is modules[1] else BATCHES[0])
+        with torch.no_grad():
+            module[2].weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        module.zero_grad()
+    train_both(*modules, batches, Recipe(mixed=mixed), optimizers=optimizers)
+
+
+@everywhere
+def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
+    modules = pair(mlp, placement, tmp_path)
+    for module, make in zip(modules, (torch.optim.AdamW, hetmem.AdamW), strict=True):
+        optimizer = make(module.parameters(), lr=1e-2)
+        loss_of(module, BATCHES[1]).backward()
+        loss = loss_of(module, BATCHES[0])
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@everywhere
+def test_an_activation_changed_in_place_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.other = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.sigmoid(self.layer(x))
+            y = self.other(x)
+            x.mul_(2)
+            return y
+
+    for module in pair(Changes, placement, tmp_path):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss_of(module, BATCHES[0]).backward()
+
+
+@everywhere
+def test_an_output_changed_in_place_by_the_user_is_an_error_where_it_was_saved(placement: str, tmp_path: Path) -> None:
+    for module in pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()), placement, tmp_path):
+        output = module(*BATCHES[0])
+        with torch.no_grad():
+            output.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+@everywhere
+def test_an_unchanged_weight_beside_a_changed_one_needs_no_new_forward(placement: str, tmp_path: Path) -> None:
+    """The bias is not saved by a linear layer: changing it between forward and backward is legal in torch."""
+    modules = pair(mlp, placement, tmp_path)
+    for module in modules:
+        loss = loss_of(module, BATCHES[0])
+        with torch.no_grad():
+            module[2].bias.mul_(0.5)
+        loss.backward()
+    assert_same_grads(*modules)
+    assert_same_weights(*modules)
