@@ -108,8 +108,14 @@ class ManagedParameter:
     device_references: int = 0
     grad_home: torch.Tensor | None = None
     grad_version: int = 0
+    grad_address: int = 0
     grad_hooked: bool = False
     first_use: int = -1
+
+    def open_grad_home(self) -> None:
+        """Make `grad_home` a new view of where the gradient lives."""
+        self.grad_home = self.view(Role.GRAD)
+        self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
 
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-
 from hetmem.memory.device import SimDevice
 from hetmem.memory.nvme import Extent, NvmeStore
 

@@ -39,6 +39,9 @@ class AdamW(Optimizer):
     update, and its home readable.
     """
 
+    writes_homes = True
+    """Tells hetmem that it knows what this optimizer writes."""
+
     def __init__(
         self,
         params: Any,
@@ -88,11 +91,7 @@ class AdamW(Optimizer):
                 chunks.setdefault(found[0], {})[found[1].chunk] = None
         for interception, used in chunks.items():
             runtime = interception.runtime
-            for role in _ROLES[1:] if runtime.memory.streams else _ROLES[2:]:
-                missing = [chunk for chunk in used if role not in chunk.homes]
-                runtime.memory.reserve(missing, role)
-                for chunk in missing:
-                    runtime.register_home(chunk, role)
+            runtime.ensure_homes(used, state_roles(runtime))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,6 +158,11 @@ class AdamW(Optimizer):
         self._versions = getattr(self, "_versions", {})
 
 
+def state_roles(runtime: Runtime) -> tuple[Role, ...]:
+    """The roles that training needs beside the parameters; on the device gradients stay autograd's own."""
+    return _ROLES[1:] if runtime.memory.streams else _ROLES[2:]
+
+
 class _Step:
     """One step over the chunks of one runtime."""
 
@@ -188,6 +192,7 @@ class _Step:
 
     def _chunk(self, chunk: Chunk, updates: list[tuple[ManagedParameter, dict[str, Any]]]) -> None:
         runtime = self._runtime
+        runtime.ensure_homes([chunk], state_roles(runtime))  # a parameter that was frozen when the optimizer was made
         self._notice(chunk, updates)
         first = not any(self._state[managed.parameter] for managed in chunk.parameters if self._has_state(managed))
         loads = {Role.PARAM: True, Role.GRAD: True, Role.EXP_AVG: not first, Role.EXP_AVG_SQ: not first}

@@ -46,6 +46,7 @@ class Memory:
     nvme_bytes: int
     buffer_bytes: int
     staging_slots: int
+    mixed_precision: torch.dtype | None
     device_home_bytes: int = 0
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -191,6 +192,7 @@ def build_memory(
             limits.nvme_bytes,
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
             slots,
+            mixed_precision,
         )
         memory.reserve(memory.chunks, Role.PARAM)
     except BaseException:

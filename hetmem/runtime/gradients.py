@@ -8,6 +8,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -24,9 +25,8 @@ class GradientSink:
     def __init__(self, runtime: Runtime, segments: Segments) -> None:
         self.runtime = runtime
         self.segments = segments
-        segments.backward_ended = self.finish
+        segments.backward_began, segments.backward_ended = self.begin, self.finish
         self._taken: dict[int, torch.Tensor | None] = {}
-        self._fresh: set[int] = set()
 
     def install(self, managed: ManagedParameter) -> None:
         """Hook `managed`, once, as soon as it requires a gradient."""
@@ -35,7 +35,9 @@ class GradientSink:
         managed.grad_hooked = True
         before, after = _Before(self, managed), _After(self, managed)
         managed.parameter.register_hook(before)
-        managed.parameter.register_post_accumulate_grad_hook(after)
+        handle = managed.parameter.register_post_accumulate_grad_hook(after)
+        hooks: Any = managed.parameter._post_accumulate_grad_hooks
+        hooks.move_to_end(handle.id, last=False)  # the user's hooks see the gradient that torch would show them
 
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
@@ -59,6 +61,17 @@ class GradientSink:
             parameter.grad = None
             self._send(managed, arrived, previous)
             parameter.grad = managed.grad_home
+            if _has_hooks_of_the_user(parameter):
+                self._arrive()
+
+    def begin(self) -> None:
+        """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
+        for managed in self.runtime.parameters:
+            gradient = managed.parameter.grad
+            if gradient is None or gradient is managed.grad_home or gradient.layout is not torch.strided:
+                continue
+            if self.runtime.memory.is_home_address(gradient.untyped_storage().data_ptr()):
+                managed.parameter.grad = gradient.clone()
 
     def finish(self) -> None:
         """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
@@ -69,20 +82,23 @@ class GradientSink:
                 previous = self._taken.pop(id(managed))
                 if managed.parameter.grad is None:
                     managed.parameter.grad = previous
-        self._fresh.clear()
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Everything that was sent is at home, also on NVMe."""
         runtime = self.runtime
-        runtime.settle(chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes)
         runtime.wait_for_gradients()
+        runtime.settle(chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes)
+        runtime.drain()
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""
         chunk = managed.chunk
-        if Role.GRAD not in chunk.homes:
-            self.runtime.memory.reserve([chunk], Role.GRAD)
-            self.runtime.register_home(chunk, Role.GRAD)
-        if managed.grad_home is None:
-            managed.grad_home = managed.view(Role.GRAD)
-            managed.grad_version = managed.grad_home._version
+        self.runtime.ensure_homes([chunk], [Role.GRAD])
+        if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
+            previous = None if previous is None else previous.clone()  # the user gave the home's tensor other memory
+            managed.open_grad_home()
+        assert managed.grad_home is not None
         home = chunk.homes[Role.GRAD]
         nbytes = managed.numel * chunk.dtype.itemsize
         foreign = previous is not None and previous is not managed.grad_home
@@ -106,9 +122,7 @@ class GradientSink:
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
         chunk = managed.chunk
-        if chunk.spec.index not in self._fresh:
-            self._fresh.add(chunk.spec.index)
-            honour_written_gradients(self.runtime, chunk)
+        honour_written_gradients(self.runtime, chunk)
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
         flat = self.runtime.open_role(chunk, Role.GRAD, load=load)
@@ -117,7 +131,8 @@ class GradientSink:
 
 def is_home_gradient(managed: ManagedParameter) -> bool:
     """Whether `p.grad` is the home of the gradient, as hetmem left it there."""
-    return managed.grad_home is not None and managed.parameter.grad is managed.grad_home
+    home = managed.grad_home
+    return home is not None and managed.parameter.grad is home and home.data_ptr() == managed.grad_address
 
 
 def honour_written_gradients(runtime: Runtime, chunk: Chunk) -> None:
@@ -129,6 +144,11 @@ def honour_written_gradients(runtime: Runtime, chunk: Chunk) -> None:
             written = True
     if written:
         runtime.superseded(chunk, Role.GRAD)
+
+
+def _has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return len(hooks) > 1
 
 
 class _Accumulate:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.runtime.gradients import GradientSink
@@ -67,18 +67,27 @@ class Interception:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`module` is about to run; the outermost one enters the modes."""
+    def before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """`module` is about to run; the outermost one enters the modes. Returns what to call it with, if not this.
+
+        With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
+        """
         if self._stack and self._stack[0] is module and _calls_running(module) < 2:
             self.reset()  # the last call ended by an interrupt, which runs no hooks
         self._stack.append(module)
         if len(self._stack) > 1:
-            return
+            return None
         try:
+            dtype = self.runtime.memory.mixed_precision
+            if dtype is not None:
+                args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
             self._enter(module, args, kwargs)
         except BaseException:
             self.reset()
             raise
+        return None if dtype is None else (args, kwargs)
 
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self.runtime
@@ -164,6 +173,10 @@ class Interception:
             return torch._neg_view(tensor) if packed.neg else tensor
 
 
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
+
+
 def _modified(what: str, version: int, expected: int) -> str:
     return (
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
@@ -198,10 +211,13 @@ class BeforeForward:
     def __init__(self, interception: Interception | None = None) -> None:
         self._interception = weakref.ref(interception) if interception is not None else _nothing
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         interception = self._interception()
         if interception is not None:
-            interception.before_forward(module, args, kwargs)
+            return interception.before_forward(module, args, kwargs)
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())
@@ -254,6 +270,7 @@ _METADATA: set[Any] = {
 _DTYPE = _TENSOR.dtype.__get__
 _IS_FLOATING = {torch.Tensor.is_floating_point, torch.is_floating_point}
 _SET_DATA = _TENSOR.data.__set__
+_GET_DATA = _TENSOR.data.__get__
 
 
 class OperatorFaults(TorchFunctionMode):
@@ -272,19 +289,23 @@ class OperatorFaults(TorchFunctionMode):
         self._find(args, used)
         if kwargs:
             self._find(kwargs.values(), used)
-        if not used or func in _METADATA:
+        if not used:
+            result = func(*args, **kwargs)
+            self._runtime.notice_writes_to_views()
+            return result
+        if func in _METADATA:
             return func(*args, **kwargs)
-        if func is _DTYPE:
+        if func == _DTYPE:
             return used[0].chunk.compute_dtype
         if func in _IS_FLOATING:
             return used[0].chunk.compute_dtype.is_floating_point
-        if func is _SET_DATA:
+        if func == _SET_DATA:
             return self._set_data(used[0], args[1])
         self._runtime.use(getattr(func, "__name__", str(func)), used)
         try:
             return func(*args, **kwargs)
         finally:
-            self._runtime.end_use(used)
+            self._runtime.end_use(used, untracked=func == _GET_DATA)
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
         """Add the managed parameters among `values` (lists and tuples within included) to `used`, each once."""

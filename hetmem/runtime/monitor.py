@@ -64,7 +64,7 @@ class DeviceMonitor(TorchDispatchMode):
         """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
         before = self.live_bytes
         for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+            if not _has_memory(tensor):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -72,21 +72,13 @@ class DeviceMonitor(TorchDispatchMode):
                 continue
             self._sizes[key] = storage.nbytes()
             self.live_bytes += storage.nbytes()
-            weakref.finalize(storage, self._forget, key).atexit = False
+            weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
         if self.live_bytes > before:
             self._grown(operator, self.live_bytes)
 
-    def _forget(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
-
     def _check(self, func: Any, leaves: Iterable[Any]) -> None:
         for tensor in leaves:
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.layout is torch.strided
-                and tensor.numel()
-                and self._is_home(tensor.untyped_storage().data_ptr())
-            ):
+            if _has_memory(tensor) and tensor.numel() and self._is_home(tensor.untyped_storage().data_ptr()):
                 raise DeviceAccessError(
                     f"{func} met a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} in home memory; on a "
                     f"GPU it would have failed. A weight was used where hetmem could not see it: please report the "
@@ -102,9 +94,27 @@ class DeviceMonitor(TorchDispatchMode):
             if node in seen:
                 continue
             seen.add(node)
-            node.register_prehook(_Enter(self))
-            node.register_hook(_Leave(self))
+            if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
+                node.register_prehook(_Enter(self))
+                node.register_hook(_Leave(self))
             stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
+    """A storage has died. Weak: the finalizer lives as long as the storage and must not keep a model alive."""
+    alive = monitor()
+    if alive is not None:
+        alive.live_bytes -= alive._sizes.pop(key, 0)
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether `value` is a tensor with memory that can be asked for (not one inside a `torch.func` transform)."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and value.layout is torch.strided
+        and not value.is_meta
+    )
 
 
 _VIEWS: dict[Any, bool] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.errors import ManageError
@@ -13,6 +14,20 @@ from hetmem.runtime.interception import Interception
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Not every optimizer of torch counts versions when it writes (the fused ones do not): its parameters changed."""
+    if getattr(optimizer, "writes_homes", False):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = of_parameter(parameter)
+            if found is not None:
+                found[0].runtime.user_wrote(found[1])
+
+
+_watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)
 
 
 def add(module: torch.nn.Module, interception: Interception) -> None:

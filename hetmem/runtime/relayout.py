@@ -90,8 +90,7 @@ def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout
         managed.chunk.parameters.append(managed)
         reside(managed, managed.view(Role.PARAM))
         if id(managed) in live:
-            managed.grad_home = managed.view(Role.GRAD)
-            managed.grad_version = managed.grad_home._version
+            managed.open_grad_home()
             managed.parameter.grad = managed.grad_home
         else:
             managed.grad_home = None

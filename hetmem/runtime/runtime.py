@@ -61,6 +61,7 @@ class Runtime:
         self._limit = self.device_pool.slots
         self._gradients = 0
         self._first_uses = 0
+        self._untracked: set[int] = set()
         self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _close, engine, memory)
 
@@ -80,6 +81,14 @@ class Runtime:
         if home.tier is not Tier.DEVICE:
             home.block = self.residency.add(self.memory.block(chunk, role))
             self._chunk_of_block[home.block] = (chunk, role)
+
+    def ensure_homes(self, chunks: Iterable[Chunk], roles: Iterable[Role]) -> None:
+        """Give each of `roles` of `chunks` a home where it has none. Raises `BudgetError` if there is no room."""
+        for role in roles:
+            missing = [chunk for chunk in chunks if role not in chunk.homes]
+            self.memory.reserve(missing, role)
+            for chunk in missing:
+                self.register_home(chunk, role)
 
     def close(self) -> None:
         """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
@@ -179,8 +188,11 @@ class Runtime:
             for managed in used:
                 self.bindings.bind(managed)
 
-    def end_use(self, used: list[ManagedParameter]) -> None:
-        """The operator is over: parameters rest, what it wrote goes home, what nobody holds may be evicted."""
+    def end_use(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+        """The operator is over: parameters rest, what it wrote goes home, what nobody holds may be evicted.
+
+        `untracked`: it handed out a view whose writes count no versions (`parameter.data`).
+        """
         with self.unwatched():
             for managed in used:
                 self.bindings.unbind(managed)
@@ -189,6 +201,8 @@ class Runtime:
                     self._operator_wrote(managed)
                 if self.bindings.held(managed) and id(managed) not in self._held:
                     self._held[id(managed)] = managed
+                    if untracked:
+                        self._untracked.add(id(managed))
                 else:
                     self._release_device(managed)
 
@@ -218,11 +232,21 @@ class Runtime:
     def _release_device(self, managed: ManagedParameter) -> None:
         self._execute(self.residency.release(_param_block(managed), Tier.DEVICE))
 
+    def notice_writes_to_views(self) -> None:
+        """An operator met no parameter, but it may have written to a view of one: then that goes home too."""
+        for managed in self._held.values():
+            if managed.parameter._version != managed.version and managed.device is not None:
+                with self.unwatched():
+                    self._operator_wrote(managed)
+
     def _let_go(self) -> None:
         """Release the copies whose last holder is gone."""
         for key, managed in list(self._held.items()):
+            if id(managed) in self._untracked:
+                self._compare_home(managed)
             if not self.bindings.held(managed):
                 del self._held[key]
+                self._untracked.discard(id(managed))
                 self._release_device(managed)
 
     # ---- writes that were not hetmem's -------------------------------------------------------------------------
@@ -258,6 +282,13 @@ class Runtime:
             while self.residency.state(home.block, tier) in _LOADING and self.residency.in_flight():
                 self._wait_for_one()
             self._execute(self.residency.invalidate(home.block, tier))
+
+    def _compare_home(self, managed: ManagedParameter) -> None:
+        """Somebody may have written to the device copy without a version: if it differs from home, it counts."""
+        device = managed.device
+        assert device is not None
+        if not torch.equal(device, managed.home.to(device.dtype)):
+            self._operator_wrote(managed)
 
     def _operator_wrote(self, managed: ManagedParameter) -> None:
         """An operator changed the device copy: write it home now."""

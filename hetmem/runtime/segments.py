@@ -29,7 +29,7 @@ def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class Segments:
-    """The current segment of one runtime. `backward_ended` is called when autograd has finished a backward."""
+    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -37,6 +37,7 @@ class Segments:
         self._in_backward = False
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
+        self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
 
     def begin_forward(self, key: Hashable) -> bool:
@@ -63,6 +64,8 @@ class Segments:
         key = self._backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched)
+        with self._runtime.unwatched():
+            self.backward_began()
         engine: Any = torch.autograd.Variable._execution_engine
         ended = weakref.WeakMethod(self.settle)
 

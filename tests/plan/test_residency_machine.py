@@ -197,8 +197,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         use = Use(block, tier, load=not overwrite)
         self.asked.append(use)
         self.event("acquire", block, tier, load=use.load)
-        while waits and use.slot < 0 and self.world.in_flight:
-            self.answer(number, fails=False)
+        if waits:
+            self.answer_until(lambda: use.slot >= 0)
         if waits and use.slot < 0:
             self.asked.remove(use)
             self.abandon(use)
@@ -244,8 +244,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.world.newest[use.block] += 1
         self.world.fill(HOST, use.block, use.slot, self.world.newest[use.block])
         self.event("release", use.block, HOST, dirty=True)
-        while self.loading(use.block, DEVICE):
-            self.answer(which, fails=False)
+        self.answer_until(lambda: not self.loading(use.block, DEVICE))
         self.event("invalidate", use.block, DEVICE)
         if settles:
             self.event("settle", use.block)
@@ -268,6 +267,13 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.world.blocks[use.block].label in str(error)
         else:
             self.event("release", use.block, use.tier)
+
+    def answer_until(self, enough: Callable[[], bool]) -> None:
+        for _ in range(MANY):
+            if enough() or not self.world.in_flight:
+                return
+            self.answer(0, fails=False)
+        raise AssertionError("the residency asks for more and more, though nobody else does")
 
     @precondition(lambda self: self.world.in_flight)
     @rule(which=st.integers(0, 7), fails=st.sampled_from([False, False, False, True]))
@@ -308,8 +314,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.world.newest[block] += 1
         self.world.home[block] = self.world.newest[block]
         self.event("invalidate", block, DEVICE)
-        while self.loading(block, HOST):
-            self.answer(0, fails=False)
+        self.answer_until(lambda: not self.loading(block, HOST))
         self.event("invalidate", block, HOST)
 
     @rule(tier=st.sampled_from([DEVICE, HOST]), slots=st.sampled_from([0, 1, 2, 3, 6, 6, 6]))
@@ -340,11 +345,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         """Once everything is answered, whoever still waits can only be told that there is no room."""
-        for _ in range(MANY):
-            if not self.world.in_flight:
-                break
-            self.answer(0, fails=False)
-        assert not self.world.in_flight, "the residency asks for more and more, though nobody does"
+        self.answer_until(lambda: False)
         for use in [use for use in self.asked if use.slot < 0]:
             assert self.residency.state(use.block, use.tier) is CopyState.WAITING
             self.asked.remove(use)

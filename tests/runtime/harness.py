@@ -29,7 +29,13 @@ def budget(placement: str, directory: Path, **changes: Any) -> hetmem.Budget:
     sizes: dict[str, dict[str, Any]] = {
         "resident": {"device": "64MiB", "host": "64MiB"},
         "host": {"device": "64MiB", "host": "64MiB", "device_chunks": "256KiB"},
-        "nvme": {"device": "64MiB", "host": "128KiB", "device_chunks": "256KiB", "nvme": "64MiB", "nvme_dir": directory},
+        "nvme": {
+            "device": "64MiB",
+            "host": "128KiB",
+            "device_chunks": "256KiB",
+            "nvme": "64MiB",
+            "nvme_dir": directory,
+        },
     }
     return hetmem.Budget(**{**sizes[placement], **changes})
 
@@ -45,7 +51,8 @@ def manage(
     if isinstance(placement, hetmem.Budget):
         limits = placement
     else:
-        sizes = [-(-p.numel() * p.itemsize // CHUNK) * CHUNK for p in module.parameters()]
+        slot = CHUNK // 4 * max(p.itemsize for p in module.parameters())  # a chunk has a least number of elements
+        sizes = [-(-p.numel() * p.itemsize // slot) * slot for p in module.parameters()]
         changes: dict[str, Any] = {}
         if placement != "resident":
             changes["device_chunks"] = 3 * max(sizes) + sum(sizes) // 2

@@ -31,7 +31,9 @@ BATCHES = vector_batches(3, 4, WIDTH)
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 @contextmanager
@@ -142,8 +144,9 @@ LIVES = (backward, forward_only, two_calls, retained, raised_in_backward)
 def test_activations_die_without_the_collector(
     act: Callable[[nn.Module], None], placement: str, tmp_path: Path
 ) -> None:
-    for module in pair(mlp, placement, tmp_path):
-        optimizer = hetmem.AdamW(module.parameters()) if registry._modules.get(module) else None
+    modules = pair(mlp, placement, tmp_path)
+    for module in modules:
+        optimizer = hetmem.AdamW(module.parameters()) if module is modules[1] else None
         seen = watch_activations(module)
         for _ in range(3):  # the first ones are measured, later ones are planned
             with no_collector():

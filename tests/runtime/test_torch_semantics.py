@@ -50,7 +50,9 @@ streamed = pytest.mark.parametrize("placement", STREAMED)
 
 def mlp() -> nn.Sequential:
     """Three layers of one chunk each, and their biases."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def both(modules: tuple[nn.Module, nn.Module], act: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
@@ -307,9 +309,7 @@ class PartlyUsed(nn.Module):
 
 @everywhere
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_unused_parameters_have_no_gradient_and_do_not_decay(
-    placement: str, set_to_none: bool, tmp_path: Path
-) -> None:
+def test_unused_parameters_have_no_gradient_and_do_not_decay(placement: str, set_to_none: bool, tmp_path: Path) -> None:
     modules = pair(PartlyUsed, placement, tmp_path)
     never = modules[1].never.detach().clone()
     optimizers = None
@@ -440,7 +440,7 @@ class Images(nn.Module):
         self.group = nn.GroupNorm(4, 48)
         self.up = nn.ConvTranspose2d(48, 4, 2, stride=2)
         self.act = nn.PReLU()
-        self.wide = nn.Conv2d(4, 128, 3)
+        self.wide = nn.Conv2d(4, 512, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.wide(self.up(self.act(self.group(self.deep(self.norm(self.conv(x)))))))
@@ -467,7 +467,7 @@ class Bilinear(nn.Module):
         self.bilinear = nn.Bilinear(16, 16, 64)
         self.norm = nn.RMSNorm(64)
         self.phase = nn.Parameter(torch.randn(64, 2))
-        self.complex = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+        self.complex = nn.Parameter(torch.randn(16, 256, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rotated = torch.view_as_complex(self.phase) * self.norm(self.bilinear(x, x))
@@ -751,7 +751,9 @@ def test_a_step_may_have_any_shape(name: str, placement: str, tmp_path: Path) ->
 @everywhere
 def test_lengths_may_change_in_the_middle_of_training(placement: str, tmp_path: Path) -> None:
     modules = pair(Tower, placement, tmp_path)
-    batches = [token_batches(1, length=length, rows=rows)[0] for length, rows in ((8, 2), (8, 2), (24, 2), (5, 1), (8, 4))]
+    batches = [
+        token_batches(1, length=length, rows=rows)[0] for length, rows in ((8, 2), (8, 2), (24, 2), (5, 1), (8, 4))
+    ]
     train_both(*modules, batches, Recipe(steps=7))
 
 
@@ -761,9 +763,7 @@ def test_an_eval_pass_in_between_changes_nothing(placement: str, mixed: torch.dt
     modules = pair(Tower, placement, tmp_path, mixed_precision=mixed)
     optimizers = None
     for _ in range(3):
-        optimizers = train_both(
-            *modules, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers
-        )
+        optimizers = train_both(*modules, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
         modules[1].eval()
         with torch.no_grad():
             modules[1](*token_batches(1, length=3)[0])
@@ -867,7 +867,9 @@ def test_hooks_of_the_user_fire_in_order_with_the_right_values(
         weight.register_hook(lambda grad: log.append(("weight", grad.clone())))
         weight.register_hook(lambda grad: grad * 3)
         weight.register_hook(lambda grad: log.append(("tripled", grad.clone())))
-        bias.register_post_accumulate_grad_hook(lambda p: log.append(("accumulated", p.grad.clone(), p.detach().clone())))
+        bias.register_post_accumulate_grad_hook(
+            lambda p: log.append(("accumulated", p.grad.clone(), p.detach().clone()))
+        )
         module[0].register_forward_pre_hook(lambda m, args: log.append(("pre", args[0].clone())))
         module[0].register_forward_hook(lambda m, args, output: log.append(("post", output.detach().clone())))
         module[2].register_forward_hook(lambda m, args, output: output * 2)

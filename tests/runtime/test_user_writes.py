@@ -32,7 +32,9 @@ BATCHES = vector_batches(4, 4, WIDTH)
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def multiplied(module: nn.Module) -> None:
@@ -277,7 +279,9 @@ def test_an_activation_changed_in_place_is_an_error_as_in_torch(placement: str, 
 
 @everywhere
 def test_an_output_changed_in_place_by_the_user_is_an_error_where_it_was_saved(placement: str, tmp_path: Path) -> None:
-    for module in pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()), placement, tmp_path):
+    for module in pair(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()), placement, tmp_path
+    ):
         output = module(*BATCHES[0])
         with torch.no_grad():
             output.mul_(2)
