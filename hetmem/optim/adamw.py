@@ -24,6 +24,7 @@ from hetmem.runtime.relayout import arrange_by_use
 from hetmem.runtime.runtime import Runtime
 
 _STATES = {"exp_avg": Role.EXP_AVG, "exp_avg_sq": Role.EXP_AVG_SQ}
+_OWN = ("_workers", "_versions", "_owners")
 _ROLES = (Role.PARAM, Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
 
@@ -62,6 +63,7 @@ class AdamW(Optimizer):
             if not fine:
                 raise ValueError(f"Invalid {name}: {value}")
         self._workers = WorkerPool()
+        self._owners: set[Interception] = set()
         self._versions: dict[tuple[int, str], int] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
@@ -89,6 +91,7 @@ class AdamW(Optimizer):
                 raise ManageError(f"hetmem.AdamW cannot update {found[1].name} of dtype {parameter.dtype}")
             if parameter.requires_grad:
                 chunks.setdefault(found[0], {})[found[1].chunk] = None
+        self._owners |= set(chunks)
         for interception, used in chunks.items():
             runtime = interception.runtime
             runtime.ensure_homes(used, state_roles(runtime))
@@ -150,12 +153,13 @@ class AdamW(Optimizer):
                 self._versions[id(managed), name] = -1  # whatever is staged of it is old
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_workers", "_versions")}
+        return {name: value for name, value in super().__getstate__().items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._workers = getattr(self, "_workers", None) or WorkerPool()
         self._versions = getattr(self, "_versions", {})
+        self._owners = getattr(self, "_owners", set())
 
 
 def state_roles(runtime: Runtime) -> tuple[Role, ...]:

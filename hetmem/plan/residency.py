@@ -250,6 +250,7 @@ class Residency:
         self._enforce_limit(tier, commands)
         if self._waiting:
             self._progress(commands)
+        self._prefetch(tier, commands)
         return commands
 
     def settle(self, block: int) -> list[Command]:
@@ -442,6 +443,9 @@ class Residency:
         """What has to be given up for `span` free slots in a row; empty if that cannot be done now."""
         pool = self._slots[tier]
         ranks = self._idle(tier) if needed_at is None else self._harmless(tier, needed_at)
+        for waiting_tier, block in self._waiting:
+            if waiting_tier is not tier:
+                ranks.pop(block, None)  # it is staged for that request: two could take it from each other for ever
         victims: list[int] = []
         if pool.find(span) is None:
             windows = [window for window in pool.windows(span) if all(block in ranks for block in window)]
@@ -511,14 +515,13 @@ class Residency:
         """Start what the schedule uses next and is missing, while that harms nothing (waiting requests go first)."""
         if self._waiting:
             return
-        schedule, copies = self._schedule[tier], self._copies[tier]
+        copies = self._copies[tier]
+        missing = [block for block in self._schedule[tier].upcoming(self._lookahead) if block not in copies]
+        if not missing:
+            return
         flying = sum(1 for copy in copies.values() if copy.state is CopyState.LOADING)
-        for block in schedule.upcoming(self._lookahead):
-            if flying >= self._in_flight:
-                return
-            if block in copies:
-                continue
-            if not self._prefetch_one(tier, block, commands):
+        for block in dict.fromkeys(missing):
+            if flying >= self._in_flight or not self._prefetch_one(tier, block, commands):
                 return
             flying += 1
 

@@ -108,11 +108,6 @@ class Memory:
         """Whether `address` lies in device memory that chunks own."""
         return any(start <= address < end for start, end in self._device_ranges)
 
-    def close(self) -> None:
-        """Give the file back; views of it that are still held stay readable."""
-        if self.store is not None:
-            self.store.close()
-
 
 def _range(memory: memoryview, nbytes: int) -> tuple[int, int]:
     start = address_of(memory)

@@ -26,6 +26,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
+        self._handles: list[Any] = []
         self._taken: dict[int, torch.Tensor | None] = {}
 
     def install(self, managed: ManagedParameter) -> None:
@@ -34,10 +35,19 @@ class GradientSink:
             return
         managed.grad_hooked = True
         before, after = _Before(self, managed), _After(self, managed)
-        managed.parameter.register_hook(before)
+        self._handles.append(managed.parameter.register_hook(before))
         handle = managed.parameter.register_post_accumulate_grad_hook(after)
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
-        hooks.move_to_end(handle.id, last=False)  # the user's hooks see the gradient that torch would show them
+        self._handles.append(handle)
+        others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+        for key, hook in others:  # go behind ours: the user's hooks see the gradient that torch would show them
+            del hooks[key]
+            hooks[key] = hook
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""

@@ -62,6 +62,7 @@ class Interception:
     def remove(self) -> None:
         """Take all hooks off."""
         self.reset()
+        self.gradients.remove()
         for handle in self._handles:
             handle.remove()
 
@@ -104,6 +105,7 @@ class Interception:
                 runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
             self._push_mode(runtime.monitor)
+            runtime.monitor.transformed = torch._C._functorch.maybe_current_level() is not None
             runtime.monitor.forward_runs = lambda: _calls_running(module) > 0
         if not runtime.memory.streams:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +35,7 @@ def add(module: torch.nn.Module, interception: Interception) -> None:
     """`module` is managed by `interception` from now on."""
     _modules[module] = interception
     for managed in interception.runtime.parameters:
-        _parameters[managed.parameter] = interception
+        _parameters[managed.parameter] = weakref.ref(interception)  # it holds the parameter
 
 
 def remove(module: torch.nn.Module) -> Interception:
@@ -59,7 +60,8 @@ def of_module(module: torch.nn.Module) -> Interception:
 
 def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParameter] | None:
     """What manages `parameter` and as what; None if nothing does."""
-    found: Interception | None = _parameters.get(parameter)
+    reference = _parameters.get(parameter)
+    found: Interception | None = None if reference is None else reference()
     return None if found is None else (found, found.runtime.bindings.by_id[id(parameter)])
 
 

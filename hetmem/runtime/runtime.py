@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError, ManageError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.device import DevicePool
+from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.memory.transfer import Finished, Link, TransferEngine
 from hetmem.plan.residency import Command, CopyState, Drop, Fetch, Residency, Write
@@ -63,7 +65,7 @@ class Runtime:
         self._first_uses = 0
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
-        self._finalizer = weakref.finalize(self, _close, engine, memory)
+        self._finalizer = weakref.finalize(self, _close, engine, memory.store)
 
     @property
     def device_pool(self) -> DevicePool:
@@ -156,11 +158,13 @@ class Runtime:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """What hetmem itself does is no operator of the model."""
+        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
         paused = self.monitor.paused
         self.monitor.paused = True
+        transformed = torch._C._functorch.maybe_current_level() is not None
         try:
-            yield
+            with temporarily_clear_interpreter_stack() if transformed else nullcontext():
+                yield
         finally:
             self.monitor.paused = paused
 
@@ -513,6 +517,7 @@ class _WeakGrown:
             runtime.non_model_grew(operator, live_bytes)
 
 
-def _close(engine: TransferEngine, memory: Memory) -> None:
+def _close(engine: TransferEngine, store: NvmeStore | None) -> None:
     engine.close()
-    memory.close()
+    if store is not None:
+        store.close()  # views that are still held stay readable

@@ -425,7 +425,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert used == taken <= count
             assert used <= max(self.limit[tier], self.used_before[tier]), "it took a slot beyond the limit"
             self.used_before[tier] = used
-            if used > self.limit[tier]:
+            if used > self.limit[tier] and self.log and self.log[-1][0] in ("limit", "release", "done"):
                 assert used - self.idle_slots(tier, writing=True) <= self.limit[tier] or not self.idle_slots(tier)
 
     def idle_slots(self, tier: Tier, *, writing: bool = False) -> int:

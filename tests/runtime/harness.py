@@ -20,7 +20,8 @@ import hetmem
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
-CHUNK = 16384
+CHUNK_ELEMENTS = 4096
+CHUNK = 4 * CHUNK_ELEMENTS
 """Bytes of a chunk in tests that do not say: the smallest there is for float32, so that small models have several."""
 
 
@@ -51,8 +52,8 @@ def manage(
     if isinstance(placement, hetmem.Budget):
         limits = placement
     else:
-        slot = CHUNK // 4 * max(p.itemsize for p in module.parameters())  # a chunk has a least number of elements
-        sizes = [-(-p.numel() * p.itemsize // slot) * slot for p in module.parameters()]
+        widest = max(p.itemsize for p in module.parameters())  # chunks have as many elements, whatever their dtype
+        sizes = [-(-p.numel() // CHUNK_ELEMENTS) * CHUNK_ELEMENTS * widest for p in module.parameters()]
         changes: dict[str, Any] = {}
         if placement != "resident":
             changes["device_chunks"] = 3 * max(sizes) + sum(sizes) // 2
@@ -226,6 +227,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+def mlp() -> nn.Sequential:
+    """Three layers, each of one chunk and a bias, with activations between."""
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    return nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
+
+
 class Tower(nn.Module):
     """A small language model: embedding (tied to the head unless `tied=False`), blocks, cross entropy.
 
@@ -250,10 +257,7 @@ class Tower(nn.Module):
         """What the head sees."""
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.checkpointing is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.checkpointing)
+            x = block(x) if self.checkpointing is None else checkpoint(block, x, use_reentrant=self.checkpointing)
         return self.norm(x)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

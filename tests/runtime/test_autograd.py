@@ -20,6 +20,7 @@ from tests.runtime.harness import (
     Tower,
     assert_same_grads,
     loss_of,
+    mlp,
     pair,
     token_batches,
     vector_batches,
@@ -28,12 +29,6 @@ from tests.runtime.harness import (
 WIDTH = 64
 everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
 BATCHES = vector_batches(3, 4, WIDTH)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
-    )
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from tests.runtime.harness import (
     assert_same_weights,
     loss_of,
     manage,
+    mlp,
     pair,
     token_batches,
     train_both,
@@ -46,13 +47,6 @@ from tests.runtime.harness import (
 WIDTH = 64
 everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
 streamed = pytest.mark.parametrize("placement", STREAMED)
-
-
-def mlp() -> nn.Sequential:
-    """Three layers of one chunk each, and their biases."""
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
-    )
 
 
 def both(modules: tuple[nn.Module, nn.Module], act: Callable[[nn.Module], Any]) -> tuple[Any, Any]:

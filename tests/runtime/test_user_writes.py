@@ -1,4 +1,4 @@
-"""What the user writes to weights reaches the next forward, wherever the weight lives and whoever holds a copy of it."""
+"""What the user writes to weights reaches the next forward, wherever the weight lives and whoever has a copy of it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.runtime.harness import (
     assert_same_grads,
     assert_same_weights,
     loss_of,
+    mlp,
     pair,
     train_both,
     vector_batches,
@@ -29,12 +30,6 @@ WIDTH = 64
 BF16 = torch.bfloat16
 everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
 BATCHES = vector_batches(4, 4, WIDTH)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)
-    )
 
 
 def multiplied(module: nn.Module) -> None:

@@ -1,0 +1,70 @@
+"""Homes: no byte more than there is on any tier, and refusals that say what is missing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmem.errors import BudgetError
+from hetmem.plan.placement import (
+    STAGED_ROLES,
+    Room,
+    fits_device,
+    largest_chunk_elements,
+    place,
+    staging_slots,
+)
+from hetmem.plan.trace import Tier
+from hetmem.units import GIB, MIB
+
+sizes = st.lists(st.integers(0, 20), max_size=20)
+
+
+@given(sizes, st.integers(0, 100), st.integers(0, 200))
+def test_no_tier_gets_more_than_it_has_room_for_and_host_is_filled_first(
+    sizes: list[int], host: int, nvme: int
+) -> None:
+    left = host
+    expected = []
+    for size in sizes:
+        expected.append(Tier.HOST if size <= left else Tier.NVME)
+        left -= size if size <= left else 0
+    on_nvme = sum(size for size, tier in zip(sizes, expected, strict=True) if tier is Tier.NVME)
+    if on_nvme > nvme:
+        with pytest.raises(BudgetError):
+            place(sizes, Room(host, nvme), "parameters")
+    else:
+        assert place(sizes, Room(host, nvme), "parameters") == expected
+
+
+def test_a_refusal_names_what_is_missing_to_the_byte() -> None:
+    with pytest.raises(BudgetError, match=r"no place for gradients: 3.00 GiB needed, 1.00 GiB of host memory and "):
+        place([GIB, GIB, GIB], Room(GIB, GIB), "gradients")
+    with pytest.raises(BudgetError, match=r"so 1.00 GiB are missing; raise Budget\(host=…\), or Budget\(nvme=…"):
+        place([GIB, GIB, GIB], Room(GIB, GIB), "gradients")
+    assert place([GIB, GIB], Room(GIB, GIB), "gradients") == [Tier.HOST, Tier.NVME]
+
+
+def test_states_stay_on_the_device_up_to_half_of_it_or_up_to_what_the_user_says() -> None:
+    assert fits_device(500, 1000, None)
+    assert not fits_device(501, 1000, None)
+    assert fits_device(900, 1000, 900)
+    assert not fits_device(901, 1000, 900)
+    assert not fits_device(1, 1000, 0)
+    assert fits_device(0, 0, 0)
+
+
+@given(st.lists(st.integers(1, 6), max_size=10), st.integers(0, 500))
+def test_staging_holds_one_update_at_least_and_three_at_most(spans: list[int], host_slots: int) -> None:
+    one_update = STAGED_ROLES * max(spans, default=1)
+    slots = staging_slots(spans, host_slots)
+    assert one_update <= slots <= 3 * one_update
+    assert slots <= max(one_update, host_slots // 4)
+    assert slots == one_update or slots in (3 * one_update, host_slots // 4)
+
+
+def test_chunks_are_small_enough_for_sixteen_on_the_device_and_for_the_staging_ring() -> None:
+    assert largest_chunk_elements(16 * MIB, 0, 2, 4, nvme=False) == MIB // 2
+    assert largest_chunk_elements(16 * MIB, 48 * MIB, 2, 4, nvme=True) == MIB // 4
+    assert largest_chunk_elements(16 * MIB, 960 * MIB, 2, 4, nvme=True) == MIB // 2

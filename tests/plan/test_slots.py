@@ -1,0 +1,64 @@
+"""Occupancy of a pool's slots, against a plain list."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmem.plan.slots import SlotMap
+
+
+@given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
+def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(
+    count: int, steps: list[tuple[bool, int]]
+) -> None:
+    slots = SlotMap(count)
+    owners: list[int | None] = [None] * count
+    places: list[tuple[int, int]] = []
+    for block, (takes, span) in enumerate(steps):
+        places_left = [
+            at for at in range(0, count - span + 1, span) if all(owner is None for owner in owners[at : at + span])
+        ]
+        found = slots.find(span)
+        assert found == (None if not places_left else places_left[0] if span == 1 else places_left[-1])
+        if takes and found is not None:
+            slots.take(found, span, block)
+            owners[found : found + span] = [block] * span
+            places.append((found, span))
+        elif not takes and places:
+            at, width = places.pop(span % len(places))
+            slots.give(at, width)
+            owners[at : at + width] = [None] * width
+        assert slots.owners() == owners
+        assert slots.used == count - owners.count(None)
+
+
+def test_windows_name_the_blocks_of_every_place_from_the_high_end() -> None:
+    slots = SlotMap(7)
+    slots.take(0, 1, 10)
+    slots.take(1, 1, 11)
+    slots.take(4, 2, 12)
+    assert list(slots.windows(2)) == [[12], [], [10, 11]]
+    assert list(slots.windows(3)) == [[12], [10, 11]]
+    assert list(slots.windows(8)) == []
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(0, 23), max_size=40))
+def test_blocks_of_one_span_never_fragment(span: int, places: int, picks: list[int]) -> None:
+    slots, taken = SlotMap(span * places), []
+    for block, pick in enumerate(picks):
+        found = slots.find(span)
+        assert (found is None) == (len(taken) == places)
+        if found is not None:
+            slots.take(found, span, block)
+            taken.append(found)
+        if pick % 2 and taken:
+            slots.give(taken.pop(pick % len(taken)), span)
+
+
+def test_taking_a_taken_slot_is_an_error() -> None:
+    slots = SlotMap(4)
+    slots.take(1, 2, 0)
+    with pytest.raises(AssertionError, match="slot 2 is taken"):
+        slots.take(2, 1, 1)
