@@ -52,14 +52,14 @@ class Replay:
 
     def carry_out(self, commands: Sequence[Command]) -> None:
         """Note `commands`, and answer what is due."""
-        self._pending.extend((self._clock + self.delay, command) for command in commands if not isinstance(command, Drop))
+        due = self._clock + self.delay
+        self._pending.extend((due, command) for command in commands if not isinstance(command, Drop))
         while self._pending and self._pending[0][0] <= self._clock:
             self._answer()
 
     def _answer(self) -> None:
         _, command = self._pending.popleft()
-        commands = self.residency.done(command)
-        self._pending.extend((self._clock + self.delay, command) for command in commands if not isinstance(command, Drop))
+        self.carry_out(self.residency.done(command))
 
     def use(self, blocks: tuple[int, ...]) -> None:
         """All of `blocks` at once on the device."""
@@ -119,11 +119,12 @@ def optimum(trace: Trace, limits: Sequence[int], *, renewed: bool, steps: int = 
     return fewest_bytes(uses, dict.fromkeys((block for use in uses for block in use), 1), list(limits) * steps)
 
 
-def gpt(layers: int, *, operators: int, tied: bool, straddling: bool) -> Trace:
+def gpt(layers: int, *, operators: int, tied: bool, straddling: bool, activation_bytes: int = 0) -> Trace:
     """A step through `layers` blocks, each used by `operators` in a row, and backward again.
 
     `tied`: block 0 (the embedding) is also the head. `straddling`: the last operator of a layer needs its neighbour
-    as well, as a parameter group that does not end with its chunk does.
+    as well, as a parameter group that does not end with its chunk does. `activation_bytes`: what forward leaves on
+    the device for backward, in all; slots are scarcer in the middle of the step then.
     """
     forward: list[tuple[int, ...]] = []
     for layer in range(layers):
@@ -134,7 +135,9 @@ def gpt(layers: int, *, operators: int, tied: bool, straddling: bool) -> Trace:
         forward.append((0,))
     uses = (*forward, *reversed(forward))
     kind = f"{layers} blocks × {operators}" + ", tied" * tied + ", straddling" * straddling
-    return Trace(kind, uses, (0,) * len(uses))
+    kind += ", activations" * (activation_bytes > 0)
+    depth = [min(at, len(uses) - 1 - at) for at in range(len(uses))]
+    return Trace(kind, uses, tuple(activation_bytes * at // max(depth) for at in depth))
 
 
 def load(path: Path) -> Trace:
@@ -157,7 +160,9 @@ def slots_per_use(trace: Trace, slots: int, slot_bytes: int) -> list[int]:
 
 def table(trace: Trace, slot_bytes: int) -> str:
     """A Markdown table: fetches relative to the optimum, one row per share of the blocks that has a slot."""
-    columns = [(f"NextUse, {f'delay {delay}' if delay else 'immediate'}", NextUse(), delay) for delay in DELAYS]
+    columns: list[tuple[str, EvictionPolicy, int]] = [
+        (f"NextUse, {f'delay {delay}' if delay else 'immediate'}", NextUse(), delay) for delay in DELAYS
+    ]
     columns += [("LRU", LRU(), 0), ("FIFO", FIFO(), 0)]
     lines = [
         f"### {trace.name} ({len(trace.uses)} uses a step, {STEPS} steps)",
@@ -188,6 +193,7 @@ def main() -> None:
     traces = [load(path) for path in arguments.traces] or [
         gpt(24, operators=1, tied=False, straddling=False),
         gpt(24, operators=4, tied=True, straddling=True),
+        gpt(24, operators=4, tied=True, straddling=True, activation_bytes=8 * arguments.slot_bytes),
         gpt(96, operators=4, tied=True, straddling=True),
     ]
     for trace in traces:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Idle OpenMP threads spin by default; on two cores that takes the time of threads that work. Before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hypothesis import settings

@@ -70,7 +70,6 @@ def test_anonymous_memory_stays_within_device_and_host_budget(tmp_path: Path) ->
         process.stdin.flush()
         peak, finished = 0.0, False
 
-
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while not finished:

@@ -261,8 +261,7 @@ class _Step:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
         runtime = self._runtime
         for managed, _ in updates:
-            parameter = managed.parameter
-            if parameter._version != managed.version or parameter.data_ptr() != managed.home.data_ptr():
+            if runtime.changed(managed):
                 runtime.user_wrote(managed)
         honour_written_gradients(runtime, chunk)
         for name, role in _STATES.items():

@@ -447,7 +447,7 @@ class Residency:
             if waiting_tier is not tier:
                 ranks.pop(block, None)  # it is staged for that request: two could take it from each other for ever
         victims: list[int] = []
-        if pool.find(span) is None:
+        if span > 1 and pool.find(span) is None:
             windows = [window for window in pool.windows(span) if all(block in ranks for block in window)]
             if not windows:
                 return []
@@ -607,7 +607,7 @@ class Residency:
                 if copy.slot >= 0:
                     assert owners[copy.slot : copy.slot + span] == [block] * span, "a slot has another owner"
                 else:
-                    assert copy.state is CopyState.WAITING and copy.uses == copy.waiting
+                    assert copy.uses == copy.waiting, "a copy without a slot is in use"
                 waits = (tier, block) in self._waiting
                 assert waits == (copy.state is CopyState.WAITING) == (copy.waiting > 0), "a wait is lost"
                 assert copy.waiting <= copy.uses

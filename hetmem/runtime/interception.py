@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments, in_backward, signature
@@ -275,6 +275,12 @@ _SET_DATA = _TENSOR.data.__set__
 _GET_DATA = _TENSOR.data.__get__
 
 
+def _writes(func: Any) -> bool:
+    """Whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
+    name: str = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
 class OperatorFaults(TorchFunctionMode):
     """Binds managed parameters to their device copies for the length of each operator that uses them."""
 
@@ -307,7 +313,7 @@ class OperatorFaults(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         finally:
-            self._runtime.end_use(used, untracked=func == _GET_DATA)
+            self._runtime.end_use(used, untracked=func == _GET_DATA, writes=_writes(func))
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
         """Add the managed parameters among `values` (lists and tuples within included) to `used`, each once."""
@@ -323,5 +329,4 @@ class OperatorFaults(TorchFunctionMode):
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""
         with torch.no_grad(), self._runtime.unwatched():
-            managed.home.copy_(value)
-            self._runtime.superseded(managed.chunk, Role.PARAM)
+            self._runtime.home_rewritten(managed, value)

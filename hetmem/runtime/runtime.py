@@ -31,6 +31,7 @@ from hetmem.units import format_size
 
 _GRADIENT = "gradient"
 _GRADIENTS_IN_FLIGHT = 4
+_SAMPLES = 16
 _SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
 
@@ -192,10 +193,11 @@ class Runtime:
             for managed in used:
                 self.bindings.bind(managed)
 
-    def end_use(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+    def end_use(self, used: list[ManagedParameter], *, untracked: bool = False, writes: bool = False) -> None:
         """The operator is over: parameters rest, what it wrote goes home, what nobody holds may be evicted.
 
-        `untracked`: it handed out a view whose writes count no versions (`parameter.data`).
+        `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: it may itself
+        have written without counting one.
         """
         with self.unwatched():
             for managed in used:
@@ -203,6 +205,8 @@ class Runtime:
             for managed in used:
                 if managed.parameter._version != managed.version:
                     self._operator_wrote(managed)
+                elif writes:
+                    self._compare_home(managed)
                 if self.bindings.held(managed) and id(managed) not in self._held:
                     self._held[id(managed)] = managed
                     if untracked:
@@ -258,9 +262,44 @@ class Runtime:
     def notice_writes(self) -> None:
         """Look at every parameter for changes by the user since it was last used."""
         for managed in self.parameters:
-            parameter = managed.parameter
-            if parameter._version != managed.version or parameter.data_ptr() != managed.home.data_ptr():
+            if self.changed(managed):
                 self.user_wrote(managed)
+
+    def changed(self, managed: ManagedParameter) -> bool:
+        """Whether somebody else has written to `managed` since hetmem last saw it, outside compute."""
+        parameter = managed.parameter
+        if parameter._version != managed.version or parameter.data_ptr() != managed.home.data_ptr():
+            return True
+        return bool(managed.numel) and self._copy_differs(managed)
+
+    def home_rewritten(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
+        managed.home.copy_(value)
+        self._untracked.discard(id(managed))
+        self.superseded(managed.chunk, Role.PARAM)
+
+    def _copy_differs(self, managed: ManagedParameter) -> bool:
+        """Whether a few sampled elements of a copy differ from the home: a write that no version counted.
+
+        Of a home on NVMe only one is read, as each may cost an access of the disk.
+        """
+        home = managed.chunk.homes[Role.PARAM]
+        if home.block is None:
+            return False
+        step = max(1, managed.numel // (1 if home.tier is Tier.NVME else _SAMPLES))
+        mine = slice(managed.offset, managed.offset + managed.numel, step)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if self.residency.state(home.block, tier) is CopyState.VALID:
+                slot = self.residency.slot(home.block, tier)
+                copy = self._copy_in(managed.chunk, tier, slot)[mine]
+                if not _same_bits(copy, managed.chunk.flat(Role.PARAM)[mine].to(copy.dtype)):
+                    return True
+        return False
+
+    def _copy_in(self, chunk: Chunk, tier: Tier, slot: int) -> torch.Tensor:
+        if tier is Tier.DEVICE:
+            return self.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
+        return torch.frombuffer(self.host_pool.staged(slot, chunk.nbytes), dtype=chunk.dtype)
 
     def user_wrote(self, managed: ManagedParameter) -> None:
         """`managed` was changed outside compute: its home counts, copies of it are superseded."""
@@ -291,7 +330,7 @@ class Runtime:
         """Somebody may have written to the device copy without a version: if it differs from home, it counts."""
         device = managed.device
         assert device is not None
-        if not torch.equal(device, managed.home.to(device.dtype)):
+        if not _same_bits(device, managed.home.to(device.dtype)):
             self._operator_wrote(managed)
 
     def _operator_wrote(self, managed: ManagedParameter) -> None:
@@ -319,8 +358,7 @@ class Runtime:
         self._acquire(home.block, Tier.HOST, load=load)
         while self.residency.writing(home.block):
             self._wait_for_one()
-        memory = self.host_pool.staged(self.residency.slot(home.block, Tier.HOST), chunk.nbytes)
-        return torch.frombuffer(memory, dtype=chunk.dtype)
+        return self._copy_in(chunk, Tier.HOST, self.residency.slot(home.block, Tier.HOST))
 
     def close_role(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
         """End the use of `open_role`."""
@@ -366,7 +404,7 @@ class Runtime:
             self._wait_for_one()
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
-        return self.device_pool.flat(self.residency.slot(block, Tier.DEVICE), chunk.compute_dtype, chunk.numel)
+        return self._copy_in(chunk, Tier.DEVICE, self.residency.slot(block, Tier.DEVICE))
 
     def renew_device_copy(self, chunk: Chunk) -> None:
         """The home of `chunk` has changed: drop the device copy and start to fetch it again."""
@@ -474,9 +512,8 @@ class Runtime:
         if home.tier is Tier.HOST:
             source = chunk.flat(Role.PARAM)
         else:
-            staged = self.residency.slot(command.block, Tier.HOST)
-            source = torch.frombuffer(self.host_pool.staged(staged, chunk.nbytes), dtype=chunk.dtype)
-        target = self.device_pool.flat(command.slot, chunk.compute_dtype, chunk.numel)
+            source = self._copy_in(chunk, Tier.HOST, self.residency.slot(command.block, Tier.HOST))
+        target = self._copy_in(chunk, Tier.DEVICE, command.slot)
         if now and self.engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()
             self.engine.copy_now(Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes)
@@ -498,6 +535,11 @@ def _param_block(managed: ManagedParameter) -> int:
     block = managed.chunk.homes[Role.PARAM].block
     assert block is not None, f"{managed.name} has its home on the device"
     return block
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal, NaN for NaN."""
+    return bool(torch.equal(left, right) or ((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -28,6 +28,20 @@ def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), shapes)
 
 
+class _Ended:
+    """Settles a backward once: when autograd calls it at the end, or drops it because the backward raised."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = weakref.ref(segments)
+
+    def __call__(self) -> None:
+        segments = self._segments()
+        if segments is not None:
+            segments.settle()
+
+    __del__ = __call__
+
+
 class Segments:
     """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
 
@@ -67,14 +81,7 @@ class Segments:
         with self._runtime.unwatched():
             self.backward_began()
         engine: Any = torch.autograd.Variable._execution_engine
-        ended = weakref.WeakMethod(self.settle)
-
-        def callback() -> None:
-            settle = ended()
-            if settle is not None:
-                settle()
-
-        engine.queue_callback(callback)
+        engine.queue_callback(_Ended(self))
 
     def settle(self) -> None:
         """The backward, if there was one, is over (also one that raised)."""

@@ -106,7 +106,10 @@ def vit() -> tuple[nn.Module, Inputs]:
         patch_size=8,
         num_labels=10,
     )
-    return transformers.ViTForImageClassification(config), {"pixel_values": _noise(3, 32, 32), "labels": torch.tensor([3, 7])}
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": _noise(3, 32, 32),
+        "labels": torch.tensor([3, 7]),
+    }
 
 
 def whisper() -> tuple[nn.Module, Inputs]:
@@ -145,7 +148,9 @@ def mamba() -> tuple[nn.Module, Inputs]:
 
 def falcon() -> tuple[nn.Module, Inputs]:
     """One key and value head for all, attention and feed-forward in parallel, the embedding tied to the head."""
-    config = transformers.FalconConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=4
+    )
     return transformers.FalconForCausalLM(config), _text()
 
 

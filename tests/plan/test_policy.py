@@ -108,7 +108,8 @@ def test_next_use_gives_up_clean_copies_first_and_then_old_ones_among_equals() -
         facts(9, 1, dirty=True),
         facts(8, 0, dirty=False),
     ]
-    assert sorted(reversed(order), key=NextUse().rank, reverse=True) == order
+    backwards = order[::-1]
+    assert sorted(backwards, key=NextUse().rank, reverse=True) == order
 
 
 # --- the offline bound ----------------------------------------------------------------------------------------------

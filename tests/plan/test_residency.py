@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,13 +11,15 @@ from hypothesis import strategies as st
 from benchmarks.replay import Trace, gpt, optimum, replay
 from hetmem.errors import CapacityError, StateError
 from hetmem.plan.policy import NextUse
-from hetmem.plan.residency import Block, Command, CopyState, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Block, CopyState, Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Schedule, Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
-def residency(*blocks: Tier | Block, device: int = 0, host: int = 0, lookahead: int = 0, in_flight: int = 2) -> Residency:
+def residency(
+    *blocks: Tier | Block, device: int = 0, host: int = 0, lookahead: int = 0, in_flight: int = 2
+) -> Residency:
     """With `blocks` numbered from 0, given by their homes where the span is 1."""
     made = Residency({DEVICE: device, HOST: host}, lookahead=lookahead, in_flight=in_flight)
     for number, block in enumerate(blocks):
@@ -412,7 +416,7 @@ def test_answers_nobody_waits_for_are_refused_with_the_blocks_history() -> None:
     r = residency(HOST, NVME, device=1, host=1)
     bring(r, 0, DEVICE)
     visit(r, 1, HOST, dirty=True)
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: r.done(up(0, 0)),
         lambda: r.failed(up(0, 0)),
         lambda: r.done(Write(1, 0)),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetmem.errors import CapacityError, StateError
-from hetmem.plan.policy import FIFO, LRU, NextUse
+from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.residency import Block, Command, CopyState, Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Schedule, Tier
 
@@ -28,7 +28,7 @@ DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 TORN = -1  # a home while it is written
 UNDEFINED = -2  # a copy that its user is about to overwrite
 LOADING = (CopyState.WAITING, CopyState.LOADING)
-POLICIES = {"NextUse": NextUse, "LRU": LRU, "FIFO": FIFO}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"NextUse": NextUse, "LRU": LRU, "FIFO": FIFO}
 spans = st.sampled_from([1, 1, 1, 2, 3])
 MANY = 300  # answers; a residency that asks for more without any new event never settles
 
@@ -142,7 +142,8 @@ class ResidencyMachine(RuleBasedStateMachine):
             held = [use for use in self.asked if (use.block, use.tier) == (command.block, command.tier)]
             assert not [use for use in held if use.slot >= 0], f"{command} of a copy in use"
             content = world.read(command.tier, command.block, command.slot)
-            assert content is not None and content[0] == command.block, f"{command} of a slot that holds {content}"
+            assert content is not None, f"{command} of an empty slot"
+            assert content[0] == command.block, f"{command} of a slot that holds {content}"
             world.memory[command.tier][world.span(command.block, command.slot)] = [None] * self.span(command.block)
             return
         target = command.target if isinstance(command, Fetch) else NVME
@@ -160,7 +161,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         else:
             flight.value = world.source(flight)
             world.home[command.block] = TORN
-        assert flight.value is not None and flight.value == (command.block, world.newest[command.block])
+        assert flight.value == (command.block, world.newest[command.block]), f"{command} moves old bytes"
         world.in_flight.append(flight)
 
     def note_arrivals(self) -> None:
@@ -405,7 +406,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         for use in self.asked:
             if use.slot >= 0:
                 content = self.world.read(use.tier, use.block, use.slot)
-                assert content is not None and content[0] == use.block
+                assert content is not None
+                assert content[0] == use.block
                 if self.residency.state(use.block, use.tier) is CopyState.VALID:
                     assert self.residency.slot(use.block, use.tier) == use.slot
 
@@ -454,5 +456,5 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert again.counts == self.residency.counts
 
 
-ResidencyMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+ResidencyMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
 TestResidency = ResidencyMachine.TestCase

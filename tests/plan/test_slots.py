@@ -10,9 +10,7 @@ from hetmem.plan.slots import SlotMap
 
 
 @given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
-def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(
-    count: int, steps: list[tuple[bool, int]]
-) -> None:
+def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(count: int, steps: list[tuple[bool, int]]) -> None:
     slots = SlotMap(count)
     owners: list[int | None] = [None] * count
     places: list[tuple[int, int]] = []
@@ -46,7 +44,8 @@ def test_windows_name_the_blocks_of_every_place_from_the_high_end() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(0, 23), max_size=40))
 def test_blocks_of_one_span_never_fragment(span: int, places: int, picks: list[int]) -> None:
-    slots, taken = SlotMap(span * places), []
+    slots = SlotMap(span * places)
+    taken: list[int] = []
     for block, pick in enumerate(picks):
         found = slots.find(span)
         assert (found is None) == (len(taken) == places)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,7 +106,7 @@ def test_a_chain_follows_the_last_seen_successors_and_stops_where_it_repeats_or_
     for key in ("forward", "backward", "step", "evaluation"):
         book.put(SegmentTrace(key))
     keys = ["forward", "backward", "step", "evaluation", "forward", "backward", "step", "forward", "unknown"]
-    for first, second in zip(keys, keys[1:], strict=False):
+    for first, second in pairwise(keys):
         book.follows(first, second)
     assert book.follower("step") == "forward"
     assert [trace.key for trace in book.chain("backward")] == ["backward", "step", "forward"]

@@ -198,19 +198,20 @@ def test_outputs_do_not_keep_device_slots_after_their_graph_is_gone(placement: s
 def test_live_tensors_do_not_grow_over_twenty_steps(placement: str, backwards: bool, tmp_path: Path) -> None:
     _, module = pair(mlp, placement, tmp_path)
     optimizer = hetmem.AdamW(module.parameters())
-    counts, objects = [], []
-    for _ in range(20):
+    monitor = registry.of_module(module).runtime.monitor
+    counts = []
+    for step in range(20):
         loss = loss_of(module, BATCHES[0])
         if backwards:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         del loss
-        gc.collect()
-        counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
-        objects.append(registry.of_module(module).runtime.monitor.live_bytes)
-    assert len(set(counts[3:])) == 1, counts
-    assert len(set(objects[3:])) == 1, objects
+        if step in (4, 19):  # a collection takes long: it looks at everything that was ever imported
+            gc.collect()
+            tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            counts.append((tensors, monitor.live_bytes))
+    assert counts[0] == counts[1]
 
 
 @everywhere

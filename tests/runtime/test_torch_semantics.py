@@ -376,29 +376,6 @@ class Custom(nn.Module):
         return Square.apply(self.layer(x), self.weight)
 
 
-class CustomAttribute(nn.Module):
-    """A custom function that keeps a weight as an attribute, and one called in a submodule-free forward."""
-
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            ctx.x, ctx.weight = x, weight
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return grad * ctx.weight, (grad * ctx.x).sum(0)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.other(self.Scale.apply(self.layer(x), self.weight))
-
-
 class Recurrent(nn.Module):
     """LSTM and GRU."""
 
@@ -461,7 +438,7 @@ class Bilinear(nn.Module):
         self.bilinear = nn.Bilinear(16, 16, 64)
         self.norm = nn.RMSNorm(64)
         self.phase = nn.Parameter(torch.randn(64, 2))
-        self.complex = nn.Parameter(torch.randn(16, 256, dtype=torch.complex64))
+        self.complex = nn.Parameter(torch.randn(16, 1024, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rotated = torch.view_as_complex(self.phase) * self.norm(self.bilinear(x, x))
@@ -491,7 +468,6 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "borrowed weights": (Borrower, lambda n: vector_batches(n, 4, WIDTH)),
     "a module used twice": (Twice, lambda n: vector_batches(n, 4, WIDTH)),
     "custom function": (Custom, lambda n: vector_batches(n, 4, WIDTH)),
-    "custom function with attributes": (CustomAttribute, lambda n: vector_batches(n, 4, WIDTH)),
     "recurrent": (Recurrent, lambda n: vector_batches(n, 3, 5, 32)),
     "attention": (Attention, lambda n: vector_batches(n, 2, 5, 32)),
     "images": (Images, lambda n: vector_batches(n, 2, 3, 8, 8)),
@@ -505,9 +481,11 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 @everywhere
 @pytest.mark.parametrize("name", ZOO)
 def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
-    name: str, placement: str, tmp_path: Path
+    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, batches = ZOO[name]
+    # The encoder layer's inference fast path is off while any function mode is on, so plain torch must not take it.
+    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
     modules = pair(build, placement, tmp_path)
     if name == "bilinear":  # AdamW of hetmem has no complex numbers: SGD of torch steps
         optimizers = tuple(torch.optim.SGD(module.parameters(), lr=0.1) for module in modules)
