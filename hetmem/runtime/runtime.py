@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -65,6 +66,8 @@ class Runtime:
         self._gradients = 0
         self._first_uses = 0
         self._untracked: set[int] = set()
+        self._commands: deque[tuple[Command, bool]] = deque()
+        self._executing = False
         self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _close, engine, memory.store)
 
@@ -163,8 +166,12 @@ class Runtime:
         paused = self.monitor.paused
         self.monitor.paused = True
         transformed = torch._C._functorch.maybe_current_level() is not None
+        inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
         try:
-            with temporarily_clear_interpreter_stack() if transformed else nullcontext():
+            with (
+                torch.inference_mode(False) if inference else nullcontext(),
+                temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+            ):
                 yield
         finally:
             self.monitor.paused = paused
@@ -337,7 +344,7 @@ class Runtime:
         """An operator changed the device copy: write it home now."""
         assert managed.device is not None
         source, home = managed.device, managed.home
-        self.engine.copy_now(Link.DEVICE_TO_HOST, lambda: _copy(home, source), home.nbytes)
+        self.engine.copy_now(Link.DEVICE_TO_HOST, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
         block = _param_block(managed)
         if self.residency.state(block, Tier.HOST) is not None:
@@ -486,25 +493,38 @@ class Runtime:
             raise finished.error
 
     def _execute(self, commands: list[Command], urgent: int | None = None) -> None:
-        """Carry `commands` out, in order. The fetch of `urgent` to the device is done here and now where nothing is
-        gained by another thread."""
-        for command in commands:
-            if isinstance(command, Drop):
-                self._drop(command)
-            elif isinstance(command, Write):
-                chunk, role = self._chunk_of_block[command.block]
-                memory = self.host_pool.staged(command.slot, chunk.nbytes)
-                extent = chunk.homes[role].extent
-                assert extent is not None
-                self.engine.write(command, extent, memory)
-            elif command.target is Tier.HOST:
-                chunk, role = self._chunk_of_block[command.block]
-                extent = chunk.homes[role].extent
-                assert extent is not None
-                self.engine.read(command, extent, self.host_pool.staged(command.slot, chunk.nbytes))
-            else:
-                self._fetch_to_device(command, now=command.block == urgent)
+        """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
+        done here and now where nothing is gained by another thread.
+
+        What follows from a command that is done at once goes behind the commands that were given with it: otherwise
+        a slot could be filled before the drop of what it held.
+        """
+        self._commands.extend((command, command.block == urgent) for command in commands)
+        if self._executing:
+            return
+        self._executing = True
+        try:
+            while self._commands:
+                self._carry_out(*self._commands.popleft())
+        finally:
+            self._executing = False
         self.statistics.host_in_use(self.host_pool.reserved_bytes)
+
+    def _carry_out(self, command: Command, now: bool) -> None:
+        if isinstance(command, Drop):
+            self._drop(command)
+            return
+        chunk, role = self._chunk_of_block[command.block]
+        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+            self._fetch_to_device(command, now=now)
+            return
+        extent = chunk.homes[role].extent
+        assert extent is not None, f"{chunk.label(role)} is not on NVMe"
+        memory = self.host_pool.staged(command.slot, chunk.nbytes)
+        if isinstance(command, Write):
+            self.engine.write(command, extent, memory)
+        else:
+            self.engine.read(command, extent, memory)
 
     def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
         chunk, _ = self._chunk_of_block[command.block]
@@ -535,6 +555,15 @@ def _param_block(managed: ManagedParameter) -> int:
     block = managed.chunk.homes[Role.PARAM].block
     assert block is not None, f"{managed.name} has its home on the device"
     return block
+
+
+def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
+    """Take over what was written to the device copy; where a narrower copy says the same as before, home keeps its
+    own bits, which are more."""
+    with torch.no_grad():
+        if home.dtype != device.dtype:
+            device = torch.where(device == home.to(device.dtype), home, device.to(home.dtype))
+        home.copy_(device)
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

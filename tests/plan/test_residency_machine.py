@@ -122,6 +122,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.world.newest = [0] * len(blocks)
         self.world.home = [0] * len(blocks)
         self.asked: list[Use] = []
+        self.enforced: set[Tier] = set()  # where the last event had to give up what is beyond the limit
         self.used_before = dict.fromkeys(self.slots, 0)
         self.log: list[tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any], Any]] = []
 
@@ -131,6 +132,8 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def event_with(self, name: str, arguments: Callable[[], tuple[Any, ...]], **options: Any) -> None:
         commands = getattr(self.residency, name)(*arguments(), **options)
+        at = {"limit": 0, "release": 1}.get(name)
+        self.enforced = set(self.slots) if name == "done" else set() if at is None else {arguments()[at]}
         self.log.append((name, arguments, options, commands))
         for command in commands:
             self.begin_command(command)
@@ -427,7 +430,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert used == taken <= count
             assert used <= max(self.limit[tier], self.used_before[tier]), "it took a slot beyond the limit"
             self.used_before[tier] = used
-            if used > self.limit[tier] and self.log and self.log[-1][0] in ("limit", "release", "done"):
+            if used > self.limit[tier] and tier in self.enforced:
                 assert used - self.idle_slots(tier, writing=True) <= self.limit[tier] or not self.idle_slots(tier)
 
     def idle_slots(self, tier: Tier, *, writing: bool = False) -> int:
