@@ -469,8 +469,10 @@ class Residency:
     def _harmless(self, tier: Tier, needed_at: int) -> dict[int, tuple[int, ...]]:
         """The ranks of what may be given up now for a block that is needed at `needed_at`.
 
-        Only what MIN would give up then: if a copy that is used before is the one used furthest after `needed_at`,
-        its turn must be waited for. So prefetching costs no fetch that demand would not.
+        On the device only what MIN would give up then: if a copy that is used before is the one used furthest after
+        `needed_at`, its turn must be waited for. So prefetching costs no fetch that demand would not. In HOST staging
+        the optimizer scans its states round and round, where MIN's choice is always the block just used, and waiting
+        for it would leave no read behind compute; there, anything needed later gives way.
         """
         schedule = self._schedule[tier]
         ranks, awaited = {}, 0
@@ -478,9 +480,10 @@ class Residency:
             if copy.dirty:
                 continue
             after = schedule.next_use(block, needed_at)
-            if schedule.next_use(block) < needed_at or (copy.uses and block in schedule.now()):
+            sooner = schedule.next_use(block) < needed_at
+            if tier is Tier.DEVICE and (sooner or (copy.uses and block in schedule.now())):
                 awaited = max(awaited, after)
-            elif copy.idle and after > needed_at:
+            elif copy.idle and not sooner and after > needed_at:
                 ranks[block] = (after, -copy.last_use)
         return {block: rank for block, rank in ranks.items() if rank[0] >= awaited}
 

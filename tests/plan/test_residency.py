@@ -176,12 +176,10 @@ def test_a_request_for_the_device_reloads_a_stale_staged_copy() -> None:
 
 def test_staged_copies_that_the_device_holds_too_go_first() -> None:
     r = residency(NVME, NVME, NVME, device=1, host=2)
-    schedule = Schedule([(1,), (0,), (2,)])
-    assert r.expect(HOST, schedule) == []
+    assert r.expect(HOST, Schedule([(0,), (1,), (2,)])) == []
     visit(r, 1, HOST)
     visit(r, 0, DEVICE)
-    schedule.position = 1
-    assert r.acquire(2, HOST)[0] == Drop(0, HOST, 1)
+    assert r.acquire(2, HOST) == [Drop(0, HOST, 1), read(2, 1)], "although staging uses 0 before 1"
 
 
 # --- copies that are overwritten or superseded ----------------------------------------------------------------------
@@ -324,6 +322,15 @@ def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
 
 
+def test_staging_prefetches_never_take_turns_in_one_slot() -> None:
+    """Found as a read without end: each gave up the other, which was needed sooner."""
+    r = residency(NVME, NVME, host=1, lookahead=2)
+    assert r.expect(HOST, Schedule([(0,), (1,)], periodic=False)) == [read(0, 0)]
+    assert r.done(read(0, 0)) == []
+    assert r.acquire(0, HOST) == []
+    assert r.release(0, HOST) == [Drop(0, HOST, 0), read(1, 0)]
+
+
 def test_a_prefetch_touches_neither_dirty_copies_nor_copies_in_use() -> None:
     r = residency(NVME, NVME, host=1, lookahead=2)
     visit(r, 0, HOST, dirty=True)
@@ -345,10 +352,18 @@ def test_nothing_behind_the_barrier_is_prefetched_but_it_counts_for_eviction() -
 
 
 def test_a_waiting_request_goes_before_any_prefetch() -> None:
-    r = residency(HOST, HOST, device=1, lookahead=2)
+    r = residency(HOST, Block("large", HOST, span=2), HOST, device=2, lookahead=2)
     bring(r, 0, DEVICE)
     assert r.acquire(1, DEVICE) == []
-    assert r.expect(DEVICE, Schedule([(0,), (1,)])) == r.prefetch(1, DEVICE) == []
+    assert r.expect(DEVICE, Schedule([(2,), (0,)])) == r.prefetch(2, DEVICE) == [], "not even into the free slot"
+    assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(1, 0)]
+
+
+def test_what_no_schedule_names_is_prefetched_into_free_slots_only() -> None:
+    r = residency(HOST, HOST, HOST, device=2)
+    visit(r, 0, DEVICE)
+    assert r.prefetch(1, DEVICE) == [up(1, 1)]
+    assert r.done(up(1, 1)) == r.prefetch(2, DEVICE) == []
 
 
 def test_a_prefetch_from_nvme_is_two_steps() -> None:
