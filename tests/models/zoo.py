@@ -1,6 +1,6 @@
 """Tiny models of well-known families, built from their configurations: nothing is downloaded.
 
-Two to four layers each and what makes the family special: tied embeddings, encoder and decoder, experts, convolutions, a scan.
+Two to four layers each and what makes the family special: tied embeddings, encoder and decoder, experts, a scan.
 Dropout is left as the family has it; whoever compares two runs seeds before each forward.
 """
 
