@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.optimum import fewest_bytes
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.residency import Block, Command, CopyState, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Schedule, Tier
 
 STEPS = 10
@@ -63,6 +64,7 @@ class Replay:
 
     def use(self, blocks: tuple[int, ...]) -> None:
         """All of `blocks` at once on the device."""
+        self.residency.reach(blocks, Tier.DEVICE)
         for block in blocks:
             self.stalls += self.residency.state(block, Tier.DEVICE) is not CopyState.VALID
             self.carry_out(self.residency.acquire(block, Tier.DEVICE))

@@ -15,21 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from hetmem.errors import CapacityError, StateError
-from hetmem.plan.policy import CopyFacts, EvictionPolicy, NextUse
-from hetmem.plan.slots import SlotMap
-from hetmem.plan.trace import NEVER, Schedule, Tier
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One role of one chunk. `span` slots in a row hold a copy; `home` is the tier of the authoritative copy."""
-
-    label: str
-    home: Tier
-    span: int = 1
+from hetmem.plan.cache import Block, Cache, Copy, CopyState
+from hetmem.plan.policy import EvictionPolicy, NextUse
+from hetmem.plan.trace import Schedule, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +52,6 @@ class Drop:
 Command = Fetch | Write | Drop
 
 
-class CopyState(Enum):
-    """States of a copy; a block without a copy on a tier is ABSENT there."""
-
-    WAITING = auto()
-    LOADING = auto()
-    VALID = auto()
-    STALE = auto()
-
-
-@dataclass(slots=True)
-class Copy:
-    """A copy on DEVICE or in HOST staging. `uses` > 0 keeps it where it is; `waiting` of them want a WAITING one.
-    `load` is False while its content is undefined, because it will be overwritten."""
-
-    state: CopyState
-    slot: int = -1
-    uses: int = 0
-    waiting: int = 0
-    dirty: bool = False
-    writing: bool = False
-    load: bool = True
-    last_use: int = 0
-    fetched: int = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether an eviction may take it now."""
-        return self.uses == 0 and not self.writing and self.state in (CopyState.VALID, CopyState.STALE)
-
-
 @dataclass(slots=True)
 class Counts:
     """What the residency did so far, in blocks."""
@@ -101,9 +61,6 @@ class Counts:
     fetches: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
     evictions: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
     writes: int = 0
-
-
-_CACHED = (Tier.DEVICE, Tier.HOST)
 
 
 class Residency:
@@ -125,13 +82,12 @@ class Residency:
     ) -> None:
         self.blocks: list[Block] = []
         self.counts = Counts()
-        self._policy = policy or NextUse()
         self._lookahead = lookahead
         self._in_flight = in_flight
-        self._slots = {tier: SlotMap(slots.get(tier, 0)) for tier in _CACHED}
-        self._limit = {tier: slots.get(tier, 0) for tier in _CACHED}
-        self._copies: dict[Tier, dict[int, Copy]] = {tier: {} for tier in _CACHED}
-        self._schedule = {tier: Schedule() for tier in _CACHED}
+        policy = policy or NextUse()
+        device = Cache(Tier.DEVICE, slots.get(Tier.DEVICE, 0), self.blocks, policy)
+        host = Cache(Tier.HOST, slots.get(Tier.HOST, 0), self.blocks, policy, nearer=device.copies)
+        self._caches = {Tier.DEVICE: device, Tier.HOST: host}
         self._waiting: list[tuple[Tier, int]] = []
         self._flying = 0
         self._tick = 0
@@ -147,48 +103,52 @@ class Residency:
 
     def state(self, block: int, tier: Tier) -> CopyState | None:
         """The state of the copy of `block` on `tier`; None if there is none."""
-        copy = self._copies[tier].get(block)
+        copy = self._caches[tier].copies.get(block)
         return copy.state if copy else None
 
     def slot(self, block: int, tier: Tier) -> int:
         """The first slot of the VALID copy of `block` on `tier`."""
-        copy = self._copies[tier].get(block)
+        copy = self._caches[tier].copies.get(block)
         if copy is None or copy.state is not CopyState.VALID:
             raise self._illegal(block, tier, "slot asked for", copy)
         return copy.slot
 
     def dirty(self, block: int) -> bool:
         """Whether the HOST copy of `block` is newer than its home."""
-        copy = self._copies[Tier.HOST].get(block)
+        copy = self._caches[Tier.HOST].copies.get(block)
         return copy is not None and copy.dirty
 
     def uses(self, block: int, tier: Tier) -> int:
         """The use count of the copy of `block` on `tier`; 0 if there is none."""
-        copy = self._copies[tier].get(block)
+        copy = self._caches[tier].copies.get(block)
         return copy.uses if copy else 0
 
     def resident(self, tier: Tier) -> list[int]:
         """The blocks with a copy (of any state) on `tier`, oldest request first."""
-        return list(self._copies[tier])
+        return list(self._caches[tier].copies)
 
     def writing(self, block: int) -> bool:
         """Whether the HOST copy of `block` is on its way home, so that it must not be changed."""
-        copy = self._copies[Tier.HOST].get(block)
+        copy = self._caches[Tier.HOST].copies.get(block)
         return copy is not None and copy.writing
 
     def free_slots(self, tier: Tier) -> list[int]:
         """The slots of `tier` that nobody has."""
-        return [slot for slot, owner in enumerate(self._slots[tier].owners()) if owner is None]
+        return [slot for slot, owner in enumerate(self._caches[tier].slots.owners()) if owner is None]
 
     def used_slots(self, tier: Tier) -> int:
         """Slots taken on `tier`, loads in flight included."""
-        return self._slots[tier].used
+        return self._caches[tier].slots.used
 
     def in_flight(self) -> int:
         """Commands not yet answered."""
         return self._flying
 
     # ---- events ------------------------------------------------------------------------------------------------
+
+    def reach(self, blocks: tuple[int, ...], tier: Tier) -> None:
+        """A use of `blocks` at once begins on `tier`: each is acquired next. Says where in the schedule that is."""
+        self._caches[tier].schedule.reach(blocks)
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> list[Command]:
         """Use `block` on `tier`: one more use, and commands that bring it there. It is there once its state is VALID.
@@ -199,8 +159,8 @@ class Residency:
         commands: list[Command] = []
         self._tick += 1
         self.counts.acquires += 1
-        self._schedule[tier].meet(block)
-        copy = self._copies[tier].get(block)
+        self._caches[tier].schedule.meet(block)
+        copy = self._caches[tier].copies.get(block)
         if copy is not None and copy.state is CopyState.VALID:
             copy.uses += 1
             copy.last_use = self._tick
@@ -208,7 +168,7 @@ class Residency:
             return commands
         self.counts.faults += 1
         if copy is None:
-            copy = self._copies[tier][block] = Copy(CopyState.WAITING, load=load)
+            copy = self._caches[tier].copies[block] = Copy(CopyState.WAITING, load=load)
         elif copy.state is CopyState.STALE:
             copy.state = CopyState.WAITING
             copy.load = load
@@ -228,7 +188,7 @@ class Residency:
         """Take one waiting use of `block` back and say why it cannot be had: for a request that is still WAITING
         although nothing is in flight any more."""
         error = CapacityError(self._no_room(block, tier))
-        copy = self._copies[tier].get(block)
+        copy = self._caches[tier].copies.get(block)
         if copy is None or copy.waiting <= 0:
             raise self._illegal(block, tier, "withdraw", copy)
         self._withdraw(tier, block)
@@ -236,7 +196,7 @@ class Residency:
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
         """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
-        copy = self._copies[tier].get(block)
+        copy = self._caches[tier].copies.get(block)
         changeable = tier is Tier.HOST and copy is not None and copy.state is CopyState.VALID and not copy.writing
         if copy is None or copy.uses <= copy.waiting or (dirty and not changeable):
             raise self._illegal(block, tier, f"release(dirty={dirty})", copy)
@@ -247,7 +207,7 @@ class Residency:
         commands: list[Command] = []
         if copy.uses == 0 and (copy.state is CopyState.STALE or not copy.load):
             self._drop(tier, block, commands)
-        self._enforce_limit(tier, commands)
+        self._enforce_limit(self._caches[tier], commands)
         if self._waiting:
             self._progress(commands)
         self._prefetch(tier, commands)
@@ -256,14 +216,14 @@ class Residency:
     def settle(self, block: int) -> list[Command]:
         """Start to write the HOST copy home if it is dirty; it stays VALID meanwhile and is clean when that is done."""
         commands: list[Command] = []
-        copy = self._copies[Tier.HOST].get(block)
+        copy = self._caches[Tier.HOST].copies.get(block)
         if copy is not None and copy.dirty and not copy.writing:
             self._write(block, copy, commands)
         return commands
 
     def invalidate(self, block: int, tier: Tier) -> list[Command]:
         """The copy of `block` on `tier` is superseded: an idle one is dropped, one in use turns STALE."""
-        copy = self._copies[tier].get(block)
+        copy = self._caches[tier].copies.get(block)
         if copy is None:
             return []
         if copy.dirty or copy.state in (CopyState.LOADING, CopyState.WAITING):
@@ -280,16 +240,16 @@ class Residency:
     def limit(self, tier: Tier, slots: int) -> list[Command]:
         """From now on at most `slots` slots of `tier`. What is idle beyond it is given up at once; copies in use and
         loads in flight stay, and are given up as soon as they may be."""
-        self._limit[tier] = max(0, min(slots, self._slots[tier].count))
+        self._caches[tier].limit = max(0, min(slots, self._caches[tier].slots.count))
         commands: list[Command] = []
-        self._enforce_limit(tier, commands)
+        self._enforce_limit(self._caches[tier], commands)
         if self._waiting:
             self._progress(commands)
         return commands
 
     def expect(self, tier: Tier, schedule: Schedule) -> list[Command]:
         """`schedule` is what comes next on `tier`; prefetching starts."""
-        self._schedule[tier] = schedule
+        self._caches[tier].schedule = schedule
         commands: list[Command] = []
         self._prefetch(tier, commands)
         return commands
@@ -297,7 +257,7 @@ class Residency:
     def prefetch(self, block: int, tier: Tier) -> list[Command]:
         """Bring `block` to `tier` without using it, if that harms nothing more urgent."""
         commands: list[Command] = []
-        if not self._waiting and block not in self._copies[tier]:
+        if not self._waiting and block not in self._caches[tier].copies:
             self._prefetch_one(tier, block, commands)
         return commands
 
@@ -312,10 +272,10 @@ class Residency:
             copy.state = CopyState.VALID
             self._note(command.block, f"valid on {command.target.name}")
             self._end_feeding(command)
-        for tier in _CACHED:
-            self._enforce_limit(tier, commands)
+        for cache in self._caches.values():
+            self._enforce_limit(cache, commands)
         self._progress(commands)
-        for tier in _CACHED:
+        for tier in self._caches:
             self._prefetch(tier, commands)
         return commands
 
@@ -333,8 +293,8 @@ class Residency:
             copy.state = CopyState.STALE
             if copy.uses == 0:
                 self._drop(command.target, command.block, commands)
-            for tier in _CACHED:
-                self._enforce_limit(tier, commands)
+            for cache in self._caches.values():
+                self._enforce_limit(cache, commands)
         self._progress(commands)
         return commands
 
@@ -343,7 +303,7 @@ class Residency:
     def _answered(self, command: Fetch | Write, event: str) -> Copy:
         """The copy that `command` moved, which is not in flight any more."""
         tier = Tier.HOST if isinstance(command, Write) else command.target
-        copy = self._copies[tier].get(command.block)
+        copy = self._caches[tier].copies.get(command.block)
         in_flight = copy is not None and (
             copy.writing if isinstance(command, Write) else copy.state is CopyState.LOADING
         )
@@ -357,7 +317,7 @@ class Residency:
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
                 continue  # feeding the device has started it meanwhile
-            copy = self._copies[tier][block]
+            copy = self._caches[tier].copies[block]
             if not copy.load:
                 source = None
             elif self.blocks[block].home is Tier.NVME and tier is Tier.DEVICE:
@@ -371,7 +331,7 @@ class Residency:
                 if slot is None:
                     continue
                 copy.slot = slot
-                self._slots[tier].take(slot, self.blocks[block].span, block)
+                self._caches[tier].slots.take(slot, self.blocks[block].span, block)
             self._waiting.remove((tier, block))
             self._start(tier, block, copy, source, commands)
 
@@ -386,15 +346,15 @@ class Residency:
         self._flying += 1
         self.counts.fetches[tier] += 1
         if source is Tier.HOST and self.blocks[block].home is Tier.NVME:
-            self._copies[Tier.HOST][block].uses += 1
+            self._caches[Tier.HOST].copies[block].uses += 1
         self._note(block, f"fetch {source.name}->{tier.name}")
         commands.append(Fetch(block, source, tier, copy.slot))
 
     def _feed(self, block: int, commands: list[Command]) -> bool:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
-        staged = self._copies[Tier.HOST].get(block)
+        staged = self._caches[Tier.HOST].copies.get(block)
         if staged is None:
-            staged = self._copies[Tier.HOST][block] = Copy(CopyState.WAITING)
+            staged = self._caches[Tier.HOST].copies[block] = Copy(CopyState.WAITING)
         elif staged.state is CopyState.STALE:
             staged.state = CopyState.WAITING
         if staged.state is CopyState.WAITING:
@@ -402,11 +362,10 @@ class Residency:
                 slot = self._make_room(Tier.HOST, self.blocks[block].span, commands)
                 if slot is None:
                     if staged.uses == 0:
-                        del self._copies[Tier.HOST][block]
+                        del self._caches[Tier.HOST].copies[block]
                     return False
                 staged.slot = slot
-                self._slots[Tier.HOST].take(slot, self.blocks[block].span, block)
-            self._schedule[Tier.HOST].meet(block)
+                self._caches[Tier.HOST].slots.take(slot, self.blocks[block].span, block)
             if (Tier.HOST, block) in self._waiting:
                 self._waiting.remove((Tier.HOST, block))
             self._start(Tier.HOST, block, staged, Tier.NVME, commands)
@@ -414,115 +373,49 @@ class Residency:
 
     def _end_feeding(self, command: Fetch) -> None:
         if command.source is Tier.HOST and self.blocks[command.block].home is Tier.NVME:
-            self._copies[Tier.HOST][command.block].uses -= 1
+            self._caches[Tier.HOST].copies[command.block].uses -= 1
 
     def _make_room(self, tier: Tier, span: int, commands: list[Command], needed_at: int | None = None) -> int | None:
         """The first of `span` free slots in a row, giving up idle copies for it; None if that must wait.
 
         With `needed_at` (a prefetch) only clean copies that are needed later than that are given up.
         """
-        pool = self._slots[tier]
-        slot = pool.find(span) if pool.used + span <= self._limit[tier] else None
+        cache = self._caches[tier]
+        slot = cache.slots.find(span) if cache.slots.used + span <= cache.limit else None
         if slot is not None:
             return slot
-        if needed_at is None and self._writing_slots(tier) >= span:
+        if needed_at is None and cache.writing_slots() >= span:
             return None  # a write on its way makes room
-        victims = self._victims(tier, span, needed_at)
-        if not victims:
-            return None
-        dirty = [block for block in victims if self._copies[tier][block].dirty]
-        for block in dirty:
-            self._write(block, self._copies[tier][block], commands)
-        if dirty:
-            return None
-        for block in victims:
-            self._evict(tier, block, commands)
-        return pool.find(span)
-
-    def _victims(self, tier: Tier, span: int, needed_at: int | None) -> list[int]:
-        """What has to be given up for `span` free slots in a row; empty if that cannot be done now."""
-        pool = self._slots[tier]
-        ranks = self._idle(tier) if needed_at is None else self._harmless(tier, needed_at)
+        ranks = cache.idle() if needed_at is None else cache.harmless(needed_at)
         for waiting_tier, block in self._waiting:
             if waiting_tier is not tier:
                 ranks.pop(block, None)  # it is staged for that request: two could take it from each other for ever
-        victims: list[int] = []
-        if span > 1 and pool.find(span) is None:
-            windows = [window for window in pool.windows(span) if all(block in ranks for block in window)]
-            if not windows:
-                return []
-            victims = max(windows, key=lambda window: min(ranks[block] for block in window))
-        missing = pool.used + span - self._limit[tier] - sum(self.blocks[block].span for block in victims)
-        for block in sorted(ranks, key=lambda block: ranks[block], reverse=True):
-            if missing <= 0:
-                break
-            if block not in victims:
-                victims.append(block)
-                missing -= self.blocks[block].span
-        return victims if missing <= 0 else []
+        victims = cache.victims(span, ranks)
+        dirty = [block for block in victims if cache.copies[block].dirty]
+        for block in dirty:
+            self._write(block, cache.copies[block], commands)
+        if dirty or not victims:
+            return None
+        for block in victims:
+            self._evict(tier, block, commands)
+        return cache.slots.find(span)
 
-    def _idle(self, tier: Tier) -> dict[int, tuple[int, ...]]:
-        """The policy's ranks of everything that may be given up."""
-        copies = self._copies[tier].items()
-        return {block: self._policy.rank(self._facts(tier, block, copy)) for block, copy in copies if copy.idle}
-
-    def _harmless(self, tier: Tier, needed_at: int) -> dict[int, tuple[int, ...]]:
-        """The ranks of what may be given up now for a block that is needed at `needed_at`.
-
-        On the device only what MIN would give up then: if a copy that is used before is the one used furthest after
-        `needed_at`, its turn must be waited for. So prefetching costs no fetch that demand would not. In HOST staging
-        the optimizer scans its states round and round, where MIN's choice is always the block just used, and waiting
-        for it would leave no read behind compute; there, anything needed later gives way.
-        """
-        schedule = self._schedule[tier]
-        ranks, awaited = {}, 0
-        for block, copy in self._copies[tier].items():
-            if copy.dirty:
-                continue
-            after = schedule.next_use(block, needed_at)
-            sooner = schedule.next_use(block) < needed_at
-            if tier is Tier.DEVICE and (sooner or (copy.uses and block in schedule.now())):
-                awaited = max(awaited, after)
-            elif copy.idle and not sooner and after > needed_at:
-                ranks[block] = (after, -copy.last_use)
-        return {block: rank for block, rank in ranks.items() if rank[0] >= awaited}
-
-    def _facts(self, tier: Tier, block: int, copy: Copy) -> CopyFacts:
-        next_use = self._schedule[tier].next_use(block)
-        if tier is Tier.HOST and next_use != NEVER and block in self._copies[Tier.DEVICE]:
-            next_use = NEVER - 1  # the device holds it too: the staging copy is the cheaper one to lose
-        return CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
-
-    def _writing_slots(self, tier: Tier) -> int:
-        return sum(
-            self.blocks[block].span for block, copy in self._copies[tier].items() if copy.writing and copy.uses == 0
-        )
-
-    def _enforce_limit(self, tier: Tier, commands: list[Command]) -> None:
-        excess = self._slots[tier].used - self._limit[tier]
-        if excess <= 0:
-            return
-        excess -= self._writing_slots(tier)
-        ranks = self._idle(tier)
-        for block in sorted(ranks, key=lambda block: ranks[block], reverse=True):
-            if excess <= 0:
-                return
-            excess -= self.blocks[block].span
-            copy = self._copies[tier][block]
-            if copy.dirty:
-                self._write(block, copy, commands)
+    def _enforce_limit(self, cache: Cache, commands: list[Command]) -> None:
+        for block in cache.excess():
+            if cache.copies[block].dirty:
+                self._write(block, cache.copies[block], commands)
             else:
-                self._evict(tier, block, commands)
+                self._evict(cache.tier, block, commands)
 
     def _prefetch(self, tier: Tier, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing (waiting requests go first)."""
         if self._waiting:
             return
-        copies = self._copies[tier]
-        missing = [block for block in self._schedule[tier].upcoming(self._lookahead) if block not in copies]
+        copies = self._caches[tier].copies
+        missing = [block for block in self._caches[tier].schedule.upcoming(self._lookahead) if block not in copies]
         if not missing:
             return
-        flying = sum(1 for copy in copies.values() if copy.state is CopyState.LOADING)
+        flying = self._caches[tier].loading()
         for block in dict.fromkeys(missing):
             if flying >= self._in_flight or not self._prefetch_one(tier, block, commands):
                 return
@@ -530,11 +423,11 @@ class Residency:
 
     def _prefetch_one(self, tier: Tier, block: int, commands: list[Command]) -> bool:
         home, span = self.blocks[block].home, self.blocks[block].span
-        needed_at = self._schedule[tier].next_use(block)
+        needed_at = self._caches[tier].schedule.next_use(block)
         if home <= tier:
             return True
         if tier is Tier.DEVICE and home is Tier.NVME:
-            staged = self._copies[Tier.HOST].get(block)
+            staged = self._caches[Tier.HOST].copies.get(block)
             if staged is None:
                 return self._prefetch_one(Tier.HOST, block, commands)
             if staged.state is not CopyState.VALID:
@@ -542,8 +435,8 @@ class Residency:
         slot = self._make_room(tier, span, commands, needed_at)
         if slot is None:
             return False
-        self._slots[tier].take(slot, span, block)
-        copy = self._copies[tier][block] = Copy(CopyState.WAITING, slot=slot, last_use=self._tick)
+        self._caches[tier].slots.take(slot, span, block)
+        copy = self._caches[tier].copies[block] = Copy(CopyState.WAITING, slot=slot, last_use=self._tick)
         source = Tier.HOST if tier is Tier.DEVICE else Tier.NVME
         self._start(tier, block, copy, source, commands)
         return True
@@ -560,16 +453,16 @@ class Residency:
         self._drop(tier, block, commands)
 
     def _drop(self, tier: Tier, block: int, commands: list[Command]) -> None:
-        copy = self._copies[tier].pop(block)
+        copy = self._caches[tier].copies.pop(block)
         if copy.dirty:
             raise self._illegal(block, tier, "dropping a dirty copy", copy)
         if copy.slot >= 0:
-            self._slots[tier].give(copy.slot, self.blocks[block].span)
+            self._caches[tier].slots.give(copy.slot, self.blocks[block].span)
             commands.append(Drop(block, tier, copy.slot))
         self._note(block, f"dropped on {tier.name}")
 
     def _withdraw(self, tier: Tier, block: int) -> None:
-        copy = self._copies[tier][block]
+        copy = self._caches[tier].copies[block]
         copy.uses -= 1
         copy.waiting -= 1
         if copy.waiting:
@@ -578,16 +471,16 @@ class Residency:
         if copy.slot >= 0:
             copy.state = CopyState.STALE  # it had a stale copy before it asked
         else:
-            del self._copies[tier][block]
+            del self._caches[tier].copies[block]
 
     def _note(self, block: int, what: str) -> None:
         self._history[block].append(f"{self._tick}: {what}")
 
     def _no_room(self, block: int, tier: Tier) -> str:
-        held = [self.blocks[b].label for b, copy in self._copies[tier].items() if not copy.idle]
+        held = [self.blocks[b].label for b, copy in self._caches[tier].copies.items() if not copy.idle]
         return (
             f"no room on {tier.name} for {self.blocks[block].label}: it needs {self.blocks[block].span} slot(s), "
-            f"{self._limit[tier]} may be used, {self._slots[tier].used} are, in use or in flight: "
+            f"{self._caches[tier].limit} may be used, {self._caches[tier].slots.used} are, in use or in flight: "
             f"{', '.join(held[:8]) or 'nothing'}{' …' if len(held) > 8 else ''}"
         )
 
@@ -599,20 +492,8 @@ class Residency:
 
     def check(self) -> None:
         """Raise `AssertionError` if an invariant of the state machine does not hold (for tests and `sanitize`)."""
-        for tier in _CACHED:
-            owners = self._slots[tier].owners()
-            for block, copy in self._copies[tier].items():
-                span = self.blocks[block].span
-                assert copy.uses >= 0, f"{self.blocks[block].label} has a negative use count"
-                assert self.blocks[block].home > tier, f"{self.blocks[block].label} is cached at or above its home"
-                assert not copy.dirty or (tier is Tier.HOST and copy.state is CopyState.VALID)
-                assert not copy.writing or copy.dirty
-                if copy.slot >= 0:
-                    assert owners[copy.slot : copy.slot + span] == [block] * span, "a slot has another owner"
-                else:
-                    assert copy.uses == copy.waiting, "a copy without a slot is in use"
+        for tier, cache in self._caches.items():
+            cache.check()
+            for block, copy in cache.copies.items():
                 waits = (tier, block) in self._waiting
                 assert waits == (copy.state is CopyState.WAITING) == (copy.waiting > 0), "a wait is lost"
-                assert copy.waiting <= copy.uses
-            taken = sum(self.blocks[b].span for b, c in self._copies[tier].items() if c.slot >= 0)
-            assert taken == self._slots[tier].used <= self._slots[tier].count, "slots and copies disagree"

@@ -10,7 +10,7 @@ own and never shift another one.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -55,60 +55,84 @@ class SegmentTrace:
 class Schedule:
     """The uses expected on one tier: a sequence of block tuples, repeated for ever when `periodic`.
 
-    `position` counts the uses that were met. `next_use` is O(log uses); building is O(uses). What is used behind
-    `barrier` (an index of `uses`) will be rewritten before: it counts for eviction but is not prefetched.
+    `position` counts the uses that were reached. The first `segment` uses belong to the segment that runs (all, if not
+    given): only there can the next use be one that is not the next one expected. What is used behind `barrier` (an
+    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. Building is O(uses),
+    `next_use` and `reach` are O(log uses).
     """
 
     def __init__(
-        self, uses: Sequence[tuple[int, ...]] = (), *, periodic: bool = True, barrier: int | None = None
+        self,
+        uses: Sequence[tuple[int, ...]] = (),
+        *,
+        periodic: bool = True,
+        barrier: int | None = None,
+        segment: int = NEVER,
     ) -> None:
         self.uses = tuple(uses)
         self.periodic = periodic and bool(self.uses)
         self.barrier = barrier
         self.position = 0
+        self._segment = segment
         self._met: set[int] = set()
         self._positions: dict[int, list[int]] = {}
+        self._places: dict[tuple[int, ...], list[int]] = {}
         for index, blocks in enumerate(self.uses):
+            self._places.setdefault(blocks, []).append(index)
             for block in blocks:
                 self._positions.setdefault(block, []).append(index)
 
-    def now(self) -> tuple[int, ...]:
-        """The blocks of the use that `position` just passed."""
-        return self.uses[(self.position - 1) % len(self.uses)] if self.position else ()
+    def reach(self, blocks: tuple[int, ...]) -> bool:
+        """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
+        one as long as the trace is followed. False, and nothing moves, if none is known."""
+        places = self._places.get(blocks)
+        if places is None:
+            return False
+        count = len(self.uses)
+        lap, inside = divmod(self.position, count) if self.periodic else (0, self.position)
+        index = bisect_left(places, inside)
+        behind = lap * count + places[index - 1] if index else -1
+        if index < len(places):
+            ahead = lap * count + places[index]
+        else:
+            ahead = (lap + 1) * count + places[0] if self.periodic else NEVER
+        near = [at for at in (ahead, behind) if 0 <= at < self._segment]
+        if not near:
+            return False
+        self.position = 1 + min(near, key=lambda at: abs(at - self.position))
+        self._met.clear()
+        return True
+
+    def meet(self, block: int) -> None:
+        """`block` of the use just reached is there, so that from now on its next use counts."""
+        self._met.add(block)
 
     def next_use(self, block: int, start: int | None = None) -> int:
         """The first use of `block` at or after `start`, counted in uses from the start; NEVER if unknown.
 
-        `start` is `position` if not given, and then a block of the use just passed is used there until it was met:
+        `start` is `position` if not given, and then a block of the use just reached is used there until it was met:
         it must not look far away, and be given up, while the other blocks of that use are brought in.
         """
         where = self._positions.get(block)
         if not where:
             return NEVER
         if start is None:
-            if block not in self._met and block in self.now():
+            if self.awaits(block):
                 return self.position - 1
             start = self.position
         lap, inside = divmod(start, len(self.uses)) if self.periodic else (0, start)
-        index = bisect_right(where, inside - 1)
+        index = bisect_left(where, inside)
         if index < len(where):
             return lap * len(self.uses) + where[index]
         return (lap + 1) * len(self.uses) + where[0] if self.periodic else NEVER
 
-    def meet(self, block: int, window: int = 64) -> bool:
-        """Move `position` past the next use of `block` if that is at most `window` uses away; False if it is not.
+    def awaits(self, block: int) -> bool:
+        """Whether `block` belongs to the use just reached and was not met there yet."""
+        return block not in self._met and block in self.now()
 
-        Blocks of the use that `position` just passed are met once each without moving it again.
-        """
-        at = self.next_use(block)
-        if at == NEVER or at - self.position > window:
-            return False
-        if at < self.position:
-            self._met.add(block)
-            return True
-        self.position = at + 1
-        self._met = {block}
-        return True
+    def now(self) -> tuple[int, ...]:
+        """The blocks of the use just reached."""
+        return self.uses[(self.position - 1) % len(self.uses)] if self.position else ()
 
     def upcoming(self, count: int) -> Iterator[int]:
         """The blocks of the next `count` uses, in order, repeats included."""

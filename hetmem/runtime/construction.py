@@ -18,9 +18,9 @@ from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.mapping import Mapping, address_of
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
+from hetmem.plan.cache import Block
 from hetmem.plan.layout import PAGE_ELEMENTS, Layout, ParameterSpec, build_layout, search_chunk_elements
 from hetmem.plan.placement import Room, fits_device, largest_chunk_elements, place, staging_slots
-from hetmem.plan.residency import Block
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import stand_in, storage_references
 from hetmem.units import format_size, round_up

@@ -21,7 +21,8 @@ from hetmem.memory.device import DevicePool
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.memory.transfer import Finished, Link, TransferEngine
-from hetmem.plan.residency import Command, CopyState, Drop, Fetch, Residency, Write
+from hetmem.plan.cache import CopyState
+from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import Memory
@@ -121,6 +122,7 @@ class Runtime:
         live = self.monitor.live_bytes if self.tracer.measured else self.memory.buffer_bytes
         expected = self.tracer.moment(operator, blocks, live)
         self._set_limit(expected)
+        self.residency.reach(blocks, Tier.DEVICE)
         self.statistics.device_in_use(self.chunk_bytes(), expected)
 
     def _set_limit(self, non_model_bytes: int) -> None:
@@ -362,6 +364,7 @@ class Runtime:
             return chunk.flat(role)
         assert home.block is not None
         self.tracer.host_use(home.block)
+        self.residency.reach((home.block,), Tier.HOST)
         self._acquire(home.block, Tier.HOST, load=load)
         while self.residency.writing(home.block):
             self._wait_for_one()

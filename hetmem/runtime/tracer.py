@@ -97,7 +97,8 @@ class StepTracer:
                 break
             met += len(trace.moments)
         host = [(block,) for trace in chain for block in trace.host_blocks]
-        return {Tier.DEVICE: Schedule(device, barrier=barrier), Tier.HOST: Schedule(host)}
+        first = len(chain[0].moments) if chain else 0
+        return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
     def last_operator(self) -> str:
         """The operator of the last moment, for messages."""

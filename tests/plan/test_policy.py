@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmem.errors import CapacityError
+from hetmem.plan.cache import Block
 from hetmem.plan.optimum import fewest_bytes, fewest_fetches
 from hetmem.plan.policy import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
-from hetmem.plan.residency import Block, Drop, Fetch, Residency
+from hetmem.plan.residency import Drop, Fetch, Residency
 from hetmem.plan.trace import NEVER, Schedule, Tier
 
 single_uses = st.lists(st.integers(0, 4).map(lambda block: (block,)), max_size=12)
@@ -50,6 +51,7 @@ def fetched_by(policy: EvictionPolicy, uses: Uses, slots: int, *, schedule: Sche
     assert residency.expect(Tier.DEVICE, schedule or Schedule()) == []
     fetched = []
     for blocks in uses:
+        residency.reach(blocks, Tier.DEVICE)
         for block in blocks:
             for command in residency.acquire(block, Tier.DEVICE):
                 assert isinstance(command, (Fetch, Drop))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from benchmarks.replay import Trace, gpt, optimum, replay
 from hetmem.errors import CapacityError, StateError
+from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.policy import NextUse
-from hetmem.plan.residency import Block, CopyState, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Schedule, Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

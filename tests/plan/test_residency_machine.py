@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetmem.errors import CapacityError, StateError
+from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.residency import Block, Command, CopyState, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Schedule, Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
