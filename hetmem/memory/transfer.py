@@ -6,6 +6,7 @@ It carries out what it is told, in order per link, and reports each job done or 
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +56,7 @@ class TransferEngine:
         self._copied = {link: LinkUse() for link in self._rate}
         self._threads = {link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in self._rate}
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._counting = threading.Lock()
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which moves `nbytes` over `link`, on the link's thread."""
@@ -72,8 +74,9 @@ class TransferEngine:
         if rate:
             time.sleep(max(0.0, nbytes / rate - (time.perf_counter() - start)))
         use = self._copied[link]
-        use.bytes += nbytes
-        use.seconds += time.perf_counter() - start
+        with self._counting:  # the thread that trains copies small things itself
+            use.bytes += nbytes
+            use.seconds += time.perf_counter() - start
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""

@@ -115,27 +115,31 @@ class Cache:
                 return []
             victims = max(windows, key=lambda window: min(ranks[block] for block in window))
         missing = self.slots.used + span - self.limit - sum(self._blocks[block].span for block in victims)
-        for block in furthest_first(ranks):
-            if missing <= 0:
-                break
-            if block not in victims:
-                victims.append(block)
-                missing -= self._blocks[block].span
-        return victims if missing <= 0 else []
+        others = {block: rank for block, rank in ranks.items() if block not in victims}
+        more = self._furthest(others, missing)
+        return victims + more if sum(self._blocks[block].span for block in more) >= missing else []
 
     def excess(self) -> list[int]:
         """What has to go because more than `limit` slots are taken, as far as it may and no write makes room."""
         excess = self.slots.used - self.limit
         if excess <= 0:
             return []
-        excess -= self.writing_slots()
-        victims = []
-        for block in furthest_first(self.idle()):
-            if excess <= 0:
+        return self._furthest(self.idle(), excess - self.writing_slots())
+
+    def _furthest(self, ranks: dict[int, Rank], slots: int) -> list[int]:
+        """The blocks of greatest rank that take `slots` slots together, and none that is not needed for that: behind
+        a large one that was the last to be chosen, smaller ones may stay. All of them if they do not suffice."""
+        chosen = []
+        for block in sorted(ranks, key=lambda block: ranks[block], reverse=True):
+            if slots <= 0:
                 break
-            victims.append(block)
-            excess -= self._blocks[block].span
-        return victims
+            chosen.append(block)
+            slots -= self._blocks[block].span
+        for block in reversed(chosen):
+            if slots + self._blocks[block].span <= 0:
+                chosen.remove(block)
+                slots += self._blocks[block].span
+        return chosen
 
     def _facts(self, block: int, copy: Copy) -> CopyFacts:
         next_use = self.schedule.next_use(block)
@@ -158,8 +162,3 @@ class Cache:
                 assert copy.uses == copy.waiting, "a copy without a slot is in use"
         taken = sum(self._blocks[block].span for block, copy in self.copies.items() if copy.slot >= 0)
         assert taken == self.slots.used <= self.slots.count, "slots and copies disagree"
-
-
-def furthest_first(ranks: dict[int, Rank]) -> list[int]:
-    """The ranked blocks, greatest rank first."""
-    return sorted(ranks, key=lambda block: ranks[block], reverse=True)

@@ -94,8 +94,12 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
-def test_numba_is_what_runs_here() -> None:
+@pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_numba_is_what_runs_here(grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+    """A loop that rounds wrongly gives way to torch's kernel, which nobody would notice elsewhere."""
     assert kernel_name() == "numba"
+    assert not isinstance(kernels._verified_loop(torch.float32, grad_dtype, copy_dtype), str)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 31, 1000])

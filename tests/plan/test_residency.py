@@ -12,7 +12,7 @@ from benchmarks.replay import Trace, gpt, optimum, replay
 from hetmem.errors import CapacityError, StateError
 from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.policy import NextUse
-from hetmem.plan.residency import Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Schedule, Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -38,9 +38,15 @@ def read(block: int, slot: int) -> Fetch:
     return Fetch(block, NVME, HOST, slot)
 
 
+def use(r: Residency, block: int, tier: Tier) -> list[Command]:
+    """The next use in the schedule is of `block`: what acquiring it commands."""
+    r.reach((block,), tier)
+    return r.acquire(block, tier)
+
+
 def bring(r: Residency, block: int, tier: Tier) -> None:
     """Acquire `block` and answer everything until it is there."""
-    pending = r.acquire(block, tier)
+    pending = use(r, block, tier)
     while pending:
         command = pending.pop(0)
         if not isinstance(command, Drop):
@@ -103,6 +109,25 @@ def test_while_a_write_makes_room_no_second_one_is_started() -> None:
     assert r.limit(HOST, 2) == []
     assert r.done(Write(0, 0)) == [Drop(0, HOST, 0), read(2, 0)]
     assert r.dirty(1)
+
+
+def test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again() -> None:
+    r = residency(NVME, NVME, Block("large", NVME, span=2), host=2)
+    visit(r, 0, HOST, dirty=True)
+    visit(r, 1, HOST)
+    assert r.settle(0) == [Write(0, 0)]
+    assert r.acquire(2, HOST) == [], "the place of the large one holds bytes that are not home yet"
+    assert r.state(0, HOST) is CopyState.VALID
+    assert r.done(Write(0, 0)) == [Drop(0, HOST, 0), Drop(1, HOST, 1), read(2, 0)]
+
+
+def test_what_is_on_its_way_home_is_used_where_it_is_and_not_read_from_there() -> None:
+    r = residency(NVME, host=1)
+    visit(r, 0, HOST, dirty=True)
+    assert r.settle(0) == [Write(0, 0)]
+    assert r.limit(HOST, 0) == [], "it keeps its slot until then"
+    assert r.acquire(0, HOST) == []
+    assert (r.slot(0, HOST), fetches(r)) == (0, (0, 1))
 
 
 def test_a_copy_in_use_is_waited_for() -> None:
@@ -300,7 +325,7 @@ def test_what_comes_next_is_fetched_ahead_a_few_at_a_time() -> None:
     assert r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)])) == [up(0, 0), up(1, 1)]
     assert r.done(up(1, 1)) == [up(2, 2)]
     assert r.done(up(0, 0)) == r.done(up(2, 2)) == [], "the fourth is further away than the lookahead"
-    assert r.acquire(0, DEVICE) == [up(3, 3)]
+    assert use(r, 0, DEVICE) == [up(3, 3)]
     assert (fetches(r), r.counts.faults) == ((4, 0), 0)
 
 
@@ -309,7 +334,7 @@ def test_a_prefetch_gives_up_only_what_is_needed_later() -> None:
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
     assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)], periodic=False)) == []
-    assert r.acquire(0, DEVICE) == [], "0 is in use, and 1 is used before 2"
+    assert use(r, 0, DEVICE) == [], "0 is in use, and 1 is used before 2"
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
 
 
@@ -319,7 +344,7 @@ def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
     assert r.expect(DEVICE, Schedule([(0,), (2,), (1,), (2,), (1,), (0,)], periodic=False)) == []
-    assert r.acquire(0, DEVICE) == []
+    assert use(r, 0, DEVICE) == []
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
 
 
@@ -328,7 +353,7 @@ def test_staging_prefetches_never_take_turns_in_one_slot() -> None:
     r = residency(NVME, NVME, host=1, lookahead=2)
     assert r.expect(HOST, Schedule([(0,), (1,)], periodic=False)) == [read(0, 0)]
     assert r.done(read(0, 0)) == []
-    assert r.acquire(0, HOST) == []
+    assert use(r, 0, HOST) == []
     assert r.release(0, HOST) == [Drop(0, HOST, 0), read(1, 0)]
 
 
@@ -349,13 +374,13 @@ def test_nothing_behind_the_barrier_is_prefetched_but_it_counts_for_eviction() -
     assert r.done(up(0, 0)) == []
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
-    assert r.acquire(2, DEVICE) == [Drop(1, DEVICE, 1), up(2, 1)], "block 0 comes sooner in the next lap"
+    assert use(r, 2, DEVICE) == [Drop(1, DEVICE, 1), up(2, 1)], "block 0 comes sooner in the next lap"
 
 
 def test_a_waiting_request_goes_before_any_prefetch() -> None:
     r = residency(HOST, Block("large", HOST, span=2), HOST, device=2, lookahead=2)
     bring(r, 0, DEVICE)
-    assert r.acquire(1, DEVICE) == []
+    assert use(r, 1, DEVICE) == []
     assert r.expect(DEVICE, Schedule([(2,), (0,)])) == r.prefetch(2, DEVICE) == [], "not even into the free slot"
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(1, 0)]
 
@@ -372,7 +397,7 @@ def test_a_prefetch_from_nvme_is_two_steps() -> None:
     assert r.expect(DEVICE, Schedule([(0,)])) == [read(0, 0)]
     assert r.done(read(0, 0)) == [up(0, 0)]
     assert r.done(up(0, 0)) == []
-    assert r.acquire(0, DEVICE) == []
+    assert use(r, 0, DEVICE) == []
     assert r.counts.faults == 0
 
 

@@ -132,7 +132,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.event_with(name, lambda: arguments, **options)
 
     def event_with(self, name: str, arguments: Callable[[], tuple[Any, ...]], **options: Any) -> None:
-        commands = getattr(self.residency, name)(*arguments(), **options)
+        commands = getattr(self.residency, name)(*arguments(), **options) or []
         at = {"limit": 0, "release": 1}.get(name)
         self.enforced = set(self.slots) if name == "done" else set() if at is None else {arguments()[at]}
         self.log.append((name, arguments, options, commands))
@@ -201,6 +201,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         overwrite = state_block and not load and not rivals and self.residency.state(block, tier) is None
         use = Use(block, tier, load=not overwrite)
         self.asked.append(use)
+        self.event("reach", (block,), tier)
         self.event("acquire", block, tier, load=use.load)
         if waits:
             self.answer_until(lambda: use.slot >= 0)

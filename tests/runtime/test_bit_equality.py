@@ -110,9 +110,10 @@ def test_the_smallest_device_that_works_gives_the_same_bits(
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 def test_the_least_staging_gives_the_same_bits(mixed: torch.dtype | None, tmp_path: Path) -> None:
     """Four slots of the one-slot chunks: one chunk's update at a time, nothing in flight beside it."""
-    room = budget("nvme", tmp_path, host=4 * 16384)
+    room = budget("nvme", tmp_path, host=4 * 16384, device_chunks="64KiB")
     plain, managed = pair(partial(Tower, 32, 2), room, tmp_path, chunk_bytes="16KiB", mixed_precision=mixed)
     train_both(plain, managed, token_batches(6), Recipe(accumulation=2, mixed=mixed))
+    assert homes(managed)["nvme"] > 0
     assert homes(managed)["host"] <= 4 * 16384
 
 

@@ -1,0 +1,123 @@
+"""The tests see the faults that lose data: each of these makes the test beside it fail.
+
+A copy of the package with one line changed is put before the real one, and the test is run there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STORIES = "tests/plan/test_residency.py::"
+BITS = "tests/runtime/test_bit_equality.py::"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`before` becomes `after` in `file`; `test` must notice."""
+
+    file: str
+    before: str
+    after: str
+    test: str
+
+
+MUTATIONS = {
+    "skip a write-back to NVMe": Mutation(
+        "memory/transfer.py",
+        "self._submit(tag, self._nvme().write(extent, source))",
+        "self._finished.put(Finished(tag))",
+        BITS + "test_the_least_staging_gives_the_same_bits[fp32]",
+    ),
+    "skip the write-back of what an operator wrote": Mutation(
+        "runtime/runtime.py",
+        "_copy_changes(home, source), home.nbytes",
+        "None, home.nbytes",
+        "tests/runtime/test_user_writes.py::test_writes_inside_forward_are_kept",
+    ),
+    "drop a dirty copy": Mutation(
+        "plan/residency.py",
+        "copy.dirty = copy.load = True",
+        "copy.load = True",
+        STORIES + "test_a_dirty_copy_is_dropped_only_once_its_write_is_done",
+    ),
+    "miss a use count of a copy that is there": Mutation(
+        "plan/residency.py",
+        "            copy.uses += 1\n            copy.last_use = self._tick\n            self._prefetch",
+        "            copy.last_use = self._tick\n            self._prefetch",
+        STORIES + "test_a_miss_is_one_fetch_and_a_hit_is_nothing",
+    ),
+    "miss the use count of a feed": Mutation(
+        "plan/residency.py",
+        "self._caches[Tier.HOST].copies[block].uses += 1",
+        "pass",
+        STORIES + "test_staging_is_kept_while_it_feeds_the_device",
+    ),
+    "forget who holds a weight after its operator": Mutation(
+        "runtime/runtime.py",
+        "if self.bindings.held(managed) and id(managed) not in self._held:",
+        "if False:",
+        "tests/runtime/test_user_writes.py::test_writes_inside_forward_are_kept",
+    ),
+    "give up a copy before its write is done": Mutation(
+        "plan/cache.py",
+        "self.uses == 0 and not self.writing and",
+        "self.uses == 0 and",
+        STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
+    ),
+    "read before the write is done": Mutation(
+        "plan/residency.py",
+        "        copy.writing = True\n        self._flying += 1",
+        "        copy.dirty = False\n        self._flying += 1",
+        STORIES + "test_what_is_on_its_way_home_is_used_where_it_is_and_not_read_from_there",
+    ),
+    "use a copy before its fetch is done": Mutation(
+        "plan/residency.py",
+        "copy.state = CopyState.LOADING",
+        "copy.state = CopyState.VALID",
+        STORIES + "test_a_miss_is_one_fetch_and_a_hit_is_nothing",
+    ),
+    "round the 16-bit copy down": Mutation(
+        "optim/kernels.py",
+        "build.add(odd, i32(0x7FFF))",
+        "odd",
+        "tests/optim/test_kernels.py::test_numba_is_what_runs_here",
+    ),
+    "carry commands out before those given earlier": Mutation(
+        "runtime/runtime.py",
+        "self._carry_out(*self._commands.popleft())",
+        "self._carry_out(*self._commands.pop())",
+        "tests/runtime/test_command_order.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_the_fault_is_seen(name: str, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    shutil.copytree(ROOT / "hetmem", tmp_path / "hetmem", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("tests", "benchmarks", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    mutated = tmp_path / "hetmem" / mutation.file
+    source = mutated.read_text()
+    assert source.count(mutation.before) == 1, f"{mutation.file} has changed: mend the mutation"
+    mutated.write_text(source.replace(mutation.before, mutation.after))
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutation.test],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 1, f"{mutation.test} does not see it:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
+    assert " failed" in ended.stdout, ended.stdout[-2000:]
