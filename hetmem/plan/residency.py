@@ -54,10 +54,10 @@ Command = Fetch | Write | Drop
 
 @dataclass(slots=True)
 class Counts:
-    """What the residency did so far, in blocks."""
+    """What the residency did so far, in blocks. A fault is a use that found no valid copy of what it needs."""
 
     acquires: int = 0
-    faults: int = 0
+    faults: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
     fetches: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
     evictions: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
     writes: int = 0
@@ -166,7 +166,7 @@ class Residency:
             copy.last_use = self._tick
             self._prefetch(tier, commands)
             return commands
-        self.counts.faults += 1
+        self.counts.faults[tier] += load
         if copy is None:
             copy = self._caches[tier].copies[block] = Copy(CopyState.WAITING, load=load)
         elif copy.state is CopyState.STALE:

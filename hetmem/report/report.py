@@ -50,8 +50,8 @@ class MemoryReport:
         waste = f"{data['chunk_waste']:.1%}"
         lines += [
             "",
-            f"{data['steps']} steps; {data['fetches']} fetches, {data['evictions']} evictions, {data['faults']} faults,"
-            f" {data['stall_seconds']:.2f} s stalled",
+            f"{data['steps']} steps; {data['fetches']} fetches, {data['evictions']} evictions, {data['faults']} faults"
+            f" on the device and {data['staging_faults']} in staging, {data['stall_seconds']:.2f} s stalled",
             f"{data['chunks']} chunks of {format_size(data['chunk_bytes'])}, {waste} of them unused; "
             f"{data['bytes_per_parameter']:.1f} bytes per parameter on host and NVMe",
         ]
@@ -72,7 +72,8 @@ def report(model: torch.nn.Module) -> MemoryReport:
             },
             "fetches": sum(counts.fetches.values()),
             "evictions": sum(counts.evictions.values()),
-            "faults": counts.faults,
+            "faults": counts.faults[Tier.DEVICE],
+            "staging_faults": counts.faults[Tier.HOST],
             "stall_seconds": statistics.stall_seconds,
             "steps": statistics.steps,
             "chunks": len(runtime.chunks),

@@ -74,7 +74,7 @@ def test_a_miss_is_one_fetch_and_a_hit_is_nothing() -> None:
     assert r.done(up(0, 0)) == []
     assert (r.state(0, DEVICE), r.slot(0, DEVICE)) == (CopyState.VALID, 0)
     assert r.acquire(0, DEVICE) == r.release(0, DEVICE) == r.release(0, DEVICE) == []
-    assert (fetches(r), r.counts.acquires, r.counts.faults) == ((1, 0), 2, 1)
+    assert (fetches(r), r.counts.acquires, r.counts.faults[DEVICE]) == ((1, 0), 2, 1)
 
 
 def test_two_uses_of_a_copy_that_is_loading_share_one_fetch() -> None:
@@ -326,7 +326,7 @@ def test_what_comes_next_is_fetched_ahead_a_few_at_a_time() -> None:
     assert r.done(up(1, 1)) == [up(2, 2)]
     assert r.done(up(0, 0)) == r.done(up(2, 2)) == [], "the fourth is further away than the lookahead"
     assert use(r, 0, DEVICE) == [up(3, 3)]
-    assert (fetches(r), r.counts.faults) == ((4, 0), 0)
+    assert (fetches(r), r.counts.faults[DEVICE]) == ((4, 0), 0)
 
 
 def test_a_prefetch_gives_up_only_what_is_needed_later() -> None:
@@ -398,7 +398,7 @@ def test_a_prefetch_from_nvme_is_two_steps() -> None:
     assert r.done(read(0, 0)) == [up(0, 0)]
     assert r.done(up(0, 0)) == []
     assert use(r, 0, DEVICE) == []
-    assert r.counts.faults == 0
+    assert r.counts.faults[DEVICE] == 0
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
