@@ -49,16 +49,17 @@ def main() -> None:
         model = hetmem.manage(demo.GPT(demo.GPTConfig()), budget, device="sim")
         optimizer = hetmem.AdamW(model.parameters(), **demo.ADAMW)
         runtime = registry.of_module(model).runtime
-        residency = runtime.residency
+        traffic = runtime.traffic
+        residency = traffic.residency
         slots = [0]
-        note = runtime._carry_out
+        note = traffic._carry_out
 
         def count(command: Any, now: bool) -> None:
             if isinstance(command, Fetch) and command.target is Tier.DEVICE:
                 slots[0] += residency.blocks[command.block].span
             note(command, now)
 
-        runtime._carry_out = count
+        traffic._carry_out = count
         batches = demo.random_batches(demo.read_corpus(), model.context, "cpu")
         for step in range(options.steps + 2):
             if step == 2:
@@ -69,7 +70,7 @@ def main() -> None:
             optimizer.zero_grad()
         moments = [moment for trace in runtime.tracer.book.traces() for moment in trace.moments]
         uses = [moment.blocks for moment in moments]
-        slot_bytes = runtime.device_pool.slot_bytes
+        slot_bytes = runtime.memory.device_pool.slot_bytes
         room = [runtime.memory.device_slots(moment.non_model_bytes) * slot_bytes for moment in moments]
         sizes = {block: residency.blocks[block].span * slot_bytes for blocks in uses for block in blocks}
         optimum = fewest_bytes(uses, sizes, room)

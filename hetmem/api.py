@@ -133,7 +133,7 @@ def release(module: torch.nn.Module) -> None:
     interception.remove()
     runtime = interception.runtime
     try:
-        runtime.drain()
+        runtime.traffic.drain()
     finally:
         with torch.no_grad():
             for managed_parameter in runtime.parameters:

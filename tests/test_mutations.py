@@ -37,7 +37,7 @@ MUTATIONS = {
         BITS + "test_the_least_staging_gives_the_same_bits[fp32]",
     ),
     "skip the write-back of what an operator wrote": Mutation(
-        "runtime/runtime.py",
+        "runtime/writes.py",
         "_copy_changes(home, source), home.nbytes",
         "None, home.nbytes",
         "tests/runtime/test_user_writes.py::test_writes_inside_forward_are_kept",
@@ -91,7 +91,7 @@ MUTATIONS = {
         "tests/optim/test_kernels.py::test_numba_is_what_runs_here",
     ),
     "carry commands out before those given earlier": Mutation(
-        "runtime/runtime.py",
+        "runtime/traffic.py",
         "self._carry_out(*self._commands.popleft())",
         "self._carry_out(*self._commands.pop())",
         "tests/runtime/test_command_order.py",

@@ -94,7 +94,7 @@ class AdamW(Optimizer):
         self._owners |= set(chunks)
         for interception, used in chunks.items():
             runtime = interception.runtime
-            runtime.ensure_homes(used, state_roles(runtime))
+            runtime.traffic.ensure_homes(used, state_roles(runtime))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -190,13 +190,15 @@ class _Step:
         self._interception.segments.begin_step()
         for chunk in sorted(chunks, key=lambda chunk: chunk.spec.index):
             self._chunk(chunk, chunks[chunk])
-        runtime.drain()
+        runtime.traffic.drain()
         runtime.statistics.steps += 1
         runtime.after_step()
 
     def _chunk(self, chunk: Chunk, updates: list[tuple[ManagedParameter, dict[str, Any]]]) -> None:
         runtime = self._runtime
-        runtime.ensure_homes([chunk], state_roles(runtime))  # a parameter that was frozen when the optimizer was made
+        runtime.traffic.ensure_homes(
+            [chunk], state_roles(runtime)
+        )  # a parameter that was frozen when the optimizer was made
         self._notice(chunk, updates)
         first = not any(self._state[managed.parameter] for managed in chunk.parameters if self._has_state(managed))
         loads = {Role.PARAM: True, Role.GRAD: True, Role.EXP_AVG: not first, Role.EXP_AVG_SQ: not first}
@@ -204,18 +206,18 @@ class _Step:
         try:
             for role in _ROLES:
                 if role in chunk.homes and (role is not Role.GRAD or any(is_home_gradient(m) for m, _ in updates)):
-                    opened[role] = runtime.open_role(chunk, role, load=loads[role])
+                    opened[role] = runtime.traffic.open_role(chunk, role, load=loads[role])
             if first:
                 opened[Role.EXP_AVG].zero_()
                 opened[Role.EXP_AVG_SQ].zero_()
             self._update(chunk, updates, opened)
         finally:
             for role in opened:
-                runtime.close_role(chunk, role, dirty=role is not Role.GRAD)
+                runtime.traffic.close_role(chunk, role, dirty=role is not Role.GRAD)
         for managed, _ in updates:
             torch.autograd.graph.increment_version(managed.parameter)
             managed.version = managed.parameter._version
-        runtime.settle(chunk.homes[role] for role in opened if role is not Role.GRAD)
+        runtime.traffic.settle(chunk.homes[role] for role in opened if role is not Role.GRAD)
 
     def _has_state(self, managed: ManagedParameter) -> bool:
         return managed.parameter in self._state
@@ -224,9 +226,9 @@ class _Step:
         self, chunk: Chunk, updates: list[tuple[ManagedParameter, dict[str, Any]]], opened: dict[Role, torch.Tensor]
     ) -> None:
         runtime = self._runtime
-        copy = runtime.device_copy(chunk)
+        copy = runtime.traffic.device_copy(chunk)
         in_pass = copy is not None and chunk.compute_dtype is not chunk.dtype
-        in_pass = in_pass and runtime.engine.unlimited(Link.HOST_TO_DEVICE)
+        in_pass = in_pass and runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE)
         for managed, group in updates:
             state = self._state_of(managed)
             state["step"] += 1
@@ -244,9 +246,9 @@ class _Step:
             )
         if copy is not None:
             if in_pass and len(updates) == len(chunk.parameters):
-                runtime.engine.copy_now(Link.HOST_TO_DEVICE, lambda: None, chunk.compute_nbytes)
+                runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, lambda: None, chunk.compute_nbytes)
             else:
-                runtime.renew_device_copy(chunk)
+                runtime.traffic.renew_device_copy(chunk)
 
     def _state_of(self, managed: ManagedParameter) -> dict[str, Any]:
         state: dict[str, Any] = self._state[managed.parameter]
@@ -261,8 +263,8 @@ class _Step:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
         runtime = self._runtime
         for managed, _ in updates:
-            if runtime.changed(managed):
-                runtime.user_wrote(managed)
+            if runtime.writes.changed(managed):
+                runtime.writes.by_user(managed)
         honour_written_gradients(runtime, chunk)
         for name, role in _STATES.items():
             for managed in chunk.parameters:
@@ -277,7 +279,7 @@ class _Step:
                 if self._versions.get((id(managed), name)) != tensor._version:
                     self._versions[id(managed), name] = tensor._version
                     if chunk.homes[role].tier is Tier.NVME:
-                        runtime.superseded(chunk, role)
+                        runtime.traffic.superseded(chunk, role)
 
 
 def _hyper_parameters(group: dict[str, Any], step: int) -> AdamWStep:

@@ -61,14 +61,15 @@ class MemoryReport:
 def report(model: torch.nn.Module) -> MemoryReport:
     """What `model`, a managed module, did so far. Raises `ManageError` if it is not managed."""
     runtime = registry.of_module(model).runtime
-    counts, statistics = runtime.residency.counts, runtime.statistics
+    counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     memory = runtime.memory
     return MemoryReport(
         {
             "schema_version": SCHEMA_VERSION,
             "tiers": _tiers(runtime),
             "links": {
-                link.value: {"bytes": use.bytes, "seconds": use.seconds} for link, use in runtime.engine.links().items()
+                link.value: {"bytes": use.bytes, "seconds": use.seconds}
+                for link, use in runtime.traffic.engine.links().items()
             },
             "fetches": sum(counts.fetches.values()),
             "evictions": sum(counts.evictions.values()),

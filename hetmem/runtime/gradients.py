@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.transfer import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
@@ -97,14 +96,14 @@ class GradientSink:
     def _arrive(self) -> None:
         """Everything that was sent is at home, also on NVMe."""
         runtime = self.runtime
-        runtime.wait_for_gradients()
-        runtime.settle(chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes)
-        runtime.drain()
+        runtime.traffic.wait_for_gradients()
+        runtime.traffic.settle(chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes)
+        runtime.traffic.drain()
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""
         chunk = managed.chunk
-        self.runtime.ensure_homes([chunk], [Role.GRAD])
+        self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             previous = None if previous is None else previous.clone()  # the user gave the home's tensor other memory
             managed.open_grad_home()
@@ -117,7 +116,7 @@ class GradientSink:
             if foreign:
                 assert previous is not None
                 target.copy_(previous)
-            self.runtime.send_gradient(_Accumulate(target, arrived, add=previous is not None), nbytes)
+            self.runtime.traffic.send_gradient(_Accumulate(target, arrived, add=previous is not None), nbytes)
             return
         target = self._open(managed, adds=previous is managed.grad_home)
         try:
@@ -125,9 +124,9 @@ class GradientSink:
                 assert previous is not None
                 target.copy_(previous)
             work = _Accumulate(target, arrived, add=previous is not None)
-            self.runtime.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+            self.runtime.traffic.send_home(work, nbytes)
         finally:
-            self.runtime.close_role(chunk, Role.GRAD, dirty=True)
+            self.runtime.traffic.close_role(chunk, Role.GRAD, dirty=True)
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
@@ -135,7 +134,7 @@ class GradientSink:
         honour_written_gradients(self.runtime, chunk)
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
-        flat = self.runtime.open_role(chunk, Role.GRAD, load=load)
+        flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
 
 
@@ -153,7 +152,7 @@ def honour_written_gradients(runtime: Runtime, chunk: Chunk) -> None:
             managed.grad_version = managed.grad_home._version
             written = True
     if written:
-        runtime.superseded(chunk, Role.GRAD)
+        runtime.traffic.superseded(chunk, Role.GRAD)
 
 
 def _has_hooks_of_the_user(parameter: torch.Tensor) -> bool:

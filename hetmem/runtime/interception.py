@@ -94,7 +94,7 @@ class Interception:
         runtime = self.runtime
         measured = runtime.sanitize
         if not in_backward():
-            runtime.notice_writes()
+            runtime.writes.notice_all()
             for managed in runtime.parameters:
                 if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
                     self.gradients.install(managed)
@@ -328,5 +328,5 @@ class OperatorFaults(TorchFunctionMode):
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""
-        with torch.no_grad(), self._runtime.unwatched():
-            self._runtime.home_rewritten(managed, value)
+        with torch.no_grad():
+            self._runtime.data_set(managed, value)

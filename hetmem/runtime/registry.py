@@ -25,7 +25,7 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
         for parameter in group["params"]:
             found = of_parameter(parameter)
             if found is not None:
-                found[0].runtime.user_wrote(found[1])
+                found[0].runtime.writes.by_user(found[1])
 
 
 _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)

@@ -12,17 +12,11 @@ class Statistics:
     device_peak_bytes: int = 0
     chunk_peak_bytes: int = 0
     non_model_peak_bytes: int = 0
-    host_peak_bytes: int = 0
     stall_seconds: float = 0.0
     steps: int = 0
-    gradient_bytes: int = 0
 
     def device_in_use(self, chunk_bytes: int, non_model_bytes: int) -> None:
         """Chunks and everything else held these many bytes of the device at one time."""
         self.chunk_peak_bytes = max(self.chunk_peak_bytes, chunk_bytes)
         self.non_model_peak_bytes = max(self.non_model_peak_bytes, non_model_bytes)
         self.device_peak_bytes = max(self.device_peak_bytes, chunk_bytes + non_model_bytes)
-
-    def host_in_use(self, nbytes: int) -> None:
-        """Host memory reserved at one time."""
-        self.host_peak_bytes = max(self.host_peak_bytes, nbytes)

@@ -456,7 +456,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for block in self.world.blocks:
             again.add(block)
         for name, arguments, options, answer in self.log:
-            result = getattr(again, name)(*arguments(), **options)
+            result = getattr(again, name)(*arguments(), **options) or []
             assert str(result) == str(answer) if isinstance(answer, Exception) else result == answer
         assert again.counts == self.residency.counts
 

@@ -1,0 +1,310 @@
+"""The one caller of `plan.residency` and `memory.transfer`: brings blocks to tiers, and waits where it must.
+
+It knows chunks and slots, and nothing of operators, autograd or optimizers. What follows from a finished transfer is
+carried out before anything else goes on, always on the thread that trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.transfer import Finished, Link, TransferEngine
+from hetmem.plan.cache import CopyState
+from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
+from hetmem.plan.trace import Tier
+from hetmem.runtime.bindings import Bindings
+from hetmem.runtime.construction import Memory
+from hetmem.runtime.statistics import Statistics
+from hetmem.runtime.tracer import StepTracer
+
+_GRADIENT = "gradient"
+_GRADIENTS_IN_FLIGHT = 4
+_SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
+_LOADING = (CopyState.WAITING, CopyState.LOADING)
+
+
+class Traffic:
+    """Every copy between tiers. `residency` says what, `engine` does it; here is the order in which it happens."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        residency: Residency,
+        engine: TransferEngine,
+        bindings: Bindings,
+        tracer: StepTracer,
+        statistics: Statistics,
+        *,
+        sanitize: bool,
+    ) -> None:
+        self.residency = residency
+        self.engine = engine
+        self._memory = memory
+        self._bindings = bindings
+        self._tracer = tracer
+        self._statistics = statistics
+        self._sanitize = sanitize
+        self._chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
+        self._gradients = 0
+        self._commands: deque[tuple[Command, bool]] = deque()
+        self._executing = False
+        for chunk in memory.chunks:
+            self.register_home(chunk, Role.PARAM)
+
+    # ---- homes -------------------------------------------------------------------------------------------------
+
+    def register_home(self, chunk: Chunk, role: Role) -> None:
+        """Let the residency know the home of `role`, unless it is on the device, where it stays."""
+        home = chunk.homes[role]
+        if home.tier is not Tier.DEVICE:
+            home.block = self.residency.add(self._memory.block(chunk, role))
+            self._chunk_of_block[home.block] = (chunk, role)
+
+    def ensure_homes(self, chunks: Iterable[Chunk], roles: Iterable[Role]) -> None:
+        """Give each of `roles` of `chunks` a home where it has none. Raises `BudgetError` if there is no room."""
+        for role in roles:
+            missing = [chunk for chunk in chunks if role not in chunk.homes]
+            self._memory.reserve(missing, role)
+            for chunk in missing:
+                self.register_home(chunk, role)
+
+    def rename_blocks(self) -> None:
+        """Chunks hold other parameters than when their blocks were registered."""
+        for block, (chunk, role) in self._chunk_of_block.items():
+            self.residency.blocks[block] = self._memory.block(chunk, role)
+
+    # ---- the device --------------------------------------------------------------------------------------------
+
+    def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
+        """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
+        commands = self.residency.acquire(block, tier, load=load)
+        try:
+            self.execute(commands, urgent=block)
+            while self.residency.state(block, tier) is not CopyState.VALID:
+                if not self.residency.in_flight():
+                    raise self.residency.withdraw(block, tier)
+                self.wait_for_one()
+        except BaseException:
+            self._abandon(block, tier)
+            raise
+        return self.residency.slot(block, tier)
+
+    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
+        """One use less."""
+        self.execute(self.residency.release(block, tier, dirty=dirty))
+
+    def limit_device(self, slots: int, *, before: int) -> None:
+        """Chunks may have `slots` slots of the device from now on; what is less than `before` is given back."""
+        self.execute(self.residency.limit(Tier.DEVICE, slots))
+        if slots < before:
+            self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
+
+    def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
+        """The device copy of `chunk` as a flat tensor, if there is one."""
+        block = chunk.homes[Role.PARAM].block
+        if block is None:
+            return None
+        while self.residency.state(block, Tier.DEVICE) in _LOADING:
+            self.wait_for_one()
+        if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
+            return None
+        return self.copy_in(chunk, Tier.DEVICE, self.residency.slot(block, Tier.DEVICE))
+
+    def renew_device_copy(self, chunk: Chunk) -> None:
+        """The home of `chunk` has changed: drop the device copy and start to fetch it again."""
+        block = chunk.homes[Role.PARAM].block
+        if block is None or self.residency.state(block, Tier.DEVICE) is None:
+            return
+        self.execute(self.residency.invalidate(block, Tier.DEVICE))
+        self.execute(self.residency.prefetch(block, Tier.DEVICE))
+
+    # ---- host memory -------------------------------------------------------------------------------------------
+
+    def open_role(self, chunk: Chunk, role: Role, *, load: bool) -> torch.Tensor:
+        """`role` of `chunk` in host (or device) memory as a flat tensor, to be closed by `close_role`.
+
+        With `load=False` its content is undefined where it was not in staging already.
+        """
+        home = chunk.homes[role]
+        if home.tier is not Tier.NVME:
+            return chunk.flat(role)
+        assert home.block is not None
+        self._tracer.host_use(home.block)
+        self.residency.reach((home.block,), Tier.HOST)
+        slot = self.acquire(home.block, Tier.HOST, load=load)
+        while self.residency.writing(home.block):
+            self.wait_for_one()
+        return self.copy_in(chunk, Tier.HOST, slot)
+
+    def close_role(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
+        """End the use of `open_role`."""
+        block = chunk.homes[role].block
+        if chunk.homes[role].tier is Tier.NVME:
+            assert block is not None
+            self.release(block, Tier.HOST, dirty=dirty)
+
+    def settle(self, homes: Iterable[Home]) -> None:
+        """Start to write the dirty ones among `homes` to NVMe."""
+        for home in homes:
+            if home.tier is Tier.NVME:
+                assert home.block is not None
+                self.execute(self.residency.settle(home.block))
+
+    def superseded(self, chunk: Chunk, role: Role) -> None:
+        """The home of `role` was written to directly: no copy of it may be used any more."""
+        block = chunk.homes[role].block
+        if block is None:
+            return
+        for tier in (Tier.DEVICE, Tier.HOST):
+            while self.residency.state(block, tier) in _LOADING and self.residency.in_flight():
+                self.wait_for_one()
+            self.execute(self.residency.invalidate(block, tier))
+
+    def forget_copies(self) -> None:
+        """Drop every copy on every tier; nothing may be in use."""
+        self.drain()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            for block in self.residency.resident(tier):
+                self.execute(self.residency.invalidate(block, tier))
+
+    def copy_in(self, chunk: Chunk, tier: Tier, slot: int) -> torch.Tensor:
+        """What lies in `slot` of `tier` as a flat tensor of `chunk`'s elements."""
+        if tier is Tier.DEVICE:
+            return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
+        return torch.frombuffer(self._memory.host_pool.staged(slot, chunk.nbytes), dtype=chunk.dtype)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def send_home(self, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes `nbytes` from the device home, here and now."""
+        self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+
+    def send_gradient(self, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes a gradient of `nbytes` home. Small ones go at once, others behind the backward."""
+        if nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST):
+            self.send_home(work, nbytes)
+            return
+        self._gradients += 1
+        self.engine.copy(_GRADIENT, Link.DEVICE_TO_HOST, work, nbytes)
+        while self._gradients > _GRADIENTS_IN_FLIGHT:
+            self.wait_for_one()
+
+    def wait_for_gradients(self) -> None:
+        """Every gradient has arrived at home."""
+        while self._gradients:
+            self.wait_for_one()
+        self.drain()
+
+    # ---- carrying commands out ---------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take note of what has finished meanwhile."""
+        while (finished := self.engine.take(wait=False)) is not None:
+            self._note(finished)
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight; an error of a transfer is raised here."""
+        while self.residency.in_flight():
+            self.wait_for_one()
+
+    def wait_for_one(self) -> None:
+        """Wait until one transfer has finished. Its error is raised here, with the residency told."""
+        start = time.perf_counter()
+        finished = self.engine.take(wait=True)
+        self._statistics.stall_seconds += time.perf_counter() - start
+        assert finished is not None
+        self._note(finished)
+
+    def execute(self, commands: list[Command], urgent: int | None = None) -> None:
+        """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
+        done here and now where nothing is gained by another thread.
+
+        What follows from a command that is done at once goes behind the commands that were given with it: otherwise
+        a slot could be filled before the drop of what it held.
+        """
+        self._commands.extend((command, command.block == urgent) for command in commands)
+        if self._executing:
+            return
+        self._executing = True
+        try:
+            while self._commands:
+                self._carry_out(*self._commands.popleft())
+        finally:
+            self._executing = False
+
+    def _abandon(self, block: int, tier: Tier) -> None:
+        state = self.residency.state(block, tier)
+        if state is CopyState.WAITING:
+            self.residency.withdraw(block, tier)
+        elif state is not None and self.residency.uses(block, tier):
+            self.release(block, tier)
+
+    def _note(self, finished: Finished) -> None:
+        if finished.tag is _GRADIENT:
+            self._gradients -= 1
+            if finished.error is not None:
+                raise finished.error
+            return
+        command: Fetch | Write = finished.tag
+        if finished.error is None:
+            self.execute(self.residency.done(command))
+        else:
+            self.execute(self.residency.failed(command))
+            raise finished.error
+
+    def _carry_out(self, command: Command, now: bool) -> None:
+        if isinstance(command, Drop):
+            self._drop(command)
+            return
+        chunk, role = self._chunk_of_block[command.block]
+        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+            self._fetch_to_device(command, now=now)
+            return
+        extent = chunk.homes[role].extent
+        assert extent is not None, f"{chunk.label(role)} is not on NVMe"
+        memory = self._memory.host_pool.staged(command.slot, chunk.nbytes)
+        if isinstance(command, Write):
+            self.engine.write(command, extent, memory)
+        else:
+            self.engine.read(command, extent, memory)
+
+    def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
+        chunk, _ = self._chunk_of_block[command.block]
+        home = chunk.homes[Role.PARAM]
+        if home.tier is Tier.HOST:
+            source = chunk.flat(Role.PARAM)
+        else:
+            source = self.copy_in(chunk, Tier.HOST, self.residency.slot(command.block, Tier.HOST))
+        target = self.copy_in(chunk, Tier.DEVICE, command.slot)
+        if now and self.engine.unlimited(Link.HOST_TO_DEVICE):
+            start = time.perf_counter()
+            self.engine.copy_now(Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes)
+            self._statistics.stall_seconds += time.perf_counter() - start
+            self.execute(self.residency.done(command))
+        else:
+            self.engine.copy(command, Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes)
+
+    def _drop(self, command: Drop) -> None:
+        chunk, _ = self._chunk_of_block[command.block]
+        span = self.residency.blocks[command.block].span
+        if command.tier is Tier.DEVICE:
+            self._bindings.close_device(chunk)
+            if self._sanitize:
+                self._memory.device_pool.poison(command.slot, span)
+
+
+def param_block(managed: ManagedParameter) -> int:
+    """The block of the chunk that `managed` lies in, whose home is not on the device."""
+    block = managed.chunk.homes[Role.PARAM].block
+    assert block is not None, f"{managed.name} has its home on the device"
+    return block
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
