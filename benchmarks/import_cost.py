@@ -31,9 +31,7 @@ def import_seconds(then: str) -> tuple[float, float, str]:
     """Seconds of `import torch`, seconds of `then` after it, torch's version."""
     command = [sys.executable, "-c", TIMED.format(then=then)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    output = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True
-    ).stdout
+    output = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True).stdout
     torch_seconds, then_seconds, version = output.split()
     return float(torch_seconds), float(then_seconds), version
 

@@ -20,7 +20,7 @@ class HostPool:
         self.reserved_bytes = 0
         self.mapping = Mapping(max(PAGE_BYTES, self.capacity_bytes))
         self._staging_offset = 0
-        self._slot_bytes = 0
+        self.slot_bytes = 0  # of staging
 
     @property
     def free_bytes(self) -> int:
@@ -42,10 +42,10 @@ class HostPool:
     def reserve_staging(self, slot_bytes: int, slots: int) -> None:
         """Set `slots` slots of `slot_bytes` (whole pages) aside for staging; once."""
         self._staging_offset = self.reserved_bytes
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         if slots:
             self.reserve(slot_bytes * slots)
 
     def staged(self, slot: int, nbytes: int) -> memoryview:
         """`nbytes` of memory from staging slot `slot` on."""
-        return self.mapping.buffer(self._staging_offset + slot * self._slot_bytes, nbytes)
+        return self.mapping.buffer(self._staging_offset + slot * self.slot_bytes, nbytes)

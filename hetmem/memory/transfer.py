@@ -46,6 +46,9 @@ class Finished:
 class TransferEngine:
     """One thread for each direction between host and device, and the store's own threads for NVMe.
 
+    `observe` is told of every transfer, on any thread: link, tag, start and end in seconds, bytes. The start of one to or
+    from NVMe is when it was submitted.
+
     Jobs are submitted and `take`n by one thread (the one that trains). A job's buffers belong to it from submission
     to its `Finished`.
     """
@@ -57,34 +60,36 @@ class TransferEngine:
         self._threads = {link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in self._rate}
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._counting = threading.Lock()
+        self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which moves `nbytes` over `link`, on the link's thread."""
-        self._submit(tag, self._threads[link].submit(self.copy_now, link, work, nbytes))
+        self._submit(tag, self._threads[link].submit(self.copy_now, link, work, nbytes, tag))
 
     def unlimited(self, link: Link) -> bool:
         """Whether `link` has no set speed, so that a copy costs the same on any thread."""
         return not self._rate[link]
 
-    def copy_now(self, link: Link, work: Callable[[], None], nbytes: int) -> None:
+    def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
         """Run `work` here and now, at the link's speed."""
         start = time.perf_counter()
         work()
         rate = self._rate[link]
         if rate:
             time.sleep(max(0.0, nbytes / rate - (time.perf_counter() - start)))
-        use = self._copied[link]
+        use, end = self._copied[link], time.perf_counter()
         with self._counting:  # the thread that trains copies small things itself
             use.bytes += nbytes
-            use.seconds += time.perf_counter() - start
+            use.seconds += end - start
+        self._seen(link, tag, start, nbytes)
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""
-        self._submit(tag, self._nvme().read(extent, into))
+        self._submit(tag, self._nvme().read(extent, into), Link.NVME_READ, len(into))
 
     def write(self, tag: Any, extent: Extent, source: memoryview) -> None:
         """Write host memory to `extent` on NVMe."""
-        self._submit(tag, self._nvme().write(extent, source))
+        self._submit(tag, self._nvme().write(extent, source), Link.NVME_WRITE, len(source))
 
     def take(self, *, wait: bool) -> Finished | None:
         """One finished job; None if there is none yet, or with `wait` as soon as there is one."""
@@ -107,9 +112,19 @@ class TransferEngine:
         for executor in self._threads.values():
             executor.shutdown(wait=True)
 
-    def _submit(self, tag: Any, future: Future[Any]) -> None:
-        finished = self._finished
-        future.add_done_callback(lambda ended: finished.put(Finished(tag, ended.exception())))
+    def _submit(self, tag: Any, future: Future[Any], link: Link | None = None, nbytes: int = 0) -> None:
+        start = time.perf_counter()
+
+        def done(ended: Future[Any]) -> None:
+            if link is not None:
+                self._seen(link, tag, start, nbytes)
+            self._finished.put(Finished(tag, ended.exception()))
+
+        future.add_done_callback(done)
+
+    def _seen(self, link: Link, tag: Any, start: float, nbytes: int) -> None:
+        if self.observe is not None:
+            self.observe(link, tag, start, time.perf_counter(), nbytes)
 
     def _nvme(self) -> NvmeStore:
         assert self._store is not None, "a transfer to NVMe without a store"

@@ -5,6 +5,7 @@ It owns the optimizer's arithmetic and state; where anything is, and how it gets
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from hetmem.optim.kernels import AdamWStep, adamw
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
+from hetmem.runtime.events import Span
 from hetmem.runtime.gradients import honour_written_gradients, is_home_gradient
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
@@ -189,7 +191,9 @@ class _Step:
         self._interception.reset()
         self._interception.segments.begin_step()
         for chunk in sorted(chunks, key=lambda chunk: chunk.spec.index):
+            start = time.perf_counter()
             self._chunk(chunk, chunks[chunk])
+            runtime.events.updates.append(Span(f"chunk {chunk.spec.index}", start, time.perf_counter()))
         runtime.traffic.drain()
         runtime.statistics.steps += 1
         runtime.after_step()

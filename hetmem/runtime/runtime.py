@@ -6,6 +6,7 @@ are `traffic`'s, writes that were not hetmem's are `writes`'.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,9 +22,10 @@ from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import Memory
+from hetmem.runtime.events import EventLog, MomentSeen
 from hetmem.runtime.monitor import DeviceMonitor
 from hetmem.runtime.statistics import Statistics
-from hetmem.runtime.tracer import STEP, StepTracer
+from hetmem.runtime.tracer import STEP, StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.writes import Writes
 from hetmem.units import format_size
@@ -43,10 +45,11 @@ class Runtime:
         self.sanitize = sanitize
         self.tracer = StepTracer()
         self.statistics = Statistics()
+        self.events = EventLog()
         self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
         self.bindings = Bindings(self.parameters)
         self.traffic = Traffic(
-            memory, residency, engine, self.bindings, self.tracer, self.statistics, sanitize=sanitize
+            memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
         )
         self.writes = Writes(self.parameters, self.traffic)
         self.monitor = DeviceMonitor(
@@ -70,6 +73,7 @@ class Runtime:
         before = self.tracer.key if self.tracer.key is not None else self._ended
         self._ended = None
         self.tracer.begin(key, measured=measured)
+        self.events.begin_segment(segment_name(key))
         if before is not None:
             self.tracer.book.follows(before, key)
         self.traffic.poll()
@@ -85,7 +89,11 @@ class Runtime:
         expected = self.tracer.moment(operator, blocks, live)
         self._set_limit(expected)
         self.traffic.residency.reach(blocks, Tier.DEVICE)
-        self.statistics.device_in_use(self.chunk_bytes(), expected)
+        chunk_bytes = self.chunk_bytes()
+        self.statistics.device_in_use(chunk_bytes, expected)
+        staging = self.traffic.residency.used_slots(Tier.HOST) * self.memory.host_pool.slot_bytes
+        seen = MomentSeen(time.perf_counter(), operator, blocks, chunk_bytes, expected, staging)
+        self.events.moments.append(seen)
 
     def _set_limit(self, non_model_bytes: int) -> None:
         """Leave room for `non_model_bytes` beside chunks."""
@@ -249,6 +257,7 @@ class Runtime:
     def after_step(self) -> None:
         """The weights are new: plan for what usually follows, and start to fetch for it."""
         self.tracer.end()
+        self.events.end_segment()
         follower = self.tracer.book.follower(STEP)
         self._ended = STEP
         if follower is not None:

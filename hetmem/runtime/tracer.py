@@ -13,6 +13,11 @@ STEP = ("step",)
 """The key of the optimizer's segment."""
 
 
+def segment_name(key: Hashable) -> str:
+    """What a segment with `key` is, for people: "forward", "backward" or "step"."""
+    return str(key[0]) if isinstance(key, tuple) else str(key)
+
+
 class StepTracer:
     """The segment that runs now, beside what the book says of it.
 

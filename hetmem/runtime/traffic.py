@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import Memory
+from hetmem.runtime.events import CopyChange, EventLog, Fault, Span, Transfer
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
 
@@ -39,6 +42,7 @@ class Traffic:
         bindings: Bindings,
         tracer: StepTracer,
         statistics: Statistics,
+        events: EventLog,
         *,
         sanitize: bool,
     ) -> None:
@@ -48,6 +52,8 @@ class Traffic:
         self._bindings = bindings
         self._tracer = tracer
         self._statistics = statistics
+        self._events = events
+        engine.observe = partial(_observe, events)
         self._sanitize = sanitize
         self._chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
         self._gradients = 0
@@ -82,6 +88,8 @@ class Traffic:
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
         """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
+        missing = tier is Tier.DEVICE and self.residency.state(block, tier) is not CopyState.VALID
+        start = time.perf_counter() if missing else 0.0
         commands = self.residency.acquire(block, tier, load=load)
         try:
             self.execute(commands, urgent=block)
@@ -92,6 +100,8 @@ class Traffic:
         except BaseException:
             self._abandon(block, tier)
             raise
+        if missing:
+            self._events.faults.append(Fault(start, block, time.perf_counter() - start))
         return self.residency.slot(block, tier)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
@@ -216,7 +226,7 @@ class Traffic:
         """Wait until one transfer has finished. Its error is raised here, with the residency told."""
         start = time.perf_counter()
         finished = self.engine.take(wait=True)
-        self._statistics.stall_seconds += time.perf_counter() - start
+        self._stalled(start)
         assert finished is not None
         self._note(finished)
 
@@ -257,7 +267,16 @@ class Traffic:
             self.execute(self.residency.failed(command))
             raise finished.error
 
+    def _stalled(self, start: float) -> None:
+        end = time.perf_counter()
+        self._statistics.stall_seconds += end - start
+        self._events.stalls.append(Span("stall", start, end))
+
     def _carry_out(self, command: Command, now: bool) -> None:
+        if not isinstance(command, Write):
+            tier = command.target if isinstance(command, Fetch) else command.tier
+            change = CopyChange(time.perf_counter(), command.block, tier, isinstance(command, Fetch))
+            self._events.copies.append(change)
         if isinstance(command, Drop):
             self._drop(command)
             return
@@ -283,8 +302,8 @@ class Traffic:
         target = self.copy_in(chunk, Tier.DEVICE, command.slot)
         if now and self.engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()
-            self.engine.copy_now(Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes)
-            self._statistics.stall_seconds += time.perf_counter() - start
+            self.engine.copy_now(Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes, command)
+            self._stalled(start)
             self.execute(self.residency.done(command))
         else:
             self.engine.copy(command, Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes)
@@ -296,6 +315,12 @@ class Traffic:
             self._bindings.close_device(chunk)
             if self._sanitize:
                 self._memory.device_pool.poison(command.slot, span)
+
+
+def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
+    """A function of the log alone: the engine's threads must not keep a model alive."""
+    block = tag.block if isinstance(tag, (Fetch, Write)) else -1
+    events.transfers.append(Transfer(link, block, start, end, nbytes))
 
 
 def param_block(managed: ManagedParameter) -> int:
