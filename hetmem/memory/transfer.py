@@ -46,8 +46,8 @@ class Finished:
 class TransferEngine:
     """One thread for each direction between host and device, and the store's own threads for NVMe.
 
-    `observe` is told of every transfer, on any thread: link, tag, start and end in seconds, bytes. The start of one to or
-    from NVMe is when it was submitted.
+    `observe` is told of every transfer, on any thread: link, tag, start and end in seconds, bytes. One to or from NVMe
+    starts when it is submitted.
 
     Jobs are submitted and `take`n by one thread (the one that trains). A job's buffers belong to it from submission
     to its `Finished`.
