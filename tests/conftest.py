@@ -23,3 +23,17 @@ def _same_numbers_in_every_run() -> None:
     """Sums are split by thread, so their bits depend on the number of threads as well as on the seed."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be."""
+    parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _late_copies(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--late-copies"):
+        from tests.runtime import harness
+        from tests.runtime.lazy_device import LazyDevice
+
+        harness.DEVICE = LazyDevice

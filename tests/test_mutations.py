@@ -84,6 +84,24 @@ MUTATIONS = {
         "copy.state = CopyState.VALID",
         STORIES + "test_a_miss_is_one_fetch_and_a_hit_is_nothing",
     ),
+    "compute before a copy has arrived": Mutation(
+        "runtime/traffic.py",
+        "        self.engine.order_compute_after(fetch)\n",
+        "",
+        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
+    ),
+    "copy into a slot that compute still reads": Mutation(
+        "runtime/traffic.py",
+        "self._compute_marks[index] = mark\n",
+        "pass\n",
+        "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+    ),
+    "read gradients before they have arrived": Mutation(
+        "runtime/traffic.py",
+        "        while self._gradients:\n            self.wait_for_one()\n",
+        "",
+        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
+    ),
     "round the 16-bit copy down": Mutation(
         "optim/kernels.py",
         "build.add(odd, i32(0x7FFF))",

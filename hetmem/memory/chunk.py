@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 
 from hetmem.memory.nvme import Extent
+from hetmem.memory.views import Memory, elements
 from hetmem.plan.layout import ChunkSpec
 from hetmem.plan.trace import Tier
 
@@ -33,7 +34,7 @@ class Home:
     """
 
     tier: Tier
-    memory: memoryview
+    memory: Memory
     block: int | None = None
     extent: Extent | None = None
 
@@ -72,7 +73,7 @@ class Chunk:
     def flat(self, role: Role, *, whole: bool = False) -> torch.Tensor:
         """The home of `role` as a 1-D tensor (a new one at each call): what is used of it, or the `whole` of it."""
         count = self.capacity if whole else self.numel
-        return torch.frombuffer(self.homes[role].memory, dtype=self.dtype, count=count)
+        return elements(self.homes[role].memory, self.dtype, count)
 
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
@@ -119,18 +120,13 @@ class ManagedParameter:
 
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
-        itemsize = self.chunk.dtype.itemsize
-        start = self.offset * itemsize
-        memory = self.chunk.homes[role].memory[start : start + self.numel * itemsize]
-        return shaped(memory, self.chunk.dtype, self)
+        dtype = self.chunk.dtype
+        return self.shaped(elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize))
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`, this parameter's elements, in its shape and strides."""
+        return flat.as_strided(self.shape, self.stride) if self.numel else flat.new_empty(self.shape)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's elements of `flat`, a 1-D tensor over a whole role of its chunk."""
         return flat[self.offset : self.offset + self.numel]
-
-
-def shaped(memory: memoryview, dtype: torch.dtype, like: ManagedParameter) -> torch.Tensor:
-    """`memory` as a tensor of `dtype` with the shape and strides of `like`."""
-    if like.numel == 0:
-        return torch.empty(like.shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(like.shape, like.stride)

@@ -5,13 +5,74 @@ It holds memory and knows link speeds; it does not know chunks, traces or which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 
 from hetmem.memory.mapping import Mapping
+from hetmem.memory.transfer import Copier, Finished, Link, Seen, ThreadCopier
+from hetmem.memory.views import Memory, elements
 from hetmem.units import parse_size
 
 POISON = 0xFF
 """The byte a freed slot is filled with under `sanitize`: NaN in every floating-point format, -1 in integers."""
+
+
+class Device(Protocol):
+    """An accelerator, as the runtime sees it.
+
+    `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what
+    memory it needs; otherwise the allocator of `torch_device` says it (`live_bytes`).
+    """
+
+    torch_device: torch.device
+    memory_bytes: int | None
+    watched: bool
+
+    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
+        """Slots for chunks."""
+        ...
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Zeroed memory for good."""
+        ...
+
+    def available_bytes(self) -> int:
+        """What a program may use if nobody says a budget."""
+        ...
+
+    def pin(self, host: Mapping) -> None:
+        """Make copies from and to `host` as fast as the link is."""
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        """What moves bytes between host memory and this device."""
+        ...
+
+
+class DevicePool(Protocol):
+    """Equal slots of device memory, by number."""
+
+    slot_bytes: int
+    slots: int
+
+    def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
+        """A 1-D tensor over slot memory, with a storage of its own; it may reach into the slots that follow."""
+        ...
+
+    def prepare(self, slot: int, nbytes: int) -> bool:
+        """Have memory for `nbytes` from `slot` on; whether it is new, so that other compute may still be using it."""
+        ...
+
+    def poison(self, slot: int, span: int) -> None:
+        """Overwrite `span` slots so that whoever still reads them gets NaN."""
+
+    def give_back(self, free: list[int], keep: int) -> None:
+        """Return the memory of slots among `free` until at most `keep` slots hold memory."""
+
+    def holds(self, address: int) -> bool:
+        """Whether `address` lies in a slot."""
+        ...
 
 
 class SimDevice:
@@ -21,6 +82,11 @@ class SimDevice:
     second (ints or strings such as "12GB"); None = as fast as this machine copies. Operators compute on the CPU;
     `hetmem` sees to it that they meet only memory of this device, as on a GPU.
     """
+
+    torch_device = torch.device("cpu")
+    watched = True
+    SHARE = 0.25
+    """Without a budget: this share of the memory that is free now."""
 
     def __init__(
         self,
@@ -32,46 +98,61 @@ class SimDevice:
         self.memory_bytes = None if memory is None else parse_size(memory, "SimDevice(memory)")
         self.host_to_device = None if host_to_device is None else parse_size(host_to_device, "host_to_device")
         self.device_to_host = None if device_to_host is None else parse_size(device_to_host, "device_to_host")
-        self.torch_device = torch.device("cpu")
 
     def __repr__(self) -> str:
         return f"SimDevice(memory={self.memory_bytes})"
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """A pool of `slots` slots of `slot_bytes` each; its memory is touched only as slots are used."""
-        return DevicePool(slot_bytes, slots)
+        return SimPool(slot_bytes, slots)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Host memory that counts as the device's."""
+        return Mapping(nbytes).buffer(0, nbytes)
+
+    def available_bytes(self) -> int:
+        """A quarter of the free host memory."""
+        import psutil  # costs more than all of hetmem to import, and a budget that is said needs it not
+
+        return int(psutil.virtual_memory().available * self.SHARE)
+
+    def pin(self, host: Mapping) -> None:
+        """All memory is alike here."""
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        """A thread for each direction."""
+        rates = {Link.HOST_TO_DEVICE: self.host_to_device, Link.DEVICE_TO_HOST: self.device_to_host}
+        return ThreadCopier(rates, seen, finished)
 
 
-class DevicePool:
-    """Equal slots of device memory, by number."""
+class SimPool:
+    """Slots in one mapping of host memory."""
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._mapping = Mapping(max(1, slot_bytes * slots))
-        self.address = self._mapping.address
         self._touched = [False] * slots
 
-    def buffer(self, slot: int, offset_bytes: int, nbytes: int) -> memoryview:
-        """`nbytes` of memory from `offset_bytes` of `slot` on; it may reach into the slots that follow."""
+    def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
+        """A 1-D tensor over slot memory."""
+        nbytes, offset_bytes = numel * dtype.itemsize, offset_elements * dtype.itemsize
         first = slot + offset_bytes // self.slot_bytes
         last = slot + max(0, offset_bytes + nbytes - 1) // self.slot_bytes
         for index in range(first, last + 1):
             self._touched[index] = True
-        return self._mapping.buffer(slot * self.slot_bytes + offset_bytes, nbytes)
+        return elements(self._mapping.buffer(slot * self.slot_bytes + offset_bytes, nbytes), dtype, numel)
 
-    def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
-        """A 1-D tensor over slot memory, with a storage of its own."""
-        nbytes = numel * dtype.itemsize
-        return torch.frombuffer(self.buffer(slot, offset_elements * dtype.itemsize, nbytes), dtype=dtype)
+    def prepare(self, slot: int, nbytes: int) -> bool:
+        """It is always there, and nobody else's."""
+        return False
 
     def poison(self, slot: int, span: int) -> None:
-        """Overwrite `span` slots so that whoever still reads them gets NaN."""
-        flat = torch.frombuffer(self.buffer(slot, 0, span * self.slot_bytes), dtype=torch.uint8)
-        flat.fill_(POISON)
+        """Fill with `POISON`."""
+        self.flat(slot, torch.uint8, span * self.slot_bytes).fill_(POISON)
 
     def give_back(self, free: list[int], keep: int) -> None:
-        """Return the memory of touched slots among `free` to the system until at most `keep` slots hold memory."""
+        """To the system."""
         excess = sum(self._touched) - keep
         for slot in reversed(free):
             if excess <= 0:
@@ -80,3 +161,7 @@ class DevicePool:
                 self._mapping.discard(slot * self.slot_bytes, self.slot_bytes)
                 self._touched[slot] = False
                 excess -= 1
+
+    def holds(self, address: int) -> bool:
+        """Whether `address` lies in the mapping."""
+        return 0 <= address - self._mapping.address < self.slot_bytes * self.slots

@@ -1,6 +1,7 @@
-"""Moving bytes between tiers behind compute, on threads; counts bytes and busy seconds per link.
+"""Moving bytes between tiers behind compute; counts bytes and busy seconds per link.
 
-It carries out what it is told, in order per link, and reports each job done or failed once. It decides nothing.
+It carries out what it is told, in order per link, and reports each job done or failed once. It decides nothing. How
+bytes cross between host and device is the device's: on threads (`ThreadCopier`), or on streams (`memory.streams`).
 """
 
 from __future__ import annotations
@@ -8,13 +9,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-from hetmem.memory.device import SimDevice
 from hetmem.memory.nvme import Extent, NvmeStore
 
 
@@ -43,8 +43,112 @@ class Finished:
     error: BaseException | None = field(default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`work` moves `nbytes` over `link`."""
+
+    tag: Any
+    link: Link
+    work: Callable[[], None]
+    nbytes: int
+
+
+Seen = Callable[[Job, float, float], None]
+"""Told of a job that was carried out, with its start and end in seconds of `time.perf_counter`."""
+
+
+class Copier(Protocol):
+    """Carries jobs between host and device out, in order per link.
+
+    `ordered`: compute may go on before a copy has arrived, by being ordered behind it (`order_compute_after`), and a
+    place is free for a copy only after a `mark` of the compute that used it. Otherwise the caller itself waits.
+    """
+
+    ordered: bool
+
+    def start(self, job: Job, after: Sequence[Any]) -> None:
+        """Begin `job` once the marks in `after` are passed. It is reported when it is over."""
+
+    def now(self, job: Job) -> None:
+        """Carry `job` out, behind all compute so far, and wait for it."""
+
+    def unlimited(self, link: Link) -> bool:
+        """Whether the caller can do a copy over `link` as fast as the copier can."""
+
+    def mark(self) -> Any:
+        """A mark behind all compute that was asked for so far."""
+
+    def order_compute_after(self, tag: Any) -> None:
+        """Compute asked for from now on runs only after the job with `tag`, if that is not over yet."""
+
+    def poll(self) -> None:
+        """Report what is over, where nobody else does."""
+
+    def wait(self) -> bool:
+        """Wait for the oldest job, where `poll` reports; False if there is none."""
+
+    def close(self) -> None:
+        """Wait for everything and stop. Idempotent."""
+
+
+class ThreadCopier:
+    """One thread for each direction. `rates` are bytes per second per link, None = as fast as memory is."""
+
+    ordered = False
+
+    def __init__(self, rates: dict[Link, int | None], seen: Seen, finished: Callable[[Finished], None]) -> None:
+        self._rates, self._seen, self._finished = rates, seen, finished
+        self._threads = {link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in rates}
+
+    def start(self, job: Job, after: Sequence[Any]) -> None:
+        """On the link's thread; all compute is over when it is asked for here, so there is nothing to come after."""
+        future = self._threads[job.link].submit(self.now, job)
+        finished = self._finished
+        future.add_done_callback(lambda ended: finished(Finished(job.tag, ended.exception())))
+
+    def now(self, job: Job) -> None:
+        """Here, at the link's speed."""
+        start = time.perf_counter()
+        job.work()
+        rate = self._rates[job.link]
+        if rate:
+            time.sleep(max(0.0, job.nbytes / rate - (time.perf_counter() - start)))
+        self._seen(job, start, time.perf_counter())
+
+    def unlimited(self, link: Link) -> bool:
+        """Where no speed is set."""
+        return not self._rates[link]
+
+    def mark(self) -> None:
+        """Compute is over when it returns."""
+
+    def order_compute_after(self, tag: Any) -> None:
+        """The caller waits instead."""
+        raise AssertionError("compute on this device is not ordered behind copies")
+
+    def poll(self) -> None:
+        """The threads report."""
+
+    def wait(self) -> bool:
+        """The threads report."""
+        return False
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        for executor in self._threads.values():
+            executor.shutdown(wait=True)
+
+
+class Accelerator(Protocol):
+    """What the engine needs of a device."""
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        """What moves bytes between host memory and this device."""
+        ...
+
+
 class TransferEngine:
-    """One thread for each direction between host and device, and the store's own threads for NVMe.
+    """All links of one managed module: the device's copier, and the store's own threads for NVMe.
 
     `observe` is told of every transfer, on any thread: link, tag, start and end in seconds, bytes. One to or from NVMe
     starts when it is submitted.
@@ -53,35 +157,38 @@ class TransferEngine:
     to its `Finished`.
     """
 
-    def __init__(self, device: SimDevice, store: NvmeStore | None) -> None:
+    def __init__(self, device: Accelerator, store: NvmeStore | None) -> None:
         self._store = store
-        self._rate = {Link.HOST_TO_DEVICE: device.host_to_device, Link.DEVICE_TO_HOST: device.device_to_host}
-        self._copied = {link: LinkUse() for link in self._rate}
-        self._threads = {link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in self._rate}
+        self._copied = {link: LinkUse() for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._counting = threading.Lock()
+        self._copier = device.copier(self._copied_over, self._finished.put)
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
-    def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which moves `nbytes` over `link`, on the link's thread."""
-        self._submit(tag, self._threads[link].submit(self.copy_now, link, work, nbytes, tag))
+    @property
+    def ordered(self) -> bool:
+        """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
+        return self._copier.ordered
 
-    def unlimited(self, link: Link) -> bool:
-        """Whether `link` has no set speed, so that a copy costs the same on any thread."""
-        return not self._rate[link]
+    def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int, after: Sequence[Any] = ()) -> None:
+        """Begin `work`, which moves `nbytes` over `link`, once the marks in `after` are passed."""
+        self._copier.start(Job(tag, link, work, nbytes), after)
 
     def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
-        """Run `work` here and now, at the link's speed."""
-        start = time.perf_counter()
-        work()
-        rate = self._rate[link]
-        if rate:
-            time.sleep(max(0.0, nbytes / rate - (time.perf_counter() - start)))
-        use, end = self._copied[link], time.perf_counter()
-        with self._counting:  # the thread that trains copies small things itself
-            use.bytes += nbytes
-            use.seconds += end - start
-        self._seen(link, tag, start, nbytes)
+        """Run `work` here and now, at the link's speed, behind all compute so far."""
+        self._copier.now(Job(tag, link, work, nbytes))
+
+    def unlimited(self, link: Link) -> bool:
+        """Whether a copy over `link` costs the same wherever it is done."""
+        return self._copier.unlimited(link)
+
+    def mark(self) -> Any:
+        """A mark behind all compute so far, for `copy`."""
+        return self._copier.mark()
+
+    def order_compute_after(self, tag: Any) -> None:
+        """Compute from now on runs after the copy with `tag`."""
+        self._copier.order_compute_after(tag)
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""
@@ -93,10 +200,15 @@ class TransferEngine:
 
     def take(self, *, wait: bool) -> Finished | None:
         """One finished job; None if there is none yet, or with `wait` as soon as there is one."""
+        self._copier.poll()
         try:
-            return self._finished.get(block=wait)
+            return self._finished.get_nowait()
         except queue.Empty:
-            return None
+            if not wait:
+                return None
+        if self._copier.wait():
+            self._copier.poll()
+        return self._finished.get()
 
     def links(self) -> dict[Link, LinkUse]:
         """What every link has carried so far."""
@@ -109,22 +221,25 @@ class TransferEngine:
 
     def close(self) -> None:
         """Wait for what is in flight and stop the threads. Idempotent."""
-        for executor in self._threads.values():
-            executor.shutdown(wait=True)
+        self._copier.close()
 
-    def _submit(self, tag: Any, future: Future[Any], link: Link | None = None, nbytes: int = 0) -> None:
-        start = time.perf_counter()
+    def _copied_over(self, job: Job, start: float, end: float) -> None:
+        use = self._copied[job.link]
+        with self._counting:  # the thread that trains copies small things itself
+            use.bytes += job.nbytes
+            use.seconds += end - start
+        if self.observe is not None:
+            self.observe(job.link, job.tag, start, end, job.nbytes)
+
+    def _submit(self, tag: Any, future: Future[Any], link: Link, nbytes: int) -> None:
+        start, finished = time.perf_counter(), self._finished
 
         def done(ended: Future[Any]) -> None:
-            if link is not None:
-                self._seen(link, tag, start, nbytes)
-            self._finished.put(Finished(tag, ended.exception()))
+            if self.observe is not None:
+                self.observe(link, tag, start, time.perf_counter(), nbytes)
+            finished.put(Finished(tag, ended.exception()))
 
         future.add_done_callback(done)
-
-    def _seen(self, link: Link, tag: Any, start: float, nbytes: int) -> None:
-        if self.observe is not None:
-            self.observe(link, tag, start, time.perf_counter(), nbytes)
 
     def _nvme(self) -> NvmeStore:
         assert self._store is not None, "a transfer to NVMe without a store"

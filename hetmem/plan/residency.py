@@ -113,6 +113,13 @@ class Residency:
             raise self._illegal(block, tier, "slot asked for", copy)
         return copy.slot
 
+    def place(self, block: int, tier: Tier) -> int:
+        """The first slot of the copy of `block` on `tier` that is VALID, or that something in flight makes so."""
+        copy = self._caches[tier].copies.get(block)
+        if copy is None or copy.state not in (CopyState.VALID, CopyState.LOADING):
+            raise self._illegal(block, tier, "place asked for", copy)
+        return copy.slot
+
     def dirty(self, block: int) -> bool:
         """Whether the HOST copy of `block` is newer than its home."""
         copy = self._caches[Tier.HOST].copies.get(block)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hetmem.memory.chunk import Chunk, ManagedParameter, shaped
+from hetmem.memory.chunk import Chunk, ManagedParameter
 from hetmem.memory.device import DevicePool
 
 
@@ -45,8 +45,7 @@ class Bindings:
         """The view of `managed` in device slot `slot`, made at its first use in this residence."""
         if managed.device is None:
             dtype = managed.chunk.compute_dtype
-            memory = pool.buffer(slot, managed.offset * dtype.itemsize, managed.numel * dtype.itemsize)
-            view = managed.device = shaped(memory, dtype, managed)
+            view = managed.device = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
             managed.device_storage = view.untyped_storage()._cdata
             managed.device_references = _references(managed.device_storage)
             if managed.numel:
@@ -94,6 +93,7 @@ def storage_references(tensor: torch.Tensor) -> int:
     return _references(tensor.untyped_storage()._cdata)
 
 
-def stand_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of `dtype` in the shape of `like` that takes no memory and reads as NaN."""
-    return torch.full((), float("nan"), dtype=dtype).expand(like.shape)
+def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of `dtype` on `device` in the shape of `like` that takes no memory and reads as NaN."""
+    nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=dtype, device=device).expand(like.shape)

@@ -13,9 +13,9 @@ import torch
 
 from hetmem.config import Limits
 from hetmem.errors import BudgetError, ManageError
+from hetmem.memory import views
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.device import DevicePool, SimDevice
-from hetmem.memory.mapping import Mapping, address_of
+from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block
@@ -27,8 +27,7 @@ from hetmem.units import format_size, round_up
 
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
 HOST_SHARE = 0.6
-SIMULATED_SHARE = 0.25
-"""Without a budget: these shares of the memory that is free now. The rest is the system's and the program's own."""
+"""Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +36,7 @@ class Memory:
 
     layout: Layout
     chunks: list[Chunk]
-    device: SimDevice
+    device: Device
     device_bytes: int
     device_chunk_bytes: int
     device_pool: DevicePool
@@ -52,9 +51,6 @@ class Memory:
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        pool = self.device_pool
-        if pool.slots:
-            self._device_ranges.append((pool.address, pool.address + pool.slot_bytes * pool.slots))
         host = self.host_pool.mapping.address
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
 
@@ -69,7 +65,7 @@ class Memory:
         sizes = [chunk.home_nbytes for chunk in chunks]
         if not self.streams or self._all_on_device(role):
             for chunk in chunks:
-                memory = Mapping(chunk.home_nbytes).buffer(0, chunk.home_nbytes)
+                memory = self.device.allocate(chunk.home_nbytes)
                 chunk.homes[role] = Home(Tier.DEVICE, memory)
                 self._device_ranges.append(_range(memory, chunk.home_nbytes))
                 self.device_home_bytes += chunk.home_nbytes
@@ -106,11 +102,11 @@ class Memory:
 
     def is_device_address(self, address: int) -> bool:
         """Whether `address` lies in device memory that chunks own."""
-        return any(start <= address < end for start, end in self._device_ranges)
+        return self.device_pool.holds(address) or any(start <= address < end for start, end in self._device_ranges)
 
 
-def _range(memory: memoryview, nbytes: int) -> tuple[int, int]:
-    start = address_of(memory)
+def _range(memory: views.Memory, nbytes: int) -> tuple[int, int]:
+    start = views.address_of(memory)
     return start, start + nbytes
 
 
@@ -147,7 +143,7 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def build_memory(
     module: torch.nn.Module,
     limits: Limits,
-    device: SimDevice,
+    device: Device,
     mixed_precision: torch.dtype | None,
     chunk_bytes: int | None,
 ) -> Memory:
@@ -206,9 +202,9 @@ def _total_slots(layout: Layout) -> int:
     return sum(chunk.span for chunk in layout.chunks)
 
 
-def _device_bytes(limits: Limits, device: SimDevice) -> int:
+def _device_bytes(limits: Limits, device: Device) -> int:
     asked = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
-    return min(asked) if asked else int(_available_bytes() * SIMULATED_SHARE)
+    return min(asked) if asked else device.available_bytes()
 
 
 def _host_bytes(limits: Limits) -> int:
@@ -296,21 +292,22 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
             parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
         )
         chunk.parameters.append(managed)
-        settle_in(managed)
+        settle_in(managed, memory.device.torch_device)
 
 
-def settle_in(managed: ManagedParameter) -> None:
+def settle_in(managed: ManagedParameter, device: torch.device) -> None:
     """Move the values of `managed` to its place in its chunk, which is its home from now on."""
     home = managed.view(Role.PARAM)
     home.copy_(managed.parameter.data)
-    reside(managed, home)
+    reside(managed, home, device)
 
 
-def reside(managed: ManagedParameter, home: torch.Tensor) -> None:
-    """`home` holds the values of `managed`: make it what `.data` is."""
-    same = managed.chunk.compute_dtype is managed.chunk.dtype
+def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
+    """`home` holds the values of `managed`, which compute on `device`: make it what `.data` is."""
+    dtype = managed.chunk.compute_dtype
+    same = dtype is managed.chunk.dtype and home.device == device
     managed.home = home
-    managed.rest = home if same else stand_in(home, managed.chunk.compute_dtype)
+    managed.rest = home if same else stand_in(home, dtype, device)
     managed.parameter.data = home
     managed.version = managed.parameter._version
     managed.home_references = storage_references(home)

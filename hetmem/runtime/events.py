@@ -89,6 +89,10 @@ class EventLog:
             self.segments.append(Span(*self._segment, time.perf_counter()))
             self._segment = None
 
+    def running(self) -> tuple[str, float] | None:
+        """The segment that runs now and when it began."""
+        return self._segment
+
     def steps(self) -> Iterator[tuple[float, float]]:
         """Start and end of each whole training step: from the end of one optimizer step to the end of the next."""
         ends = [span.end for span in self.segments if span.what == "step"]

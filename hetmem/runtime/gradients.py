@@ -167,11 +167,24 @@ class _Accumulate:
         self._target, self._arrived, self._add = target, arrived, add
 
     def __call__(self) -> None:
+        target, arrived = self._target, self._arrived
         with torch.no_grad():
-            if self._add:
-                self._target.add_(self._arrived)
+            if arrived.device != target.device:
+                self._from_device(target, arrived)
+            elif self._add:
+                target.add_(arrived)
             else:
-                self._target.copy_(self._arrived)
+                target.copy_(arrived)
+
+    def _from_device(self, target: torch.Tensor, arrived: torch.Tensor) -> None:
+        """Cast and add where the gradient is, so that only a copy of equal layout crosses, which needs no host."""
+        there = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=arrived.device)
+        if self._add:
+            there.copy_(target, non_blocking=True)
+            there.add_(arrived)
+        else:
+            there.copy_(arrived)
+        target.copy_(there, non_blocking=True)
 
 
 class _Before:

@@ -40,7 +40,7 @@ def arrange_by_use(runtime: Runtime) -> bool:
     runtime.forget_copies()
     with torch.no_grad():
         for chunks, (order, layout) in moves:
-            _move(chunks, order, layout)
+            _move(chunks, order, layout, runtime.memory.device.torch_device)
     runtime.parameters = [managed for chunk in runtime.chunks for managed in chunk.parameters]
     runtime.relearn()
     return True
@@ -66,7 +66,7 @@ def _is_held(managed: ManagedParameter) -> bool:
     return not gradient_is_ours or (bool(managed.numel) and storage_references(managed.home) > managed.home_references)
 
 
-def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout) -> None:
+def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout, device: torch.device) -> None:
     """Gather parameters and gradients in the empty homes of the states, then put them into place."""
     live = {id(managed) for managed in order if managed.parameter.grad is not None}
     for role, scratch in ((Role.PARAM, Role.EXP_AVG), (Role.GRAD, Role.EXP_AVG_SQ)):
@@ -88,7 +88,7 @@ def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout
         managed = order[placement.parameter]
         managed.chunk, managed.offset = chunks[placement.chunk], placement.offset
         managed.chunk.parameters.append(managed)
-        reside(managed, managed.view(Role.PARAM))
+        reside(managed, managed.view(Role.PARAM), device)
         if id(managed) in live:
             managed.open_grad_home()
             managed.parameter.grad = managed.grad_home

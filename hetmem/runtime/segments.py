@@ -78,6 +78,8 @@ class Segments:
         key = self._backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched)
+        else:
+            self._runtime.events.begin_segment("backward")  # one more of the same trace
         with self._runtime.unwatched():
             self.backward_began()
         engine: Any = torch.autograd.Variable._execution_engine
@@ -89,6 +91,7 @@ class Segments:
             self._in_backward = False
             with self._runtime.unwatched():
                 self.backward_ended()
+            self._runtime.events.end_segment()  # what the user does before the step is no compute
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""

@@ -29,6 +29,7 @@ _GRADIENT = "gradient"
 _GRADIENTS_IN_FLIGHT = 4
 _SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
+_PLACED = (CopyState.VALID, CopyState.LOADING)
 
 
 class Traffic:
@@ -59,6 +60,8 @@ class Traffic:
         self._gradients = 0
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
+        self._fetching: dict[int, Fetch] = {}
+        self._compute_marks: dict[int, Any] = {}
         for chunk in memory.chunks:
             self.register_home(chunk, Role.PARAM)
 
@@ -90,10 +93,14 @@ class Traffic:
         """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
         missing = tier is Tier.DEVICE and self.residency.state(block, tier) is not CopyState.VALID
         start = time.perf_counter() if missing else 0.0
+        if not load and self.residency.state(block, tier) is None:  # no fetch will tell of it
+            self._events.copies.append(CopyChange(time.perf_counter(), block, tier, True))
         commands = self.residency.acquire(block, tier, load=load)
         try:
             self.execute(commands, urgent=block)
             while self.residency.state(block, tier) is not CopyState.VALID:
+                if tier is Tier.DEVICE and self._compute_ordered_after(block):
+                    break
                 if not self.residency.in_flight():
                     raise self.residency.withdraw(block, tier)
                 self.wait_for_one()
@@ -102,10 +109,14 @@ class Traffic:
             raise
         if missing:
             self._events.faults.append(Fault(start, block, time.perf_counter() - start))
-        return self.residency.slot(block, tier)
+        return self.residency.place(block, tier)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
-        """One use less."""
+        """One use less; what compute does with the copy has been asked for by now."""
+        if tier is Tier.DEVICE and self.engine.ordered and self.residency.state(block, tier) in _PLACED:
+            slot, mark = self.residency.place(block, tier), self.engine.mark()
+            for index in range(slot, slot + self.residency.blocks[block].span):
+                self._compute_marks[index] = mark
         self.execute(self.residency.release(block, tier, dirty=dirty))
 
     def limit_device(self, slots: int, *, before: int) -> None:
@@ -247,6 +258,14 @@ class Traffic:
         finally:
             self._executing = False
 
+    def _compute_ordered_after(self, block: int) -> bool:
+        """Order compute behind the copy of `block` that is on its way to the device; False if that cannot be."""
+        fetch = self._fetching.get(block)
+        if fetch is None or not self.engine.ordered:
+            return False
+        self.engine.order_compute_after(fetch)
+        return True
+
     def _abandon(self, block: int, tier: Tier) -> None:
         state = self.residency.state(block, tier)
         if state is CopyState.WAITING:
@@ -261,6 +280,8 @@ class Traffic:
                 raise finished.error
             return
         command: Fetch | Write = finished.tag
+        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+            self._fetching.pop(command.block, None)
         if finished.error is None:
             self.execute(self.residency.done(command))
         else:
@@ -299,14 +320,23 @@ class Traffic:
             source = chunk.flat(Role.PARAM)
         else:
             source = self.copy_in(chunk, Tier.HOST, self.residency.slot(command.block, Tier.HOST))
+        after = self._free_after(chunk, command.slot)
         target = self.copy_in(chunk, Tier.DEVICE, command.slot)
         if now and self.engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()
-            self.engine.copy_now(Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes, command)
+            self.engine.copy_now(Link.HOST_TO_DEVICE, partial(copy_over, target, source), chunk.nbytes, command)
             self._stalled(start)
             self.execute(self.residency.done(command))
         else:
-            self.engine.copy(command, Link.HOST_TO_DEVICE, lambda: _copy(target, source), chunk.nbytes)
+            self._fetching[command.block] = command
+            self.engine.copy(command, Link.HOST_TO_DEVICE, partial(copy_over, target, source), chunk.nbytes, after)
+
+    def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
+        """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
+        if self._memory.device_pool.prepare(slot, chunk.compute_nbytes):
+            return [self.engine.mark()]
+        slots = range(slot, slot + chunk.spec.span)
+        return [self._compute_marks[index] for index in slots if index in self._compute_marks]
 
     def _drop(self, command: Drop) -> None:
         chunk, _ = self._chunk_of_block[command.block]
@@ -315,6 +345,8 @@ class Traffic:
             self._bindings.close_device(chunk)
             if self._sanitize:
                 self._memory.device_pool.poison(command.slot, span)
+                for index in range(command.slot, command.slot + span):
+                    self._compute_marks[index] = self.engine.mark()
 
 
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
@@ -330,6 +362,9 @@ def param_block(managed: ManagedParameter) -> int:
     return block
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_over(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy host memory to the device, on the present stream; a cast is done there, after the copy."""
     with torch.no_grad():
-        target.copy_(source)
+        if source.device != target.device and source.dtype is not target.dtype:
+            source = source.to(target.device, non_blocking=True)
+        target.copy_(source, non_blocking=True)

@@ -83,7 +83,7 @@ class Writes:
         """Somebody may have written to the device copy without a version: if it differs from home, it counts."""
         device = managed.device
         assert device is not None
-        if not _same_bits(device, managed.home.to(device.dtype)):
+        if not _same_bits(device, managed.home.to(device)):
             self.by_operator(managed)
 
     def by_operator(self, managed: ManagedParameter) -> None:
@@ -101,6 +101,7 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
     """Take over what was written to the device copy; where a narrower copy says the same as before, home keeps its
     own bits, which are more."""
     with torch.no_grad():
+        device = device.to(home.device)
         if home.dtype != device.dtype:
             device = torch.where(device == home.to(device.dtype), home, device.to(home.dtype))
         home.copy_(device)

@@ -25,6 +25,10 @@ CHUNK = 4 * CHUNK_ELEMENTS
 """Bytes of a chunk in tests that do not say: the smallest there is for float32, so that small models have several."""
 
 
+DEVICE: Callable[[], Any] = hetmem.SimDevice
+"""Of every model here; `pytest --late-copies` takes the one whose copies are late."""
+
+
 def budget(placement: str, directory: Path, **changes: Any) -> hetmem.Budget:
     """A budget that puts a small model (under 200 KiB of parameters) wholly on the tier that `placement` names."""
     sizes: dict[str, dict[str, Any]] = {
@@ -60,7 +64,8 @@ def manage(
         if placement == "nvme":
             changes["host"] = 4 * max(sizes)
         limits = budget(placement, directory, **changes)
-    managed = hetmem.manage(module, limits, device="sim", sanitize=True, chunk_bytes=chunk_bytes, **options)
+    options = {"device": DEVICE(), "sanitize": True, **options}
+    managed = hetmem.manage(module, limits, chunk_bytes=chunk_bytes, **options)
     if placement == "nvme":
         assert nvme_bytes(managed) > 0, "the model is too small to get to NVMe"
     return managed

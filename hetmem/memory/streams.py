@@ -1,0 +1,118 @@
+"""Copies on device streams: compute is ordered behind them by events, and the host does not wait.
+
+Note "stream order": a copy is *over* when its end event has passed, and only then is it reported, so host memory that
+it reads or writes stays its own until then. Compute does not wait for that: it is ordered behind the event. The other
+way round a copy into a slot is ordered behind a mark of the compute that last used the slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from hetmem.memory.transfer import Finished, Job, Link, Seen
+
+
+class Streams(Protocol):
+    """One stream for each direction, beside the caller's stream of compute. Events are opaque."""
+
+    def mark(self) -> Any:
+        """An event behind all compute that was asked for so far."""
+        ...
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Any, Any]:
+        """Ask for `work` on the stream of `link`, behind the events `after`; the events of its start and its end."""
+        ...
+
+    def order_compute(self, event: Any) -> None:
+        """Compute asked for from now on runs after `event`."""
+
+    def passed(self, event: Any) -> bool:
+        """Whether `event` has passed; never waits."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Wait until `event` has passed."""
+
+    def when(self, event: Any) -> float:
+        """The time at which a passed event passed, in seconds of `time.perf_counter`."""
+        ...
+
+
+class _InFlight(NamedTuple):
+    job: Job  # holds the memory that the copy reads and writes
+    start: Any
+    end: Any
+
+
+class StreamCopier:
+    """A `Copier` over `streams`. Jobs of one link are over in the order in which they were started."""
+
+    ordered = True
+
+    def __init__(self, streams: Streams, seen: Seen, finished: Callable[[Finished], None]) -> None:
+        self._streams, self._seen, self._finished = streams, seen, finished
+        self._queues: dict[Link, deque[_InFlight]] = {
+            Link.HOST_TO_DEVICE: deque(),
+            Link.DEVICE_TO_HOST: deque(),
+        }
+        self._ends: dict[Any, Any] = {}
+
+    def start(self, job: Job, after: Sequence[Any]) -> None:
+        """What leaves the device is behind all compute so far, as something just computed it."""
+        marks = [*after, self._streams.mark()] if job.link is Link.DEVICE_TO_HOST else list(after)
+        try:
+            start, end = self._streams.enqueue(job.link, marks, job.work)
+        except Exception as error:  # nothing was asked for (out of memory for a cast, say)
+            self._finished(Finished(job.tag, error))
+            return
+        self._queues[job.link].append(_InFlight(job, start, end))
+        self._ends[job.tag] = end
+
+    def now(self, job: Job) -> None:
+        """On the link's stream, behind all compute so far."""
+        start, end = self._streams.enqueue(job.link, [self._streams.mark()], job.work)
+        self._streams.wait(end)
+        self._seen(job, self._streams.when(start), self._streams.when(end))
+
+    def unlimited(self, link: Link) -> bool:
+        """A copy is never done by the caller."""
+        return False
+
+    def mark(self) -> Any:
+        """An event on the compute stream."""
+        return self._streams.mark()
+
+    def order_compute_after(self, tag: Any) -> None:
+        """No-op for a job that is over."""
+        end = self._ends.get(tag)
+        if end is not None:
+            self._streams.order_compute(end)
+
+    def poll(self) -> None:
+        """Report the jobs whose end has passed."""
+        for jobs in self._queues.values():
+            while jobs and self._streams.passed(jobs[0].end):
+                self._report(jobs.popleft())
+
+    def wait(self) -> bool:
+        """Wait for the job that was started first."""
+        heads = [jobs[0] for jobs in self._queues.values() if jobs]
+        if not heads:
+            return False
+        self._streams.wait(heads[0].end)
+        return True
+
+    def close(self) -> None:
+        """Wait for everything that was started."""
+        for jobs in self._queues.values():
+            while jobs:
+                self._streams.wait(jobs[0].end)
+                self._report(jobs.popleft())
+
+    def _report(self, ended: _InFlight) -> None:
+        if self._ends.get(ended.job.tag) is ended.end:
+            del self._ends[ended.job.tag]
+        self._seen(ended.job, self._streams.when(ended.start), self._streams.when(ended.end))
+        self._finished(Finished(ended.job.tag))

@@ -1,0 +1,24 @@
+"""Tensors over memory that hetmem owns. Every view has a storage of its own: its reference count says who holds it."""
+
+from __future__ import annotations
+
+import torch
+
+Memory = memoryview | torch.Tensor
+"""Host memory, or a 1-D uint8 tensor on a device."""
+
+
+def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
+    """`numel` elements of `dtype` from `offset_bytes` of `memory` on, 1-D."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    if isinstance(memory, memoryview):
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
+    part = memory[offset_bytes : offset_bytes + numel * dtype.itemsize]
+    alone: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(part))  # the public way may wait for a stream
+    return alone.view(dtype)
+
+
+def address_of(memory: Memory) -> int:
+    """The address of the first byte."""
+    return elements(memory, torch.uint8, 1).data_ptr()

@@ -1,0 +1,74 @@
+"""A simulated device with streams that are as late as they may be, to lose every race that can be lost.
+
+Compute runs when it is asked for, as far ahead of the copies as a host can be. A copy runs when somebody waits for it
+or compute is ordered behind it, and not before: whoever forgets to do that reads what was there before. What it cannot
+show is a copy that overtakes the compute that used its slot, as compute is never late here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hetmem.memory.device import SimDevice
+from hetmem.memory.streams import StreamCopier
+from hetmem.memory.transfer import Copier, Finished, Link, Seen
+
+
+class Event:
+    """`at` is the time at which it passed, 0 while it has not. `number` is for tests."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.number = 0
+
+    def passes(self) -> None:
+        self.at = time.perf_counter()
+
+
+class LazyStreams:
+    """`Streams` whose work is done at the last moment."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Link, deque[tuple[Event, Callable[[], None], Event]]] = {link: deque() for link in Link}
+        self.enqueued = 0
+
+    def mark(self) -> Event:
+        event = Event()
+        event.passes()
+        return event
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+        assert all(event.at for event in after), "compute has no future here"
+        start, end = Event(), Event()
+        self._queues[link].append((start, work, end))
+        self.enqueued += 1
+        return start, end
+
+    def order_compute(self, event: Event) -> None:
+        self.wait(event)
+
+    def passed(self, event: Event) -> bool:
+        return event.at > 0
+
+    def wait(self, event: Event) -> None:
+        for jobs in self._queues.values():
+            if any(end is event for _, _, end in jobs):
+                while not event.at:
+                    start, work, end = jobs.popleft()
+                    start.passes()
+                    work()
+                    end.passes()
+
+    def when(self, event: Event) -> float:
+        return event.at
+
+
+class LazyDevice(SimDevice):
+    """Acts like a GPU whose copies are late."""
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        self.streams = LazyStreams()
+        return StreamCopier(self.streams, seen, finished)
