@@ -10,7 +10,8 @@ import torch
 
 from hetmem.config import Budget
 from hetmem.errors import ManageError
-from hetmem.memory.device import SimDevice
+from hetmem.memory.cuda import CudaDevice
+from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.residency import Residency
@@ -30,7 +31,7 @@ def manage(
     module: ModuleT,
     budget: Budget | None = None,
     *,
-    device: str | SimDevice | None = None,
+    device: str | torch.device | Device | None = None,
     mixed_precision: torch.dtype | None = None,
     chunk_bytes: int | str | None = None,
     policy: EvictionPolicy | None = None,
@@ -66,14 +67,20 @@ def manage(
     return module
 
 
-def _accelerator(device: str | SimDevice | None) -> SimDevice:
-    if isinstance(device, SimDevice):
+def _accelerator(device: str | torch.device | Device | None) -> Device:
+    if isinstance(device, (SimDevice, CudaDevice)):
         return device
-    if device is None or device == "sim":
+    if device == "sim" or (device is None and not torch.cuda.is_available()):
         return SimDevice()
-    if isinstance(device, str) and device.startswith("cuda"):
-        raise ManageError(f"device {device!r}: this version runs on the simulated accelerator only, use device='sim'")
-    raise ManageError(f"device must be 'sim' or a hetmem.SimDevice, got {device!r}")
+    if device is None:
+        return CudaDevice()
+    try:
+        asked = torch.device(device)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
+        asked = None
+    if asked is None or asked.type != "cuda":
+        raise ManageError(f"device must be 'cuda', 'cuda:0', …, 'sim' or a hetmem.SimDevice, got {device!r}")
+    return CudaDevice(asked.index)
 
 
 def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], ClassT]:

@@ -23,7 +23,7 @@ class Device(Protocol):
     """An accelerator, as the runtime sees it.
 
     `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what
-    memory it needs; otherwise the allocator of `torch_device` says it (`live_bytes`).
+    memory it needs; otherwise the allocator of the device says it (`peak_bytes`).
     """
 
     torch_device: torch.device
@@ -42,8 +42,13 @@ class Device(Protocol):
         """What a program may use if nobody says a budget."""
         ...
 
-    def pin(self, host: Mapping) -> None:
-        """Make copies from and to `host` as fast as the link is."""
+    def pin(self, host: Mapping) -> Callable[[], None]:
+        """Make copies from and to `host` as fast as the link is; returns what undoes it."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Unless `watched`: the most that was allocated on it, by anyone in this process, since the last call."""
+        ...
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """What moves bytes between host memory and this device."""
@@ -55,6 +60,10 @@ class DevicePool(Protocol):
 
     slot_bytes: int
     slots: int
+
+    def held_bytes(self) -> int:
+        """Bytes that slots have taken of the device's memory."""
+        ...
 
     def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
         """A 1-D tensor over slot memory, with a storage of its own; it may reach into the slots that follow."""
@@ -116,8 +125,13 @@ class SimDevice:
 
         return int(psutil.virtual_memory().available * self.SHARE)
 
-    def pin(self, host: Mapping) -> None:
+    def pin(self, host: Mapping) -> Callable[[], None]:
         """All memory is alike here."""
+        return lambda: None
+
+    def peak_bytes(self) -> int:
+        """The program is watched instead."""
+        return 0
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A thread for each direction."""
@@ -133,6 +147,10 @@ class SimPool:
         self.slots = slots
         self._mapping = Mapping(max(1, slot_bytes * slots))
         self._touched = [False] * slots
+
+    def held_bytes(self) -> int:
+        """Of the slots that were touched."""
+        return sum(self._touched) * self.slot_bytes
 
     def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
         """A 1-D tensor over slot memory."""

@@ -10,10 +10,12 @@ Memory = memoryview | torch.Tensor
 
 def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
     """`numel` elements of `dtype` from `offset_bytes` of `memory` on, 1-D."""
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
     if isinstance(memory, memoryview):
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device=memory.device)
     part = memory[offset_bytes : offset_bytes + numel * dtype.itemsize]
     alone: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(part))  # the public way may wait for a stream
     return alone.view(dtype)

@@ -5,7 +5,7 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -30,6 +30,10 @@ HOST_SHARE = 0.6
 """Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
 
 
+ALLOCATOR_SHARE = 0.03
+"""Of a GPU's budget: torch's allocator rounds up and cannot join what lies apart."""
+
+
 @dataclass(slots=True, eq=False)
 class Memory:
     """All memory of one managed module, and the addresses that tell homes and slots from everything else."""
@@ -46,6 +50,7 @@ class Memory:
     buffer_bytes: int
     staging_slots: int
     mixed_precision: torch.dtype | None
+    unpin: Callable[[], None]
     device_home_bytes: int = 0
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -93,8 +98,12 @@ class Memory:
 
     def device_slots(self, non_model_bytes: int) -> int:
         """How many slots chunks may take while everything else takes `non_model_bytes`."""
-        room = min(self.device_chunk_bytes, self.device_bytes - non_model_bytes)
+        room = min(self.device_chunk_bytes, self.device_bytes - non_model_bytes - self._fragments())
         return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
+
+    def _fragments(self) -> int:
+        """Bytes left to what an allocator cannot use, where one hands the rest of the device's memory out."""
+        return 0 if self.device.watched else int(ALLOCATOR_SHARE * self.device_bytes)
 
     def is_home_address(self, address: int) -> bool:
         """Whether `address` lies in host memory or a mapped file that hetmem owns."""
@@ -184,6 +193,7 @@ def build_memory(
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
             slots,
             mixed_precision,
+            device.pin(host_pool.mapping),
         )
         memory.reserve(memory.chunks, Role.PARAM)
     except BaseException:
@@ -191,6 +201,8 @@ def build_memory(
             store.close()
         raise
     _move_home(memory, list(parameters.items()))
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device.torch_device)
     return memory
 
 

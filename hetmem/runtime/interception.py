@@ -99,7 +99,7 @@ class Interception:
                 if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
                     self.gradients.install(managed)
             measured = self.segments.begin_forward(signature(module, args, kwargs))
-        if measured:
+        if measured and runtime.memory.device.watched:
             buffers = self._buffers()
             with runtime.unwatched():
                 runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
@@ -251,14 +251,14 @@ def _getters(names: str) -> set[Any]:
 _TENSOR: Any = torch.Tensor
 _METADATA: set[Any] = {
     *_getters(
-        "shape requires_grad grad grad_fn is_leaf layout ndim is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn "
+        "shape requires_grad grad grad_fn is_leaf layout ndim is_sparse is_quantized is_meta is_mkldnn "
         "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
         "_base _grad"
     ),
     *(
         getattr(torch.Tensor, name)
         for name in (
-            "size dim stride numel nelement ndimension is_contiguous storage_offset get_device register_hook "
+            "size dim stride numel nelement ndimension is_contiguous storage_offset register_hook "
             "register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ is_same_size retain_grad"
         ).split()
     ),
@@ -268,6 +268,12 @@ _METADATA: set[Any] = {
     torch.is_same_size,
 }
 """What is asked of a parameter without touching its elements."""
+
+_PLACES = {
+    *_getters("device is_cuda is_cpu"),
+    torch.Tensor.get_device,
+}
+"""What says where a parameter is: for operators, on the device."""
 
 _DTYPE = _TENSOR.dtype.__get__
 _IS_FLOATING = {torch.Tensor.is_floating_point, torch.is_floating_point}
@@ -288,6 +294,7 @@ class OperatorFaults(TorchFunctionMode):
         super().__init__()
         self._runtime = runtime
         self._by_id = runtime.bindings.by_id
+        self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -298,7 +305,7 @@ class OperatorFaults(TorchFunctionMode):
         if kwargs:
             self._find(kwargs.values(), used)
         if not used:
-            result = func(*args, **kwargs)
+            result = self._run(func, args, kwargs)
             self._runtime.notice_writes_to_views()
             return result
         if func in _METADATA:
@@ -309,11 +316,23 @@ class OperatorFaults(TorchFunctionMode):
             return used[0].chunk.compute_dtype.is_floating_point
         if func == _SET_DATA:
             return self._set_data(used[0], args[1])
+        if func in _PLACES:
+            return func(self._stand_in, *args[1:], **kwargs)
         self._runtime.use(getattr(func, "__name__", str(func)), used)
         try:
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         finally:
             self._runtime.end_use(used, untracked=func == _GET_DATA, writes=_writes(func))
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if _writes(func) or "out" in kwargs:
+                raise
+            self._runtime.out_of_memory()
+        return func(*args, **kwargs)
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
         """Add the managed parameters among `values` (lists and tuples within included) to `used`, each once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -58,9 +58,10 @@ class Runtime:
         self._held: dict[int, ManagedParameter] = {}
         self._limit = memory.device_pool.slots
         self._first_uses = 0
+        self._most_non_model = 0
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
-        self._finalizer = weakref.finalize(self, _close, engine, memory.store)
+        self._finalizer = weakref.finalize(self, _close, engine, memory.store, memory.unpin)
 
     def close(self) -> None:
         """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
@@ -72,6 +73,7 @@ class Runtime:
         """A forward, a backward or a step begins; `key` says which, so that its trace can be found again."""
         before = self.tracer.key if self.tracer.key is not None else self._ended
         self._ended = None
+        self._look_at_allocator()
         self.tracer.begin(key, measured=measured)
         self.events.begin_segment(segment_name(key))
         if before is not None:
@@ -85,15 +87,36 @@ class Runtime:
             self.traffic.execute(self.traffic.residency.expect(tier, schedule))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
-        live = self.monitor.live_bytes if self.tracer.measured else self.memory.buffer_bytes
+        live = self._look_at_allocator() if self.tracer.measured else self.memory.buffer_bytes
         expected = self.tracer.moment(operator, blocks, live)
-        self._set_limit(expected)
+        self._set_limit(expected if self.memory.device.watched else self._least_room())
         self.traffic.residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = self.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)
         staging = self.traffic.residency.used_slots(Tier.HOST) * self.memory.host_pool.slot_bytes
         seen = MomentSeen(time.perf_counter(), operator, blocks, chunk_bytes, expected, staging)
         self.events.moments.append(seen)
+
+    def _look_at_allocator(self) -> int:
+        """The bytes beside chunks now; where the device's allocator knows their peak, the last moment gets that."""
+        if self.memory.device.watched:
+            return self.monitor.live_bytes
+        chunks = self.memory.device_pool.held_bytes() + self.memory.device_home_bytes
+        peak = max(0, self.memory.device.peak_bytes() - chunks)
+        if self.tracer.measured:
+            self.tracer.grew(peak)
+        self._most_non_model = max(self._most_non_model, peak)
+        return peak
+
+    def _least_room(self) -> int:
+        """What a GPU must leave beside chunks: the most that was ever seen, so that slots stay where they are.
+
+        While a segment is measured nobody knows what is coming, so chunks keep to a quarter of the device; if they
+        need more than that at once, `_acquire_device` takes it.
+        """
+        if self.tracer.measured:
+            return max(self._most_non_model, self.memory.device_bytes * 3 // 4)
+        return self._most_non_model
 
     def _set_limit(self, non_model_bytes: int) -> None:
         """Leave room for `non_model_bytes` beside chunks."""
@@ -206,7 +229,7 @@ class Runtime:
 
     def _acquire_device(self, managed: ManagedParameter, operator: str) -> None:
         try:
-            slot = self.traffic.acquire(param_block(managed), Tier.DEVICE)
+            slot = self._acquire_with_more_room(param_block(managed))
         except CapacityError as error:
             raise DeviceOutOfMemoryError(
                 f"{operator} does not fit on the device: {error}. Chunks are "
@@ -214,6 +237,26 @@ class Runtime:
                 f"{self._limit} slots are left beside activations and other tensors. {self._ways_out()}"
             ) from error
         self.bindings.open_device(managed, self.memory.device_pool, slot)
+
+    def _acquire_with_more_room(self, block: int) -> int:
+        """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
+        try:
+            return self.traffic.acquire(block, Tier.DEVICE)
+        except CapacityError:
+            if self.memory.device.watched or self._limit >= self.memory.device_slots(self._most_non_model):
+                raise
+            self._set_limit(self._most_non_model)
+            return self.traffic.acquire(block, Tier.DEVICE)
+
+    def out_of_memory(self) -> None:
+        """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
+        with self.unwatched():
+            self._let_go()
+            before = self._limit
+            self.traffic.limit_device(0, before=before)
+            self.traffic.drain()
+            self.traffic.give_back_free()
+            self.traffic.limit_device(before, before=before)
 
     def _release_device(self, managed: ManagedParameter) -> None:
         self.traffic.release(param_block(managed), Tier.DEVICE)
@@ -256,6 +299,7 @@ class Runtime:
 
     def after_step(self) -> None:
         """The weights are new: plan for what usually follows, and start to fetch for it."""
+        self._look_at_allocator()
         self.tracer.end()
         self.events.end_segment()
         follower = self.tracer.book.follower(STEP)
@@ -276,7 +320,8 @@ class _WeakGrown:
             runtime.non_model_grew(operator, live_bytes)
 
 
-def _close(engine: TransferEngine, store: NvmeStore | None) -> None:
+def _close(engine: TransferEngine, store: NvmeStore | None, unpin: Callable[[], None]) -> None:
     engine.close()
+    unpin()
     if store is not None:
         store.close()  # views that are still held stay readable

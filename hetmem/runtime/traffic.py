@@ -125,6 +125,10 @@ class Traffic:
         if slots < before:
             self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
 
+    def give_back_free(self) -> None:
+        """Return the memory of all slots that nobody has."""
+        self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), 0)
+
     def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
         """The device copy of `chunk` as a flat tensor, if there is one."""
         block = chunk.homes[Role.PARAM].block

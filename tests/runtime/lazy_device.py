@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hetmem.memory.device import SimDevice
+from hetmem.memory.cuda import CudaPool
+from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Link, Seen
 
@@ -67,8 +68,32 @@ class LazyStreams:
 
 
 class LazyDevice(SimDevice):
-    """Acts like a GPU whose copies are late."""
+    """Acts like a GPU whose copies are late, with a GPU's pool over the memory of the CPU."""
+
+    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
+        return CudaPool(slot_bytes, slots, self.torch_device)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         self.streams = LazyStreams()
         return StreamCopier(self.streams, seen, finished)
+
+
+class UnwatchedDevice(LazyDevice):
+    """Acts like a GPU in this too: nobody watches operators, an allocator says how much memory they needed.
+
+    `non_model_bytes` is what that has handed out beside chunks at its peak.
+    """
+
+    watched = False
+
+    def __init__(self, non_model_bytes: int) -> None:
+        super().__init__()
+        self.non_model_bytes = non_model_bytes
+        self.pools: list[DevicePool] = []
+
+    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
+        self.pools.append(super().pool(slot_bytes, slots))
+        return self.pools[-1]
+
+    def peak_bytes(self) -> int:
+        return self.non_model_bytes + sum(pool.held_bytes() for pool in self.pools)

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import hetmem
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.device import SimDevice
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Link, Seen
 from hetmem.runtime.bindings import Bindings
-from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
-from tests.runtime.lazy_device import Event, LazyDevice, LazyStreams
+from tests.runtime.harness import PLACEMENTS, Recipe, Tower, budget, pair, token_batches, train_both
+from tests.runtime.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -83,3 +85,54 @@ def test_a_copy_comes_after_the_last_use_of_its_slot(
     plain, managed = pair(Tower, placement, tmp_path, mixed_precision=mixed, device=device, sanitize=False)
     train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed))
     assert device.streams.ordered > 10
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(placement: str, tmp_path: Path) -> None:
+    """24 KiB of 96 go to other things, 3 % to what an allocator wastes, so 4 slots of 16 KiB are left."""
+    device = UnwatchedDevice(24 * 1024)
+    room = budget(
+        placement, tmp_path, device="96KiB", device_chunks=None, host="80KiB" if placement == "nvme" else "8MiB"
+    )
+    plain, managed = pair(Tower, room, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    train_both(plain, managed, token_batches(6), Recipe(steps=6))
+    peak = hetmem.report(managed).to_dict()["tiers"]["device"]
+    assert 3 * 16384 <= peak["chunk_peak_bytes"] <= 4 * 16384
+    assert device.pools[0].held_bytes() + device.non_model_bytes <= 96 * 1024
+
+
+def short_of_memory(x: torch.Tensor, failures: list[int]) -> torch.Tensor:
+    """An operator that finds no memory as often as `failures` is long, and tells what it asked for."""
+    if torch.overrides.has_torch_function_unary(x):
+        result: torch.Tensor = torch.overrides.handle_torch_function(short_of_memory, (x,), x, failures)
+        return result
+    if failures:
+        failures.pop()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return x * 2
+
+
+class Short(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.failures: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return short_of_memory(self.tower(x), self.failures)
+
+
+def test_an_operator_without_memory_gets_that_of_idle_chunks_and_runs_again(tmp_path: Path) -> None:
+    device = UnwatchedDevice(0)
+    room = hetmem.Budget(device="64KiB", host="1MiB", device_chunks="32KiB")
+    managed = hetmem.manage(Short(), room, device=device, chunk_bytes="8KiB")
+    x = torch.ones(2, 32)
+    expected = managed(x)
+    assert device.pools[0].held_bytes() > 0
+    managed.failures = [1]
+    assert torch.equal(managed(x), expected)
+    managed.failures = [1, 1]
+    with pytest.raises(torch.OutOfMemoryError):
+        managed(x)
+    assert managed.failures == []
+    assert torch.equal(managed(x), expected)

@@ -1,0 +1,190 @@
+"""A CUDA GPU behind the interface of the simulated one: torch's allocator, and two streams of its own for copies.
+
+Needs torch with CUDA and nothing else. Importing it starts nothing; making a `CudaDevice` starts the driver.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hetmem.errors import ManageError
+from hetmem.memory.device import POISON, DevicePool
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.streams import StreamCopier
+from hetmem.memory.transfer import Copier, Finished, Link, Seen
+from hetmem.memory.views import Memory, elements
+from hetmem.units import format_size, parse_size
+
+
+class CudaDevice:
+    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's.
+
+    Raises `ManageError` if torch sees no GPU, or not this one.
+    """
+
+    watched = False
+    SHARE = 0.9
+    """Without a budget: this share of the memory that is free now."""
+
+    def __init__(self, index: int | None = None, memory: int | str | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ManageError(
+                "torch sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must list the GPU), or "
+                "use device='sim'"
+            )
+        index = torch.cuda.current_device() if index is None else index
+        if index >= torch.cuda.device_count():
+            raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
+        self.torch_device = torch.device("cuda", index)
+        self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
+
+    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
+        """Slots that take memory when they are first used."""
+        return CudaPool(slot_bytes, slots, self.torch_device)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Zeroed memory of the GPU."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def available_bytes(self) -> int:
+        """Nine tenths of what is free."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return int(free * self.SHARE)
+
+    def pin(self, host: Mapping) -> Callable[[], None]:
+        """Register `host` with the driver (1 to 2 GB/s), exactly as long as it is. Returns what undoes it.
+
+        Where that is refused (a limit of locked memory, a container), copies still work, several times slower.
+        """
+        cudart: Any = torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(host.address, host.nbytes, 0))
+        if error:
+            warnings.warn(
+                f"the driver refused to page-lock {format_size(host.nbytes)} of host memory (CUDA error {error}): "
+                f"copies to and from the GPU will be several times slower. Raise the limit (ulimit -l unlimited; in a "
+                f"container --ulimit memlock=-1), or lower Budget(host=…)",
+                stacklevel=2,
+            )
+            return lambda: None
+        return lambda: cudart.cudaHostUnregister(host.address)
+
+    def peak_bytes(self) -> int:
+        """The most that torch's allocator had handed out at one time since the last call."""
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return peak
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        """A stream for each direction."""
+        return StreamCopier(CudaStreams(self.torch_device), seen, finished)
+
+
+class CudaPool:
+    """Slots from torch's allocator, each taken when a chunk first comes to lie there and kept from then on.
+
+    All of it is allocated on the stream of compute, so memory that was given back is safe for compute to reuse, and
+    memory that was just taken may still be read by compute that was asked for earlier.
+    """
+
+    def __init__(self, slot_bytes: int, slots: int, device: torch.device) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self._device = device
+        self._memory: dict[int, torch.Tensor] = {}
+
+    def held_bytes(self) -> int:
+        """Of all slots that were used and not given back."""
+        return sum(memory.numel() for memory in self._memory.values())
+
+    def prepare(self, slot: int, nbytes: int) -> bool:
+        """Take memory for `nbytes` from `slot` on, unless it is there; what was there with another length goes."""
+        span = -(-nbytes // self.slot_bytes)
+        have = self._memory.get(slot)
+        if have is not None and have.numel() == span * self.slot_bytes:
+            return False
+        for first, memory in list(self._memory.items()):
+            if first < slot + span and slot < first + memory.numel() // self.slot_bytes:
+                del self._memory[first]
+        self._memory[slot] = torch.empty(span * self.slot_bytes, dtype=torch.uint8, device=self._device)
+        return True
+
+    def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
+        """A tensor over what `prepare` took at `slot`."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device=self._device)
+        return elements(self._memory[slot], dtype, numel, offset_elements * dtype.itemsize)
+
+    def poison(self, slot: int, span: int) -> None:
+        """Fill with `POISON`, on the stream of compute."""
+        self._memory[slot].fill_(POISON)
+
+    def give_back(self, free: list[int], keep: int) -> None:
+        """To torch's allocator."""
+        excess = self.held_bytes() // self.slot_bytes - keep
+        unused = set(free)
+        for slot in sorted(self._memory, reverse=True):
+            span = self._memory[slot].numel() // self.slot_bytes
+            if excess > 0 and unused.issuperset(range(slot, slot + span)):
+                del self._memory[slot]
+                excess -= span
+
+    def holds(self, address: int) -> bool:
+        """Whether `address` lies in a slot."""
+        return any(0 <= address - memory.data_ptr() < memory.numel() for memory in self._memory.values())
+
+
+class CudaStreams:
+    """`Streams` of a GPU: a stream for each direction; compute is whatever stream is current when it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {link: torch.cuda.Stream(device) for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record(torch.cuda.current_stream(device))
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def enqueue(
+        self, link: Link, after: Sequence[Any], work: Callable[[], None]
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """`work` must ask for nothing that waits for the host."""
+        stream = self._streams[link]
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            start.record(stream)
+            work()
+            end.record(stream)
+        return start, end
+
+    def order_compute(self, event: torch.cuda.Event) -> None:
+        """The current stream waits; the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def passed(self, event: torch.cuda.Event) -> bool:
+        """Ask the driver."""
+        return bool(event.query())
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Block the host."""
+        event.synchronize()
+
+    def when(self, event: torch.cuda.Event) -> float:
+        """From the time that lies between the first event and this one on the GPU."""
+        milliseconds: float = self._base.elapsed_time(event)
+        return self._base_seconds + milliseconds / 1e3
