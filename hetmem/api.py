@@ -147,7 +147,13 @@ def release(module: torch.nn.Module) -> None:
                 parameter = managed_parameter.parameter
                 gradient = parameter.grad
                 parameter.grad = None
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+                parameter.data = _in_host_memory(parameter.data)
                 if gradient is not None:
-                    parameter.grad = gradient.clone(memory_format=torch.preserve_format)
+                    parameter.grad = _in_host_memory(gradient)
+            for buffer in module.buffers():
+                buffer.data = buffer.data.cpu()
         runtime.close()
+
+
+def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True, memory_format=torch.preserve_format)

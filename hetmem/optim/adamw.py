@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.transfer import Link
-from hetmem.optim.kernels import AdamWStep, adamw
+from hetmem.optim.kernels import AdamWStep, adamw, adamw_on_device
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
@@ -230,6 +230,9 @@ class _Step:
         self, chunk: Chunk, updates: list[tuple[ManagedParameter, dict[str, Any]]], opened: dict[Role, torch.Tensor]
     ) -> None:
         runtime = self._runtime
+        if opened[Role.PARAM].device.type != "cpu":
+            self._update_on_device(updates, opened)
+            return
         copy = runtime.traffic.device_copy(chunk)
         in_pass = copy is not None and chunk.compute_dtype is not chunk.dtype
         in_pass = in_pass and runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE)
@@ -253,6 +256,27 @@ class _Step:
                 runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, lambda: None, chunk.compute_nbytes)
             else:
                 runtime.traffic.renew_device_copy(chunk)
+
+    def _update_on_device(
+        self, updates: list[tuple[ManagedParameter, dict[str, Any]]], opened: dict[Role, torch.Tensor]
+    ) -> None:
+        """Homes and gradients are on the GPU: all parameters of one group and age together."""
+        together: dict[AdamWStep, list[tuple[torch.Tensor, ...]]] = {}
+        for managed, group in updates:
+            state = self._state_of(managed)
+            state["step"] += 1
+            gradient = managed.parameter.grad
+            assert gradient is not None
+            tensors = (
+                managed.part(opened[Role.PARAM]),
+                _flat(gradient, managed),
+                managed.part(opened[Role.EXP_AVG]),
+                managed.part(opened[Role.EXP_AVG_SQ]),
+            )
+            together.setdefault(_hyper_parameters(group, int(state["step"].item())), []).append(tensors)
+        for hyper, tensors_of in together.items():
+            params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*tensors_of, strict=True))
+            adamw_on_device(hyper, params, grads, exp_avgs, exp_avg_sqs)
 
     def _state_of(self, managed: ManagedParameter) -> dict[str, Any]:
         state: dict[str, Any] = self._state[managed.parameter]
@@ -297,6 +321,6 @@ def _flat(gradient: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
     """A gradient that the user set, in the order in which the parameter's elements lie in memory."""
     if gradient.stride() == managed.stride and gradient.dtype == managed.chunk.dtype:
         return torch.as_strided(gradient, (managed.numel,), (1,))
-    ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype)
+    ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
     ordered.as_strided(managed.shape, managed.stride).copy_(gradient)
     return ordered

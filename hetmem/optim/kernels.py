@@ -83,6 +83,22 @@ def adamw(
         _adamw_torch(step, *(tensor[body:] for tensor in tensors))
 
 
+def adamw_on_device(
+    step: AdamWStep,
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+) -> None:
+    """`adamw` of tensors on a GPU, in a few launches, with the bits of `torch.optim.AdamW(fused=True)` there."""
+    steps = [torch.full((), float(step.step), dtype=torch.float32, device=params[0].device)] * len(params)
+    torch._fused_adamw_(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps,
+        lr=step.lr, beta1=step.beta1, beta2=step.beta2, weight_decay=step.weight_decay, eps=step.eps,
+        amsgrad=False, maximize=step.maximize,
+    )  # fmt: skip
+
+
 def kernel_name() -> str:
     """What updates float32 parameters here: "numba", or "torch" and why. Compiles the kernel if that is still due."""
     loop = _verified_loop(torch.float32, torch.float32, None)

@@ -72,7 +72,7 @@ class Writes:
         mine = slice(managed.offset, managed.offset + managed.numel, step)
         for tier in (Tier.DEVICE, Tier.HOST):
             if residency.state(home.block, tier) is CopyState.VALID:
-                copy = self._traffic.copy_in(managed.chunk, tier, residency.slot(home.block, tier))[mine]
+                copy = self._traffic.copy_in(managed.chunk, tier, residency.slot(home.block, tier))[mine].cpu()
                 if not _same_bits(copy, managed.chunk.flat(Role.PARAM)[mine].to(copy.dtype)):
                     return True
         return False
