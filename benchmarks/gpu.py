@@ -1,0 +1,331 @@
+"""What a GPU shows: link rates, the managed step against plain torch with all, half and a tenth of the memory, and the
+largest GPT that trains here.
+
+    python -m benchmarks.gpu [--only rates,resident,streamed,largest] [--largest 10.3] [--directory benchmarks/results]
+
+Writes gpu-<name>-<date>.json and .md with device, driver, versions and commit. Every part runs in a process of its own,
+so one that fails leaves the others' numbers. Ratios are of medians within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+ROOT = Path(__file__).parents[1]
+GIB = 1 << 30
+SECONDS = {"rates": 40, "resident": 60, "streamed": 100, "largest": 260}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT with tied embeddings; every block is recomputed in backward."""
+
+    def __init__(self, width: int, depth: int, context: int = 1024, vocabulary: int = 50304) -> None:
+        super().__init__()
+        self.context = context
+        self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 128)) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def parameters_of(width: int, depth: int) -> int:
+    return sum(p.numel() for p in _on_meta(width, depth).parameters())
+
+
+def _on_meta(width: int, depth: int) -> GPT:
+    with torch.device("meta"):
+        return GPT(width, depth)
+
+
+def tokens(batch: int, context: int = 1024) -> torch.Tensor:
+    return torch.randint(0, 50304, (batch, context), device="cuda")
+
+
+def timed(step: Callable[[], Any], rounds: int, warm_up: int = 2) -> list[float]:
+    """Seconds of each of `rounds` steps, the GPU's work included."""
+    seconds = []
+    for index in range(warm_up + rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        if index >= warm_up:
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------------
+
+
+def rates() -> dict[str, Any]:
+    """GB/s of a registered mapping to the GPU and back, alone and together, and of copies on the GPU."""
+    from hetmem.memory.cuda import CudaDevice
+    from hetmem.memory.mapping import Mapping
+
+    nbytes = 1 << 30
+    host = Mapping(2 * nbytes)
+    unpin = CudaDevice().pin(host)
+    up = torch.frombuffer(host.buffer(0, nbytes), dtype=torch.uint8)
+    down = torch.frombuffer(host.buffer(nbytes, nbytes), dtype=torch.uint8)
+    one, other = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def both() -> None:
+        with torch.cuda.stream(streams[0]):
+            one.copy_(up, non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            down.copy_(other, non_blocking=True)
+
+    work: dict[str, tuple[Callable[[], Any], int]] = {
+        "host to device": (lambda: one.copy_(up, non_blocking=True), nbytes),
+        "device to host": (lambda: down.copy_(other, non_blocking=True), nbytes),
+        "both at once, sum": (both, 2 * nbytes),
+        "device to device, read + write": (lambda: one.copy_(other), 2 * nbytes),
+    }
+    found = {name: moved / statistics.median(timed(step, 20)) / 1e9 for name, (step, moved) in work.items()}
+    unpin()
+    return {"GB/s": found}
+
+
+def resident() -> dict[str, Any]:
+    """Everything on the GPU, float32 with TF32 products: managed against plain, rounds in turn."""
+    import hetmem
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    batch = tokens(4)
+    steps = []
+    for managed in (False, True):
+        torch.manual_seed(0)
+        model: Any = GPT(1024, 12)
+        if managed:
+            hetmem.manage(model, hetmem.Budget(device="40GiB", host="1GiB"), device="cuda")
+            optimizer: Any = hetmem.AdamW(model.parameters(), lr=1e-4)
+        else:
+            model.cuda()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        steps.append(_training_step(model, optimizer, batch))
+    plain, ours = [], []
+    for _ in range(5):
+        plain += timed(steps[0], 3)
+        ours += timed(steps[1], 3)
+    return {
+        "plain ms": 1e3 * statistics.median(plain),
+        "managed ms": 1e3 * statistics.median(ours),
+        "ratio": statistics.median(ours) / statistics.median(plain),
+    }
+
+
+def streamed() -> dict[str, Any]:
+    """A GPT of 0.9 B parameters in bfloat16 with float32 masters in host memory, with less and less device memory."""
+    import hetmem
+
+    batch = tokens(8)
+    rows = []
+    count = parameters_of(2048, 16)
+    compute = _compute_alone(batch)
+    torch.cuda.empty_cache()
+    weights = 2 * count
+    for name, share in (("all weights", 1.2), ("half", 0.5), ("a tenth", 0.1)):
+        torch.manual_seed(0)
+        model: Any = GPT(2048, 16)
+        budget = hetmem.Budget(device="60GiB", host="24GiB", device_chunks=int(share * weights))
+        hetmem.manage(model, budget, device="cuda", mixed_precision=torch.bfloat16)
+        optimizer = hetmem.AdamW(model.parameters(), lr=1e-4)
+        seconds = timed(_training_step(model, optimizer, batch), 5)
+        report = hetmem.report(model).to_dict()
+        rows.append(
+            {
+                "weights on the device": name,
+                "step ms": 1e3 * statistics.median(seconds),
+                "of forward and backward alone": statistics.median(seconds) / compute,
+                "links": report["links"],
+                "stall_seconds": report["stall_seconds"],
+                "faults": report["faults"],
+                "step": report.get("step"),
+            }
+        )
+        hetmem.release(model)
+        del model, optimizer
+        torch.cuda.empty_cache()
+    return {"parameters": count, "forward and backward alone ms": 1e3 * compute, "rows": rows}
+
+
+def _compute_alone(batch: torch.Tensor) -> float:
+    plain = GPT(2048, 16).cuda().bfloat16()
+    return statistics.median(timed(lambda: plain(batch).backward(), 5))
+
+
+def largest(billions: float, host: str, nvme: str) -> dict[str, Any]:
+    """The largest GPT that this machine holds, three steps of it."""
+    import hetmem
+
+    width = 6144
+    depth = max(1, round((billions * 1e9 - 51328 * width) / (12 * width * width)))
+    count = parameters_of(width, depth)
+    with tempfile.TemporaryDirectory() as directory:
+        start = time.perf_counter()
+        budget = hetmem.Budget(host=host, nvme=nvme, nvme_dir=directory)
+
+        @hetmem.managed(budget, device="cuda", mixed_precision=torch.bfloat16)
+        class Large(GPT):
+            pass
+
+        with (
+            mock.patch.object(nn.Linear, "reset_parameters", _fill),
+            mock.patch.object(nn.Embedding, "reset_parameters", _fill),
+        ):
+            model = Large(width, depth)
+        optimizer = hetmem.AdamW(model.parameters(), lr=1e-5)
+        built = time.perf_counter() - start
+        batch = tokens(8)
+        step = _training_step(model, optimizer, batch)
+        seconds, losses = [], []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            losses.append(float(step()))
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        report = hetmem.report(model).to_dict()
+        return {
+            "parameters": count,
+            "seconds to build": built,
+            "seconds of each step": seconds,
+            "losses": losses,
+            "tokens/s": batch.numel() / min(seconds[1:]),
+            "tiers": report["tiers"],
+            "step": report.get("step"),
+        }
+
+
+def _fill(module: nn.Module) -> None:
+    """Normal noise at the speed of memory: torch's own takes a minute for ten billion numbers."""
+    noise = torch.randn(1 << 20) * 0.02
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            flat = parameter.view(-1)
+            for start in range(0, flat.numel(), noise.numel()):
+                part = flat[start : start + noise.numel()]
+                part.copy_(noise[: part.numel()])
+
+
+def _training_step(model: Any, optimizer: Any, batch: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+# ---- running and writing --------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    def said(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "device memory GiB": torch.cuda.get_device_properties(0).total_memory / GIB,
+        "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "commit": said("git", "rev-parse", "HEAD"),
+        "date": datetime.date.today().isoformat(),
+        "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    lines = [f"# {found['environment']['device']}", ""]
+    lines += [f"- {name}: {value}" for name, value in found["environment"].items()]
+    for part in SECONDS:
+        if part in found:
+            lines += ["", f"## {part}", "", "```json", json.dumps(found[part], indent=2), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SECONDS), help="parts, separated by commas")
+    parser.add_argument("--part", help="run this part here and print its result (for the parts' processes)")
+    parser.add_argument("--largest", type=float, default=10.3, help="billions of parameters")
+    parser.add_argument("--host", default="104GiB")
+    parser.add_argument("--nvme", default="52GiB")
+    parser.add_argument("--directory", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("torch sees no GPU here: nothing was measured", file=sys.stderr)
+        return 1
+    if options.part:
+        run = {"rates": rates, "resident": resident, "streamed": streamed}
+        arguments = () if options.part in run else (options.largest, options.host, options.nvme)
+        print("RESULT " + json.dumps(run.get(options.part, largest)(*arguments)))
+        return 0
+    found: dict[str, Any] = {"environment": environment()}
+    for part in options.only.split(","):
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--largest", str(options.largest)]
+        command += ["--host", options.host, "--nvme", options.nvme]
+        try:
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=SECONDS[part], check=False, cwd=ROOT
+            )
+            results = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+            found[part] = json.loads(results[-1][7:]) if results else {"failed": ended.stderr[-2000:]}
+        except subprocess.TimeoutExpired:
+            found[part] = {"failed": f"longer than {SECONDS[part]} s"}
+        print(f"{part}: {json.dumps(found[part])[:600]}", flush=True)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    name = found["environment"]["device"].replace(" ", "-")
+    target = options.directory / f"gpu-{name}-{found['environment']['date']}"
+    target.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
+    target.with_suffix(".md").write_text(markdown(found))
+    return 0 if all("failed" not in found[part] for part in options.only.split(",")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""A managed model on a real GPU: the bits of plain torch and the budget's peak in one test, and races built to be lost.
+
+The reference computes on the GPU too; where homes are in host memory it updates there, as hetmem does. `make gpu` runs
+this.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product: the same bits each time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hetmem
+from hetmem.memory.cuda import CudaDevice, CudaStreams
+from hetmem.memory.streams import StreamCopier
+from hetmem.memory.transfer import Copier, Finished, Link, Seen
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
+MIB = 1 << 20
+LONG = 50_000_000  # cycles that a stream sleeps: some 30 ms
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Weights of 33 MiB at width 512. Only operators whose backward gives the same bits each time."""
+
+    def __init__(self, width: int = 512, depth: int = 4, *, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.first = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.register_buffer("scale", torch.full((1,), 2))
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.scale
+        for block in self.blocks:
+            x = block(x) if self.checkpointing is None else checkpoint(block, x, use_reentrant=self.checkpointing)
+        return self.last(x).float().square().mean()
+
+
+class Reference:
+    """Plain torch: compute on the GPU in `dtype`, float32 masters and `torch.optim.AdamW(fused=True)` on `where`."""
+
+    def __init__(self, build: Callable[[], nn.Module], dtype: torch.dtype, where: str) -> None:
+        torch.manual_seed(0)
+        self.masters = build().to(where)
+        torch.manual_seed(0)
+        self.twin = build().cuda().to(dtype)
+        self.dtype = dtype
+        self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+    def step(self, batches: Sequence[torch.Tensor], clip: float | None) -> list[torch.Tensor]:
+        losses = []
+        self.optimizer.zero_grad()
+        for batch in batches:
+            with torch.no_grad():
+                for master, copied in zip(self.masters.parameters(), self.twin.parameters(), strict=True):
+                    copied.copy_(master)
+            loss = self.twin(batch.to(self.dtype))
+            loss.backward()
+            losses.append(loss.detach())
+            for master, copied in zip(self.masters.parameters(), self.twin.parameters(), strict=True):
+                arrived = copied.grad.float().to(master.device)
+                master.grad = arrived if master.grad is None else master.grad + arrived
+                copied.grad = None
+        if clip is not None:
+            nn.utils.clip_grad_norm_(self.masters.parameters(), clip)
+        self.optimizer.step()
+        return losses
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 64, generator=generator).cuda() for _ in range(count)]
+
+
+def train_both(
+    build: Callable[[], nn.Module], budget: hetmem.Budget, *, mixed: torch.dtype | None, where: str, **options: Any
+) -> nn.Module:
+    """Three steps of two micro-batches beside the reference; every loss and every weight must have its bits."""
+    reference = Reference(build, mixed or torch.float32, where)
+    torch.manual_seed(0)
+    options.setdefault("device", "cuda")
+    managed = hetmem.manage(build(), budget, mixed_precision=mixed, **options)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
+    for _ in range(3):
+        pair = batches(2)
+        expected = reference.step(pair, 0.05)
+        optimizer.zero_grad()
+        losses = []
+        for batch in pair:
+            loss = managed(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(managed.parameters(), 0.05)
+        optimizer.step()
+        assert all(torch.equal(one, other) for one, other in zip(losses, expected, strict=True))
+        for (name, ours), theirs in zip(managed.named_parameters(), reference.masters.parameters(), strict=True):
+            assert torch.equal(ours.detach().cpu(), theirs.detach().cpu()), f"{name} differs"
+    return managed
+
+
+@pytest.fixture(autouse=True)
+def _same_bits_each_time() -> Any:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_streaming_has_the_bits_of_torch_within_the_budget(
+    placement: str, checkpointing: bool | None, mixed: torch.dtype | None, tmp_path: Any
+) -> None:
+    """Numerics and peak in one test: 24 MiB of device for 33 MiB of weights and 132 of states."""
+    torch.cuda.empty_cache()
+    build = lambda: Model(checkpointing=checkpointing)  # noqa: E731
+    reference_bytes = torch.cuda.memory_allocated()
+    room: dict[str, Any] = {"device": 24 * MIB, "host": "1GiB"}
+    if placement == "nvme":
+        room |= {"host": "96MiB", "nvme": "1GiB", "nvme_dir": tmp_path}
+    managed = train_both(build, hetmem.Budget(**room), mixed=mixed, where="cpu", chunk_bytes="4MiB")
+    report = hetmem.report(managed).to_dict()
+    assert report["tiers"]["device"]["peak_bytes"] <= 24 * MIB
+    assert report["evictions"] > 0
+    assert (report["tiers"]["nvme"]["peak_bytes"] > 0) == (placement == "nvme")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    managed(batches(1)[0]).backward()
+    chunks = report["tiers"]["device"]["chunk_peak_bytes"]
+    assert torch.cuda.max_memory_allocated() - before + chunks <= 24 * MIB + reference_bytes + 8 * MIB
+    hetmem.release(managed)
+
+
+def test_a_model_that_fits_stays_on_the_gpu_and_has_the_bits_of_torch() -> None:
+    managed = train_both(Model, hetmem.Budget(device="1GiB", host="64MiB"), mixed=None, where="cuda")
+    assert all(parameter.is_cuda for parameter in managed.parameters())
+    assert hetmem.report(managed).to_dict()["links"]["host_to_device"]["bytes"] == 0
+    hetmem.release(managed)
+    assert not any(tensor.is_cuda for tensor in (*managed.parameters(), *managed.buffers()))
+
+
+class SleepyStreams(CudaStreams):
+    """Every copy is late by as long as the whole step computes."""
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Any, Any]:
+        def late() -> None:
+            torch.cuda._sleep(LONG)
+            work()
+
+        return super().enqueue(link, after, late)
+
+
+class LateCopies(CudaDevice):
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        return StreamCopier(SleepyStreams(self.torch_device), seen, finished)
+
+
+class SlowModel(Model):
+    """Compute is late instead: it sleeps before every block, so copies run far ahead of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(4 * LONG)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_copies_that_are_late_are_waited_for(mixed: torch.dtype | None) -> None:
+    budget = hetmem.Budget(device=24 * MIB, host="1GiB")
+    train_both(Model, budget, mixed=mixed, where="cpu", chunk_bytes="4MiB", device=LateCopies(), sanitize=True)
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_copies_never_overtake_compute_that_is_late(mixed: torch.dtype | None) -> None:
+    budget = hetmem.Budget(device=24 * MIB, host="1GiB")
+    train_both(SlowModel, budget, mixed=mixed, where="cpu", chunk_bytes="4MiB", sanitize=True)
+
+
+def test_weights_say_they_are_on_the_gpu_while_the_model_runs_and_at_home_else() -> None:
+    seen = []
+
+    class Asks(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((self.first.weight.device.type, self.first.weight.is_cuda, next(self.parameters()).device.type))
+            return super().forward(x)
+
+    managed = hetmem.manage(Asks(), hetmem.Budget(device=24 * MIB, host="1GiB"), device="cuda", chunk_bytes="4MiB")
+    managed(batches(1)[0])
+    assert seen == [("cuda", True, "cuda")]
+    assert managed.first.weight.device.type == "cpu"
+
+
+def test_a_user_may_write_to_weights_between_steps() -> None:
+    managed = hetmem.manage(Model(), hetmem.Budget(device=24 * MIB, host="1GiB"), device="cuda", chunk_bytes="4MiB")
+    x = batches(1)[0]
+    before = managed(x).item()
+    with torch.no_grad():
+        managed.last.weight.mul_(2)
+        managed.last.bias.mul_(2)
+    assert managed(x).item() == pytest.approx(4 * before, rel=1e-5)
+    managed.last.weight.data.mul_(0)
+    managed.last.bias.data.mul_(0)
+    assert managed(x).item() == 0
