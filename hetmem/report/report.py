@@ -1,27 +1,36 @@
-"""What a managed module did so far, as numbers, text and JSON. Only reads; changes nothing and keeps nothing."""
+"""What a managed module did so far, as numbers: `report(model)` reads, `MemoryReport` shows and saves.
+
+It only observes: nothing of the module changes, and a report keeps nothing of it alive.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hetmem.memory.chunk import Role
+from hetmem.memory.chunk import Chunk, Role
 from hetmem.plan.trace import Tier
+from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
+from hetmem.report.step import step_section
+from hetmem.report.text import table
+from hetmem.report.timeline import BlockFacts, timeline_section
+from hetmem.report.window import Window, last_window
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
-from hetmem.units import format_size
 
-SCHEMA_VERSION = 1
+_NAMES_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """A snapshot. `str()` is a table; `to_dict()` is what `.json` holds (bytes and seconds, schema in the keys)."""
+    """A snapshot. `str()` is a table; `to_dict()` is what `.json` holds: bytes, seconds, microseconds (docs/report.md)."""
 
     data: dict[str, Any]
 
@@ -31,88 +40,133 @@ class MemoryReport:
         return copy
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to `path`, whose ending says how: ".json". Raises ValueError for another ending."""
-        target = Path(path)
-        if target.suffix != ".json":
-            raise ValueError(f"a report can be saved as .json, got {target.name!r}")
-        target.write_text(json.dumps(self.data, indent=2) + "\n")
+        """Write the report to `path`, whose ending says how: ".json", ".html" (one page that needs nothing else) or
+        ".trace.json" (for Perfetto and chrome://tracing).
+
+        The file appears whole or not at all. Raises ValueError for another ending, with nothing written.
+        """
+        save(self.data, Path(path))
 
     def __str__(self) -> str:
-        data = self.data
-        lines = ["tier      peak         of budget    used now", "-" * 46]
-        for name, tier in data["tiers"].items():
-            share = f"{tier['peak_bytes'] / tier['capacity_bytes']:8.1%}" if tier["capacity_bytes"] else "       -"
-            used = format_size(tier["used_bytes"])
-            lines.append(f"{name:8}  {format_size(tier['peak_bytes']):>11}  {share}     {used:>11}")
-        lines += ["", "link              moved        busy", "-" * 38]
-        for name, link in data["links"].items():
-            lines.append(f"{name:16}  {format_size(link['bytes']):>10}  {link['seconds']:7.2f} s")
-        waste = f"{data['chunk_waste']:.1%}"
-        lines += [
-            "",
-            f"{data['steps']} steps; {data['fetches']} fetches, {data['evictions']} evictions, {data['faults']} faults"
-            f" on the device and {data['staging_faults']} in staging, {data['stall_seconds']:.2f} s stalled",
-            f"{data['chunks']} chunks of {format_size(data['chunk_bytes'])}, {waste} of them unused; "
-            f"{data['bytes_per_parameter']:.1f} bytes per parameter on host and NVMe",
-        ]
-        return "\n".join(lines)
+        return table(self.data)
 
 
 def report(model: torch.nn.Module) -> MemoryReport:
     """What `model`, a managed module, did so far. Raises `ManageError` if it is not managed."""
     runtime = registry.of_module(model).runtime
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
+    layout, tiers = runtime.memory.layout, _tiers(runtime)
+    window = last_window(runtime.events)
+    whole = window is not None and window.covers == "step"
+    parameters = sum(parameter.numel for parameter in runtime.parameters)
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": type(model).__name__,
+        "parameters": parameters,
+        "steps": statistics.steps,
+        "tiers": tiers,
+        "links": {
+            link.value: {"bytes": use.bytes, "seconds": use.seconds}
+            for link, use in runtime.traffic.engine.links().items()
+        },
+        "fetches": sum(counts.fetches.values()),
+        "evictions": sum(counts.evictions.values()),
+        "faults": counts.faults[Tier.DEVICE],
+        "staging_faults": counts.faults[Tier.HOST],
+        "stall_seconds": statistics.stall_seconds,
+        "chunks": len(runtime.chunks),
+        "chunk_bytes": layout.chunk_elements * _widest(runtime),
+        "chunk_waste": layout.waste,
+        "bytes_per_parameter": _home_bytes(runtime.chunks) / max(1, parameters),
+        "missing": _missing(runtime, window),
+        "step": step_section(window, tiers) if window is not None and whole else None,
+        "timeline": _timeline(runtime, window) if window is not None else None,
+    }
+    return MemoryReport(data)
+
+
+def _missing(runtime: Runtime, window: Window | None) -> list[str]:
+    """What this report cannot show yet, and why, in sentences."""
+    missing = []
+    if window is None:
+        missing.append("Nothing ran yet: call the model, then ask again.")
+    elif window.covers == "forward":
+        done = "one optimizer step was" if runtime.statistics.steps == 1 else "no two steps of hetmem.AdamW were"
+        missing.append(
+            f"No whole training step was seen, so there are no terms of its time: {done} taken, and a step lasts from "
+            f"the end of one to the end of the next. The timeline shows the last forward and what followed."
+        )
+    if window is not None:
+        if not runtime.memory.streams:
+            missing.append("Every chunk has its home on the device: nothing moves, and no moments are recorded.")
+        if window.forgotten:
+            missing.append(f"The log has forgotten the beginning of the window: {', '.join(window.forgotten)}.")
+    return missing
+
+
+def _timeline(runtime: Runtime, window: Window) -> dict[str, Any]:
+    residency = runtime.traffic.residency
+    present = (frozenset(residency.resident(Tier.DEVICE)), frozenset(residency.resident(Tier.HOST)))
+    return timeline_section(window, _block_facts(runtime), present)
+
+
+def _block_facts(runtime: Runtime) -> list[BlockFacts]:
+    """What each block of the residency is, in the order of their numbers."""
     memory = runtime.memory
-    return MemoryReport(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "tiers": _tiers(runtime),
-            "links": {
-                link.value: {"bytes": use.bytes, "seconds": use.seconds}
-                for link, use in runtime.traffic.engine.links().items()
-            },
-            "fetches": sum(counts.fetches.values()),
-            "evictions": sum(counts.evictions.values()),
-            "faults": counts.faults[Tier.DEVICE],
-            "staging_faults": counts.faults[Tier.HOST],
-            "stall_seconds": statistics.stall_seconds,
-            "steps": statistics.steps,
-            "chunks": len(runtime.chunks),
-            "chunk_bytes": memory.layout.chunk_elements * max(chunk.dtype.itemsize for chunk in runtime.chunks),
-            "chunk_waste": memory.layout.waste,
-            "bytes_per_parameter": _home_bytes(runtime) / max(1, sum(p.numel for p in runtime.parameters)),
-            "parameters": sum(parameter.numel for parameter in runtime.parameters),
-        }
-    )
+    facts: dict[int, BlockFacts] = {}
+    for chunk in runtime.chunks:
+        names = [managed.name for managed in chunk.parameters]
+        shown = (*names[:_NAMES_SHOWN], *([f"… {len(names)} in all"] if len(names) > _NAMES_SHOWN else []))
+        span = chunk.spec.span
+        tier_bytes = (span * memory.device_pool.slot_bytes, span * memory.host_pool.slot_bytes)
+        for role, home in chunk.homes.items():
+            if home.block is not None:
+                where = home.tier.name.lower()
+                facts[home.block] = BlockFacts(chunk.spec.index, role.value, where, chunk.nbytes, tier_bytes, shown)
+    return [facts[block] for block in sorted(facts)]
 
 
-def _home_bytes(runtime: Runtime, *tiers: Tier) -> int:
-    return sum(
-        chunk.nbytes
-        for chunk in runtime.chunks
-        for role in Role
-        if role in chunk.homes and (not tiers or chunk.homes[role].tier in tiers)
-    )
+def _home_bytes(chunks: list[Chunk]) -> int:
+    return sum(chunk.nbytes for chunk in chunks for role in Role if role in chunk.homes)
 
 
-def _tiers(runtime: Runtime) -> dict[str, dict[str, int]]:
+def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
+    """Bytes that homes take on `tier`."""
+    taken: Counter[str] = Counter()
+    for chunk in chunks:
+        for role, home in chunk.homes.items():
+            if home.tier is tier:
+                taken[role.value] += chunk.home_nbytes
+    return dict(taken)
+
+
+def _widest(runtime: Runtime) -> int:
+    return max((chunk.dtype.itemsize for chunk in runtime.chunks), default=0)
+
+
+def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
     memory, statistics = runtime.memory, runtime.statistics
     nvme = memory.store.reserved_bytes if memory.store else 0
-    return {
-        "device": {
-            "capacity_bytes": memory.device_bytes,
-            "peak_bytes": max(statistics.device_peak_bytes, runtime.chunk_bytes()),
-            "used_bytes": runtime.chunk_bytes(),
-            "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.chunk_bytes()),
-            "non_model_peak_bytes": statistics.non_model_peak_bytes,
-        },
-        "host": {
-            "capacity_bytes": memory.host_pool.capacity_bytes,
-            "peak_bytes": memory.host_pool.reserved_bytes,
-            "used_bytes": memory.host_pool.reserved_bytes,
-            "staging_bytes": memory.staging_slots
-            * memory.layout.chunk_elements
-            * max(chunk.dtype.itemsize for chunk in runtime.chunks),
-        },
+    device = {
+        "capacity_bytes": memory.device_bytes,
+        "peak_bytes": max(statistics.device_peak_bytes, runtime.chunk_bytes()),
+        "used_bytes": runtime.chunk_bytes(),
+        "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.chunk_bytes()),
+        "non_model_peak_bytes": statistics.non_model_peak_bytes,
+    }
+    host = {
+        "capacity_bytes": memory.host_pool.capacity_bytes,
+        "peak_bytes": memory.host_pool.reserved_bytes,
+        "used_bytes": memory.host_pool.reserved_bytes,
+        "staging_bytes": memory.staging_slots * memory.host_pool.slot_bytes,
+    }
+    tiers: dict[str, dict[str, Any]] = {
+        "device": device,
+        "host": host,
         "nvme": {"capacity_bytes": memory.nvme_bytes, "peak_bytes": nvme, "used_bytes": nvme},
     }
+    for tier in Tier:
+        tiers[tier.name.lower()]["homes"] = _homes_by_role(runtime.chunks, tier)
+    return tiers
