@@ -232,10 +232,12 @@ class _Step:
         runtime = self._runtime
         if opened[Role.PARAM].device.type != "cpu":
             self._update_on_device(updates, opened)
+            runtime.traffic.renew_device_copy(chunk)
             return
         copy = runtime.traffic.device_copy(chunk)
+        here = chunk.homes[Role.PARAM].tier is Tier.DEVICE
         in_pass = copy is not None and chunk.compute_dtype is not chunk.dtype
-        in_pass = in_pass and runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE)
+        in_pass = in_pass and (here or runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
         for managed, group in updates:
             state = self._state_of(managed)
             state["step"] += 1
@@ -253,7 +255,8 @@ class _Step:
             )
         if copy is not None:
             if in_pass and len(updates) == len(chunk.parameters):
-                runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, lambda: None, chunk.compute_nbytes)
+                if not here:
+                    runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, lambda: None, chunk.compute_nbytes)
             else:
                 runtime.traffic.renew_device_copy(chunk)
 

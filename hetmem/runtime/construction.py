@@ -51,6 +51,7 @@ class Memory:
     staging_slots: int
     mixed_precision: torch.dtype | None
     unpin: Callable[[], None]
+    resident: bool
     device_home_bytes: int = 0
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -61,14 +62,14 @@ class Memory:
 
     @property
     def streams(self) -> bool:
-        """Whether chunks move at all; False if every home is on the device."""
-        return self.device_home_bytes == 0
+        """Whether operators see copies; False if every home is on the device in the dtype that computes."""
+        return not self.resident or self.mixed_precision is not None
 
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
         sizes = [chunk.home_nbytes for chunk in chunks]
-        if not self.streams or self._all_on_device(role):
+        if self.resident:
             for chunk in chunks:
                 memory = self.device.allocate(chunk.home_nbytes)
                 chunk.homes[role] = Home(Tier.DEVICE, memory)
@@ -89,16 +90,16 @@ class Memory:
             if tier is Tier.HOST:
                 chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes))
 
-    def _all_on_device(self, role: Role) -> bool:
-        return role is Role.PARAM and self.device_pool.slots == 0
-
     def block(self, chunk: Chunk, role: Role) -> Block:
-        """What the residency has to know of `role` of `chunk`."""
-        return Block(chunk.label(role), chunk.homes[role].tier, chunk.spec.span)
+        """What the residency has to know of `role` of `chunk`. A copy in 16 bits is as far from a home on the device
+        as from one in host memory: one step."""
+        home = chunk.homes[role].tier
+        return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, chunk.spec.span)
 
     def device_slots(self, non_model_bytes: int) -> int:
         """How many slots chunks may take while everything else takes `non_model_bytes`."""
         room = min(self.device_chunk_bytes, self.device_bytes - non_model_bytes - self._fragments())
+        room -= self.device_home_bytes
         return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
 
     def _fragments(self) -> int:
@@ -165,18 +166,19 @@ def build_memory(
     specs = [ParameterSpec(n, p.numel(), f"{p.dtype} {p.requires_grad}", p.itemsize) for n, p in parameters.items()]
     itemsize = max(p.itemsize for p in parameters.values())
     compute_itemsize = max(dtype.itemsize for dtype in compute.values())
-    states = sum(p.numel() * p.itemsize * (4 if p.requires_grad else 1) for p in parameters.values())
-    resident = mixed_precision is None and fits_device(states, device_bytes, limits.device_chunk_bytes)
     upper = largest_chunk_elements(chunk_cap, host_bytes, compute_itemsize, itemsize, limits.nvme_bytes > 0)
     elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
     layout = build_layout(specs, elements)
     slot_bytes = elements * compute_itemsize
-    if not resident:
-        _check_device(layout, slot_bytes, chunk_cap, specs)
     chunks = _chunks(layout, list(parameters.values()), list(compute.values()))
     trainable = {index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad}
     padded = sum(chunk.home_nbytes * (4 if trainable & set(chunk.spec.parameters) else 1) for chunk in chunks)
+    copies = _slots(layout) * slot_bytes if mixed_precision else 0
+    resident = fits_device(padded + copies, device_bytes, limits.device_chunk_bytes)
+    if not resident:
+        _check_device(layout, slot_bytes, chunk_cap, specs)
     with_nvme = limits.nvme_bytes > 0 and not resident and padded > host_bytes
+    slots_on_device = copies // slot_bytes if resident else min(chunk_cap // slot_bytes, _slots(layout))
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if with_nvme else None
     try:
         host_pool, slots = _open_host(layout, host_bytes, elements * itemsize, store)
@@ -186,14 +188,15 @@ def build_memory(
             device,
             device_bytes,
             chunk_cap,
-            device.pool(slot_bytes, 0 if resident else min(chunk_cap // slot_bytes, _total_slots(layout))),
+            device.pool(slot_bytes, slots_on_device),
             host_pool,
             store,
             limits.nvme_bytes,
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
             slots,
             mixed_precision,
-            device.pin(host_pool.mapping),
+            _nothing if resident else device.pin(host_pool.mapping),
+            resident,
         )
         memory.reserve(memory.chunks, Role.PARAM)
     except BaseException:
@@ -210,8 +213,13 @@ def _compute_dtype(dtype: torch.dtype, mixed_precision: torch.dtype | None) -> t
     return mixed_precision if mixed_precision is not None and dtype is torch.float32 else dtype
 
 
-def _total_slots(layout: Layout) -> int:
+def _slots(layout: Layout) -> int:
+    """One for each chunk's copy."""
     return sum(chunk.span for chunk in layout.chunks)
+
+
+def _nothing() -> None:
+    """Host memory that no copy uses is not pinned."""
 
 
 def _device_bytes(limits: Limits, device: Device) -> int:

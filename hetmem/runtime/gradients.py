@@ -79,7 +79,8 @@ class GradientSink:
             gradient = managed.parameter.grad
             if gradient is None or gradient is managed.grad_home or gradient.layout is not torch.strided:
                 continue
-            if self.runtime.memory.is_home_address(gradient.untyped_storage().data_ptr()):
+            memory, address = self.runtime.memory, gradient.untyped_storage().data_ptr()
+            if memory.is_home_address(address) or memory.is_device_address(address):
                 managed.parameter.grad = gradient.clone()
 
     def finish(self) -> None:
@@ -116,7 +117,7 @@ class GradientSink:
             if foreign:
                 assert previous is not None
                 target.copy_(previous)
-            self.runtime.traffic.send_gradient(_Accumulate(target, arrived, add=previous is not None), nbytes)
+            self.runtime.traffic.send_gradient(home, _Accumulate(target, arrived, add=previous is not None), nbytes)
             return
         target = self._open(managed, adds=previous is managed.grad_home)
         try:
@@ -124,7 +125,7 @@ class GradientSink:
                 assert previous is not None
                 target.copy_(previous)
             work = _Accumulate(target, arrived, add=previous is not None)
-            self.runtime.traffic.send_home(work, nbytes)
+            self.runtime.traffic.send_home(home, work, nbytes)
         finally:
             self.runtime.traffic.close_role(chunk, Role.GRAD, dirty=True)
 

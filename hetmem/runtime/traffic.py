@@ -68,9 +68,9 @@ class Traffic:
     # ---- homes -------------------------------------------------------------------------------------------------
 
     def register_home(self, chunk: Chunk, role: Role) -> None:
-        """Let the residency know the home of `role`, unless it is on the device, where it stays."""
+        """Let the residency know the home of `role`, unless operators see the home itself."""
         home = chunk.homes[role]
-        if home.tier is not Tier.DEVICE:
+        if self._memory.streams:
             home.block = self.residency.add(self._memory.block(chunk, role))
             self._chunk_of_block[home.block] = (chunk, role)
 
@@ -205,14 +205,20 @@ class Traffic:
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
-    def send_home(self, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes `nbytes` from the device home, here and now."""
-        self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+    def send_home(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
+        if home.tier is Tier.DEVICE:
+            work()
+        else:
+            self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
-    def send_gradient(self, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes a gradient of `nbytes` home. Small ones go at once, others behind the backward."""
+    def send_gradient(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes a gradient of `nbytes` to `home`: a small one at once, others behind the backward."""
+        if home.tier is Tier.DEVICE:
+            work()
+            return
         if nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST):
-            self.send_home(work, nbytes)
+            self.send_home(home, work, nbytes)
             return
         self._gradients += 1
         self.engine.copy(_GRADIENT, Link.DEVICE_TO_HOST, work, nbytes)
@@ -320,13 +326,16 @@ class Traffic:
     def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
         chunk, _ = self._chunk_of_block[command.block]
         home = chunk.homes[Role.PARAM]
-        if home.tier is Tier.HOST:
+        if home.tier is not Tier.NVME:
             source = chunk.flat(Role.PARAM)
         else:
             source = self.copy_in(chunk, Tier.HOST, self.residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.copy_in(chunk, Tier.DEVICE, command.slot)
-        if now and self.engine.unlimited(Link.HOST_TO_DEVICE):
+        if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
+            copy_over(target, source)
+            self.execute(self.residency.done(command))
+        elif now and self.engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()
             self.engine.copy_now(Link.HOST_TO_DEVICE, partial(copy_over, target, source), chunk.nbytes, command)
             self._stalled(start)

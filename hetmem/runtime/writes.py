@@ -73,7 +73,7 @@ class Writes:
         for tier in (Tier.DEVICE, Tier.HOST):
             if residency.state(home.block, tier) is CopyState.VALID:
                 copy = self._traffic.copy_in(managed.chunk, tier, residency.slot(home.block, tier))[mine].cpu()
-                if not _same_bits(copy, managed.chunk.flat(Role.PARAM)[mine].to(copy.dtype)):
+                if not _same_bits(copy, managed.chunk.flat(Role.PARAM)[mine].to(copy)):
                     return True
         return False
 
@@ -90,7 +90,8 @@ class Writes:
         """An operator changed the device copy: write it home now."""
         assert managed.device is not None
         source, home = managed.device, managed.home
-        self._traffic.send_home(lambda: _copy_changes(home, source), home.nbytes)
+        where = managed.chunk.homes[Role.PARAM]
+        self._traffic.send_home(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
         block = param_block(managed)
         if self._traffic.residency.state(block, Tier.HOST) is not None:

@@ -53,8 +53,9 @@ def test_training_equals_torch_in_every_placement(
     recipe = Recipe(accumulation=accumulation, clip=0.05, mixed=mixed, groups=two_groups)
     train_both(plain, managed, token_batches(recipe.steps * accumulation), recipe)
     assert (homes(managed)["nvme"] > 0) == (placement == "nvme")
-    if placement == "resident" and mixed is None:
+    if placement == "resident":
         assert homes(managed)["host"] == 0
+        assert not any(link["bytes"] for link in hetmem.report(managed).to_dict()["links"].values())
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
