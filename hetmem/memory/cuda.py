@@ -5,6 +5,7 @@ Needs torch with CUDA and nothing else. Importing it starts nothing; making a `C
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Link, Seen
 from hetmem.memory.views import Memory, elements
 from hetmem.units import format_size, parse_size
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
+_REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
 
 
 class CudaDevice:
@@ -55,9 +59,9 @@ class CudaDevice:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def available_bytes(self) -> int:
-        """Nine tenths of what is free."""
+        """Nine tenths of what is free or torch's allocator already has: the budget is this process's."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return int(free * self.SHARE)
+        return int((free + torch.cuda.memory_reserved(self.torch_device)) * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
         """Register `host` with the driver (1 to 2 GB/s), exactly as long as it is. Returns what undoes it.
@@ -65,8 +69,11 @@ class CudaDevice:
         Where that is refused (a limit of locked memory, a container), copies still work, several times slower.
         """
         cudart: Any = torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(host.address, host.nbytes, 0))
+        with torch.cuda.device(self.torch_device):
+            error = int(cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE))
         if error:
+            with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
+                torch.zeros(1, device=self.torch_device)
             warnings.warn(
                 f"the driver refused to page-lock {format_size(host.nbytes)} of host memory (CUDA error {error}): "
                 f"copies to and from the GPU will be several times slower. Raise the limit (ulimit -l unlimited; in a "
@@ -185,6 +192,9 @@ class CudaStreams:
         event.synchronize()
 
     def when(self, event: torch.cuda.Event) -> float:
-        """From the time that lies between the first event and this one on the GPU."""
+        """From the time that lies between an earlier event and this one on the GPU."""
         milliseconds: float = self._base.elapsed_time(event)
-        return self._base_seconds + milliseconds / 1e3
+        seconds = self._base_seconds + milliseconds / 1e3
+        if milliseconds > _REBASE_MILLISECONDS:
+            self._base, self._base_seconds = event, seconds
+        return seconds

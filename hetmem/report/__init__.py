@@ -1,1 +1,1 @@
-"""What a managed module did: an event log and counters -> text, JSON, one HTML page, a trace for Perfetto. Only reads."""
+"""What a managed module did: the event log and counters -> text, JSON, an HTML page, a trace. Only reads."""

@@ -30,7 +30,7 @@ _NAMES_SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """A snapshot. `str()` is a table; `to_dict()` is what `.json` holds: bytes, seconds, microseconds (docs/report.md)."""
+    """A snapshot. `str()` is a table; `to_dict()` is what `.json` holds (its schema is in docs/report.md)."""
 
     data: dict[str, Any]
 
