@@ -71,6 +71,11 @@ class Budget:
         return tuple(Path(directory) for directory in self.nvme_dir)
 
 
+def kernel_cache_directory() -> Path:
+    """Where compiled kernels are kept: below XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetmem" / "kernels"
+
+
 def _free_bytes(directory: Path) -> int:
     """Nine tenths of what is free in `directory`; 0 if it cannot be asked (the store then says why)."""
     try:

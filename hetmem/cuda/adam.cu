@@ -1,0 +1,60 @@
+// AdamW on float32 state, bit for bit the host's kernel (hetmem.optim.kernels): one pass that may emit a 16-bit copy.
+//
+// State may lie on the device or in mapped host memory: each byte is read once and written once, streaming.
+#include "floats.cuh"
+
+// As the host prepares them, each rounded once from fp64; hetmem/cuda/adam.py names them in this order.
+struct Scalars {
+    float sign, decay, lerp, beta2, square, bias, eps, negative_step;
+};
+
+__device__ inline void adamw_element(const Scalars& s, float& p, float g, float& m, float& v) {
+    g = s.sign * g;
+    m = __fmaf_rn(s.lerp, g - m, s.lerp > 0 ? m : g);
+    v = __fmaf_rn(s.square * g, g, s.beta2 * v);
+    p = p * s.decay + __fdiv_rn(s.negative_step * m, __fdiv_rn(__fsqrt_rn(v), s.bias) + s.eps);
+}
+
+struct NoCopy {
+    typedef u16 Bits;
+    static __device__ inline void write(Bits*, int, const float (&)[GROUP]) {}
+};
+
+template <class To>
+struct Copy {
+    typedef typename To::Bits Bits;
+    static __device__ inline void write(Bits* to, int count, const float (&x)[GROUP]) { write_group<To>(to, count, x); }
+};
+
+template <class Gradient, class Output>
+__device__ inline void adamw(i64 numel, u32* param, const typename Gradient::Bits* grad, u32* exp_avg, u32* exp_avg_sq,
+                             typename Output::Bits* copy, const Scalars& scalars) {
+    i64 step = (i64)gridDim.x * THREADS * GROUP;
+    for (i64 at = ((i64)blockIdx.x * THREADS + threadIdx.x) * GROUP; at < numel; at += step) {
+        int count = (int)min((i64)GROUP, numel - at);
+        float p[GROUP], g[GROUP], m[GROUP], v[GROUP];
+        read_group<f32>(param + at, count, p);
+        read_group<Gradient>(grad + at, count, g);
+        read_group<f32>(exp_avg + at, count, m);
+        read_group<f32>(exp_avg_sq + at, count, v);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) adamw_element(scalars, p[i], g[i], m[i], v[i]);
+        write_group<f32>(param + at, count, p);
+        write_group<f32>(exp_avg + at, count, m);
+        write_group<f32>(exp_avg_sq + at, count, v);
+        Output::write(copy + at, count, p);
+    }
+}
+
+#define ADAMW(Gradient, name, Output)                                                                              \
+    KERNEL adamw_##Gradient##_##name(i64 numel, u32* param, const Gradient::Bits* grad, u32* exp_avg,                 \
+                                  u32* exp_avg_sq, Output::Bits* copy, float sign, float decay, float lerp,        \
+                                  float beta2, float square, float bias, float eps, float negative_step) {         \
+        Scalars scalars = {sign, decay, lerp, beta2, square, bias, eps, negative_step};                            \
+        adamw<Gradient, Output>(numel, param, grad, exp_avg, exp_avg_sq, copy, scalars);                           \
+    }
+#define ADAMWS(Gradient) ADAMW(Gradient, none, NoCopy) ADAMW(Gradient, bf16, Copy<bf16>) ADAMW(Gradient, f16, Copy<f16>)
+
+ADAMWS(f32)
+ADAMWS(bf16)
+ADAMWS(f16)

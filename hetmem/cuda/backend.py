@@ -1,0 +1,163 @@
+"""Where the kernels run: CuPy on a GPU, or torch in their stead, and which of the two is here and why.
+
+It compiles, keeps and launches kernels by name; it does not know what any of them computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hetmem.config import kernel_cache_directory
+from hetmem.cuda import nvrtc
+
+THREADS = 256
+"""Threads of every block; floats.cuh says the same."""
+
+GROUP_ELEMENTS = 8
+"""Elements a thread handles at a time; floats.cuh says the same."""
+
+HEADERS = ("floats.cuh",)
+_SOURCES = Path(__file__).parent
+
+
+class Backend(Protocol):
+    """What a launcher needs. `native` is False where nothing can be launched and torch must do the work."""
+
+    name: str
+    reason: str
+    native: bool
+
+    def address(self, tensor: torch.Tensor, what: str) -> np.uint64:
+        """Where the device finds the tensor's memory. Raises ValueError if it cannot reach it."""
+        ...
+
+    def launch(
+        self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: torch.cuda.Stream | None
+    ) -> None:
+        """Start `kernel` of `source` on `stream` (None: torch's current one). Returns at once."""
+        ...
+
+
+class TorchBackend:
+    """No kernels here: the launchers call the torch reference, which gives the same results more slowly."""
+
+    name = "torch"
+    native = False
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def address(self, tensor: torch.Tensor, what: str) -> np.uint64:
+        address: np.uint64 = np.uint64(tensor.data_ptr())
+        return address
+
+    def launch(
+        self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: torch.cuda.Stream | None
+    ) -> None:
+        raise AssertionError(f"{kernel} was to be launched without a GPU: {self.reason}")
+
+
+class CupyBackend:
+    """Kernels compiled by NVRTC at first use, kept in `cache_directory`, loaded and launched by CuPy.
+
+    A launch allocates nothing and never waits for the device. May be used from several threads.
+    """
+
+    name = "cupy"
+    native = True
+
+    def __init__(self, cache_directory: Path, reason: str = "") -> None:
+        import cupy
+
+        self.reason = reason or f"CuPy {cupy.__version__}"
+        self._cupy: Any = cupy
+        self._cache_directory = cache_directory
+        self._kernels: dict[tuple[int, str, str], Any] = {}
+
+    def address(self, tensor: torch.Tensor, what: str) -> np.uint64:
+        if tensor.device.type != "cuda" and not tensor.is_pinned():
+            raise ValueError(f"{what} must be on the GPU or in pinned memory, got unpinned memory on {tensor.device}")
+        address: np.uint64 = np.uint64(tensor.data_ptr())
+        return address
+
+    def launch(
+        self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: torch.cuda.Stream | None
+    ) -> None:
+        stream = torch.cuda.current_stream() if stream is None else stream
+        with torch.cuda.device(stream.device), self._external(stream):
+            self._kernel(stream.device.index, source, kernel)((blocks,), (THREADS,), tuple(arguments))
+
+    def _external(self, stream: torch.cuda.Stream) -> Any:
+        """The torch stream as CuPy knows it, made anew each time: it holds no reference that could outlive torch's."""
+        kind = self._cupy.cuda.Stream
+        if hasattr(kind, "from_external") and hasattr(stream, "__cuda_stream__"):  # CuPy 14, torch with the protocol
+            return kind.from_external(stream)
+        return self._cupy.cuda.ExternalStream(stream.cuda_stream, stream.device.index)
+
+    def _kernel(self, device: int, source: str, kernel: str) -> Any:
+        key = device, source, kernel
+        found = self._kernels.get(key)
+        if found is None:
+            capability = torch.cuda.get_device_capability(device)
+            path = compiled(source, nvrtc.target(10 * capability[0] + capability[1]), self._cache_directory)
+            found = self._kernels[key] = self._cupy.RawModule(path=str(path)).get_function(kernel)
+        return found
+
+
+def compiled(source: str, architecture: str, cache_directory: Path) -> Path:
+    """The file with the machine code of `source`, compiled unless the same text, options and compiler left it there."""
+    text = (_SOURCES / source).read_text(encoding="utf-8")
+    headers = {name: (_SOURCES / name).read_text(encoding="utf-8") for name in HEADERS}
+    identity = repr((text, sorted(headers.items()), architecture, nvrtc.OPTIONS, nvrtc.version()))
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    suffix = "ptx" if architecture.startswith("compute_") else "cubin"
+    path = cache_directory / f"{Path(source).stem}-{architecture}-{digest}.{suffix}"
+    if not path.exists():
+        code, _ = nvrtc.compile_source(text, source, headers, architecture)
+        path = _write(path, code)
+    return path
+
+
+def _write(path: Path, code: bytes) -> Path:
+    """Write a file that is whole or absent; into a directory of its own where the cache cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError:
+        path = Path(tempfile.mkdtemp(prefix="hetmem-kernels-")) / path.name
+        handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    return path
+
+
+@cache
+def backend(cache_directory: Path | None = None) -> Backend:
+    """The kernels' home in this process: CuPy where a GPU, CuPy and NVRTC are at hand, else torch; `.reason` says why.
+
+    `cache_directory`: where compiled kernels are kept, by default what `hetmem.config` says.
+    """
+    if not torch.cuda.is_available():
+        return TorchBackend("torch sees no GPU")
+    try:
+        home = CupyBackend(cache_directory or kernel_cache_directory())
+        nvrtc.library()
+    except (ImportError, nvrtc.CompileError) as error:
+        return TorchBackend(f"{type(error).__name__}: {error}")
+    return home

@@ -1,0 +1,39 @@
+"""What the launchers refuse: the message says what it was about, what was expected and what was got."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""The dtypes of the kernels, by the name that floats.cuh gives them."""
+
+MOST_BLOCKS = 2048
+"""Eight blocks of 256 threads are what a multiprocessor holds: enough for 256 of them."""
+
+
+def check_flat(tensor: torch.Tensor, what: str, dtypes: Collection[torch.dtype], numel: int) -> None:
+    """Refuse anything but contiguous memory of one of `dtypes` with at least `numel` elements."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{what}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what}: expected contiguous memory, got {tuple(tensor.shape)}, strides {tensor.stride()}")
+    if tensor.numel() < numel:
+        raise ValueError(f"{what}: expected at least {numel} elements, got {tensor.numel()}")
+
+
+def check_aligned(tensor: torch.Tensor, what: str, nbytes: int) -> None:
+    """Refuse memory that does not start at a multiple of `nbytes`."""
+    if tensor.data_ptr() % nbytes != 0:
+        raise ValueError(
+            f"{what}: expected an address that is a multiple of {nbytes} bytes, got {tensor.data_ptr():#x}, "
+            f"{tensor.data_ptr() % nbytes} bytes after one"
+        )
+
+
+def check_blocks(blocks: int | None, work: int) -> int:
+    """The grid: `blocks` if given, else one block per item of work, up to what any device can hold at once."""
+    if blocks is not None and blocks < 1:
+        raise ValueError(f"blocks: expected at least 1, got {blocks}")
+    return min(work, MOST_BLOCKS if blocks is None else blocks)

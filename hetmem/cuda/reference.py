@@ -1,0 +1,154 @@
+"""Each kernel once more in torch: the same results on any device, bit for bit (a NaN is a NaN of any payload).
+
+The tests compare the kernels with these; without a GPU or CuPy the launchers run them. Tensors may lie on different
+devices; the work is done where the source is, and may wait for the host. They do not check their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS
+from hetmem.cuda.segments import Segments
+
+BLOCK_ELEMENTS = 256
+"""Elements that share a scale; quantise.cu says the same."""
+
+PART_ELEMENTS = 1 << 20
+"""What AdamW computes at a time: its temporaries take some 80 bytes an element."""
+
+LARGEST = {"snorm8": 127.0, "unorm8": 255.0, "unorm16": 65535.0, "e4m3": 448.0}
+
+
+def cast(segments: Segments, source: torch.Tensor, destination: torch.Tensor) -> None:
+    """`hetmem.cuda.cast.cast`."""
+    for start, place, count in segments.runs:
+        destination[place : place + count].copy_(source[start : start + count])
+
+
+def gradient_out(
+    segments: Segments,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    partials: torch.Tensor,
+    scale: float,
+    add: bool,
+) -> None:
+    """`hetmem.cuda.gradient.gradient_out`, with the kernel's order of additions."""
+    factor = float(np.float32(scale))
+    for index, (start, place, count) in enumerate(segments.tiles):
+        old = destination[place : place + count]
+        new = source[start : start + count].float() * factor
+        written = (old.to(new) + new if add else new).to(old.dtype)
+        old.copy_(written)
+        partials[index] = _tile_sum(written.double().square())
+
+
+def _tile_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum as a block makes it: each thread's groups of eight one after the other, then the threads as a tree."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % (THREADS * GROUP_ELEMENTS)))
+    sums = padded.new_zeros(THREADS)
+    for row in padded.view(-1, THREADS, GROUP_ELEMENTS):
+        for element in row.unbind(1):
+            sums = sums + element
+    return _tree_sum(sums)
+
+
+def _tree_sum(sums: torch.Tensor) -> torch.Tensor:
+    while sums.numel() > 1:
+        low, high = sums.chunk(2)
+        sums = low + high
+    return sums[0]
+
+
+def sum_partials(partials: torch.Tensor, total: torch.Tensor, not_finite: torch.Tensor) -> None:
+    """`hetmem.cuda.gradient.sum_partials`."""
+    padded = torch.nn.functional.pad(partials, (0, -partials.numel() % THREADS))
+    sums = padded.new_zeros(THREADS)
+    for row in padded.view(-1, THREADS):
+        sums = sums + row
+    total[0] = _tree_sum(sums)
+    not_finite[0] = (~total[0].isfinite()).int()
+
+
+def adamw(
+    scalars: Sequence[np.float32],
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    compute_copy: torch.Tensor | None,
+) -> None:
+    """`hetmem.cuda.adam.adamw`."""
+    sign, decay, lerp, beta2, square, bias, eps, negative_step = map(float, scalars)
+    for start in range(0, param.numel(), PART_ELEMENTS):
+        part = slice(start, start + PART_ELEMENTS)
+        g = sign * grad[part].float()
+        p, m, v = (state[part].to(g.device) for state in (param, exp_avg, exp_avg_sq))
+        m = _fma(torch.full_like(g, lerp), g - m, m if lerp > 0 else g)
+        v = _fma(square * g, g, beta2 * v)
+        root = v.double().sqrt().float()  # rounded once; torch's own float32 root is off by a bit on some CPUs
+        p = p * decay + (negative_step * m) / (_over(root, bias) + eps)
+        for state, new in ((param, p), (exp_avg, m), (exp_avg_sq, v), (compute_copy, p)):
+            if state is not None:
+                state[part].copy_(new)
+
+
+def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded once: by a scalar torch multiplies with the rounded reciprocal on some devices."""
+    return x / torch.full_like(x, divisor)
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c in float32, rounded once.
+
+    In float64 the product is exact; the sum is rounded to odd there (Boldo and Melquiond, 2008), so that rounding it
+    once more to float32 gives the correctly rounded result.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)  # Knuth's two-sum: total + error is exact
+    bits = total.view(torch.int64)
+    inexact = (error != 0) & total.isfinite() & (bits & 1 == 0)
+    away = (error > 0) == (total > 0)  # the exact sum lies further from zero than total
+    return torch.where(inexact, bits + torch.where(away, 1, -1), bits).view(torch.float64).float()
+
+
+def quantise(form: str, source: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """`hetmem.cuda.quantise.quantise`."""
+    numel, largest = source.numel(), LARGEST[form]
+    x = torch.nn.functional.pad(source, (0, -numel % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
+    if form.startswith("unorm"):
+        x = torch.where(x < 0, 0.0, x)
+    greatest = x.abs().amax(dim=1) if numel else x.new_zeros(0)
+    scale = torch.where(greatest.isfinite(), _over(greatest, largest), torch.nan)
+    scales[: scale.numel()] = scale
+    usable = (scale > 0)[:, None]
+    ratio = torch.where(usable, x / torch.where(usable, scale[:, None], 1.0), 0.0)
+    if form == "e4m3":
+        code = ratio.clamp(-largest, largest)
+    else:
+        least = torch.where(usable & (x > 0), 1.0, 0.0) if form.startswith("unorm") else torch.full_like(x, -largest)
+        code = torch.maximum(ratio.round().clamp(max=largest), least)
+    codes[:numel] = code.flatten()[:numel].to(torch.int32 if form != "e4m3" else torch.float32).to(codes.dtype)
+
+
+def dequantise(form: str, destination: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """`hetmem.cuda.quantise.dequantise`."""
+    numel = destination.numel()
+    scale = scales[: -(-numel // BLOCK_ELEMENTS)].repeat_interleave(BLOCK_ELEMENTS)[:numel]
+    destination.copy_(codes[:numel].float() * scale.to(codes.device))
+
+
+def gather_rows(table: torch.Tensor, indices: torch.Tensor, destination: torch.Tensor) -> None:
+    """`hetmem.cuda.gather.gather_rows`."""
+    known = (indices >= 0) & (indices < table.shape[0])
+    if table.shape[0] == 0:
+        destination.fill_(torch.nan)
+        return
+    rows = table[torch.where(known, indices, 0).to(table.device)].to(destination)
+    destination.copy_(torch.where(known.to(destination.device)[:, None], rows, torch.nan))

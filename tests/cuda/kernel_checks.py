@@ -1,0 +1,343 @@
+"""What the kernels must do, as checks that take a place to run: g++ on the CPU, a sanitised build, or a GPU.
+
+Each runs launchers and compares with torch, and sees that nothing beside the destination was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hetmem.cuda import reference
+from hetmem.cuda.adam import adamw
+from hetmem.cuda.cast import CASTS, cast
+from hetmem.cuda.gather import GATHERS, gather_rows
+from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out, sum_partials
+from hetmem.cuda.quantise import Format, dequantise, quantise, scales_numel
+from hetmem.cuda.segments import TILE_ELEMENTS, Segments
+from hetmem.optim import kernels
+from tests.cuda.vectors import BITS, HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
+
+# ---- Casts. ----
+
+
+def check_cast_numbers(place: Place) -> None:
+    for source_dtype, dtype in sorted(CASTS, key=str):
+        data = numbers(source_dtype, place.thorough)
+        source, destination = place.buffer(data), place.buffer(torch.zeros(data.numel(), dtype=dtype))
+        cast(place.backend, Segments([(0, 0, data.numel())], place.device), source.view, destination.view)
+        place.synchronize()
+        assert_same(destination.result(), data.to(dtype), f"{source_dtype} to {dtype}")
+
+
+def check_cast_layouts(place: Place) -> None:
+    for source_dtype, dtype in sorted(CASTS, key=str):
+        for name, runs in RUNS.items():
+            for source_shift, shift in ((0, 0), (1, 0), (0, 3), (5, 5)):
+                segments = Segments(runs, place.device)
+                source = place.buffer(ordinary(segments.source_numel, source_dtype), source_shift)
+                destination = place.buffer(torch.full((segments.destination_numel,), 7.0, dtype=dtype), shift)
+                expected = destination.result().clone()
+                for start, there, count in runs:
+                    expected[there : there + count] = source.result()[start : start + count].to(dtype)
+                cast(place.backend, segments, source.view, destination.view, blocks=3)
+                place.synchronize()
+                assert_same(destination.result(), expected, f"{name}, {source_dtype} to {dtype}")
+
+
+# ---- Gradient out. ----
+
+
+def run_gradient(
+    place: Place, runs: list[tuple[int, int, int]], data: torch.Tensor, old: torch.Tensor, scale: float, write: Write
+) -> None:
+    """The launcher gives the reference's bits: destination, partials, total and verdict."""
+    segments = Segments(runs, place.device)
+    source, destination = place.buffer(data), place.buffer(old, pinned=True)
+    partials = place.buffer(torch.full((len(segments.tiles),), 7.0, dtype=torch.float64))
+    total = place.buffer(torch.full((1,), 7.0, dtype=torch.float64), pinned=True)
+    not_finite = place.buffer(torch.full((1,), 7, dtype=torch.int32), pinned=True)
+    gradient_out(
+        place.backend, segments, source.view, destination.view, partials.view, scale=scale, write=write, blocks=2
+    )
+    sum_partials(place.backend, partials.view, total.view, not_finite.view)
+    place.synchronize()
+
+    expected, sums = old.clone(), torch.empty(len(segments.tiles), dtype=torch.float64)
+    reference.gradient_out(segments, data, expected, sums, scale, write is Write.ADD)
+    what = f"{data.dtype} to {old.dtype}, {write}, scale {scale}"
+    assert_same(destination.result(), expected, what)
+    assert_same(partials.result(), sums, f"partials, {what}")
+    sum_expected, verdict = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int32)
+    reference.sum_partials(sums, sum_expected, verdict)
+    assert_same(total.result(), sum_expected, f"total, {what}")
+    assert_same(not_finite.result(), verdict, f"verdict, {what}")
+
+
+def check_gradient_numbers(place: Place) -> None:
+    for source_dtype, dtype in sorted(GRADIENTS, key=str):
+        data = numbers(source_dtype, thorough=False)
+        old = torch.cat([numbers(dtype, thorough=False)] * 2)[: data.numel()].flip(0)
+        old = torch.nn.functional.pad(old, (0, data.numel() - old.numel()))
+        for write in Write:
+            for scale in (1.0, 1 / 3):
+                run_gradient(place, [(0, 0, data.numel())], data, old, scale, write)
+
+
+def check_gradient_layouts(place: Place) -> None:
+    for source_dtype, dtype in sorted(GRADIENTS, key=str):
+        for index, layout in enumerate(RUNS.values()):
+            write = Write.ADD if (index + (dtype == WIDE) + (source_dtype == WIDE)) % 2 else Write.OVERWRITE
+            runs = layout if place.thorough else layout[::3]
+            shape = Segments(runs, "cpu")
+            data, old = ordinary(shape.source_numel, source_dtype), ordinary(shape.destination_numel, dtype, seed=1)
+            run_gradient(place, runs, data, old, 1 / 128, write)
+
+
+def check_gradient_verdict(place: Place) -> None:
+    """One element that is not finite is seen wherever it lies, also where only the sum or the rounding makes it so."""
+    numel = TILE_ELEMENTS + 21
+    for at in (0, 7, 8, 4095, TILE_ELEMENTS - 1, TILE_ELEMENTS, numel - 1):
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            data = ordinary(numel)
+            data[at] = bad
+            run_gradient(place, [(0, 0, numel)], data, torch.zeros(numel), 1.0, Write.OVERWRITE)
+            assert gradient_verdict(place, data, torch.zeros(numel), 1.0) == 1
+    largest = torch.full((9,), 60000.0)
+    assert gradient_verdict(place, largest, torch.zeros(9, dtype=torch.float16), 1.0) == 0
+    assert gradient_verdict(place, largest, torch.zeros(9, dtype=torch.float16), 2.0) == 1
+    assert gradient_verdict(place, largest, largest.half(), 1.0, Write.ADD) == 1
+    assert gradient_verdict(place, torch.full((9,), 3e38), torch.zeros(9), 1.0) == 0
+    assert gradient_verdict(place, torch.full((9,), 3e38), torch.full((9,), 3e38), 1.0, Write.ADD) == 1
+
+
+def check_sum_partials(place: Place) -> None:
+    for count in (0, 1, 255, 256, 257, 1000, 10_007):
+        data = ordinary(count, torch.float64).square()
+        partials = place.buffer(data)
+        total = place.buffer(torch.zeros(1, dtype=torch.float64), pinned=True)
+        verdict = place.buffer(torch.full((1,), 7, dtype=torch.int32), pinned=True)
+        sum_partials(place.backend, partials.view, total.view, verdict.view)
+        place.synchronize()
+        expected, sound = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int32)
+        reference.sum_partials(data, expected, sound)
+        assert_same(total.result(), expected, f"{count} partials")
+        assert verdict.result().item() == sound.item() == 0
+        torch.testing.assert_close(total.result().sum(), data.sum(), rtol=1e-13, atol=0)
+
+
+def gradient_verdict(
+    place: Place, data: torch.Tensor, old: torch.Tensor, scale: float, write: Write = Write.OVERWRITE
+) -> int:
+    segments = Segments([(0, 0, data.numel())], place.device)
+    source, destination = place.buffer(data), place.buffer(old)
+    partials = place.buffer(torch.zeros(len(segments.tiles), dtype=torch.float64))
+    total, verdict = place.buffer(torch.zeros(1, dtype=torch.float64)), place.buffer(torch.zeros(1, dtype=torch.int32))
+    gradient_out(place.backend, segments, source.view, destination.view, partials.view, scale=scale, write=write)
+    sum_partials(place.backend, partials.view, total.view, verdict.view)
+    place.synchronize()
+    return int(verdict.result())
+
+
+def check_gradient_sum_is_exact_enough_and_the_same_for_every_grid(place: Place) -> None:
+    numel = 5 * TILE_ELEMENTS + 77
+    data = ordinary(numel)
+    segments = Segments([(0, 0, numel)], place.device)
+    seen = set()
+    for blocks in (1, 2, 5, None):
+        for shift in (0, 1, 2):
+            source, destination = place.buffer(data, shift), place.buffer(torch.zeros(numel))
+            partials = place.buffer(torch.zeros(len(segments.tiles), dtype=torch.float64))
+            gradient_out(place.backend, segments, source.view, destination.view, partials.view, blocks=blocks)
+            place.synchronize()
+            seen.add(tuple(partials.result().tolist()))
+    assert len(seen) == 1
+    torch.testing.assert_close(sum(seen.pop()), data.double().square().sum().item(), rtol=1e-13, atol=0)
+
+
+# ---- AdamW. ----
+
+STEPS = {
+    "first": kernels.AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1),
+    "late, to maximize": kernels.AdamWStep(3e-4, 0.9, 0.95, 1e-8, 0.1, step=1000, maximize=True),
+    "from the other end": kernels.AdamWStep(lr=0.1, beta1=0.3, beta2=0.5, eps=1e-3, weight_decay=0.0, step=7),
+}
+
+
+def check_adamw(place: Place) -> None:
+    for name, step in STEPS.items():
+        for grad_dtype in (WIDE, *HALVES):
+            for copy_dtype in (None, *HALVES):
+                for numel, shifts in (
+                    (2048 + 8, (0, 0, 0, 0, 0)),
+                    (1 + 3 * 2048, (1, 2, 3, 0, 5)),
+                    (5, (0,) * 5),
+                    (0, (0,) * 5),
+                ):
+                    what = f"{name}, {grad_dtype}, {copy_dtype}, {numel}"
+                    run_adamw(place, kernels._scalars(step), numel, grad_dtype, copy_dtype, shifts, what)
+
+
+def run_adamw(
+    place: Place,
+    scalars: tuple[object, ...],
+    numel: int,
+    grad_dtype: torch.dtype,
+    copy_dtype: torch.dtype | None,
+    shifts: tuple[int, ...],
+    what: str,
+) -> None:
+    param, grad, exp_avg = (ordinary(numel, seed=seed) for seed in range(3))
+    tensors = [param, grad.to(grad_dtype), exp_avg, ordinary(numel, seed=3).square()]
+    edge = torch.tensor([0.0, -0.0, 1e-45, 1e-38, 3e38, torch.inf, torch.nan])
+    for shift, tensor in enumerate(tensors):
+        tensor[shift : shift + 7] = edge[: max(0, numel - shift)].to(tensor.dtype)
+    if copy_dtype is not None:
+        tensors.append(torch.zeros(numel, dtype=copy_dtype))
+    buffers = [place.buffer(tensor, shift, pinned=True) for tensor, shift in zip(tensors, shifts, strict=False)]
+    adamw(place.backend, scalars, *(buffer.view for buffer in buffers), blocks=2)
+    place.synchronize()
+    reference.adamw(scalars, *tensors[:4], tensors[4] if copy_dtype is not None else None)
+    for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=False):
+        assert_same(buffer.result(), expected, f"{what}: {role}")
+
+
+def check_adamw_rounds_a_fused_product_once(place: Place) -> None:
+    """m = 1 + 2**-24 + 2**-60 before it is rounded: by way of float64 it would be the tie, and then 1."""
+    scalars = [1.0, 1.0, 2.0**-48 * (1 + 2.0**-12), 0.5, 0.5, 1.0, 1e-8, -0.1]
+    grad, exp_avg = torch.tensor([2.0**24 - 2**12 + 2] * 9), torch.ones(9)
+    grad[1::2] *= -1
+    exp_avg[1::2] *= -1
+    buffers = [place.buffer(tensor) for tensor in (torch.ones(9), grad, exp_avg, torch.ones(9))]
+    adamw(place.backend, [np.float32(scalar) for scalar in scalars], *(buffer.view for buffer in buffers))
+    place.synchronize()
+    assert_same(buffers[2].result(), exp_avg * (1 + 2.0**-23))
+
+
+def check_adamw_equals_the_host(place: Place) -> None:
+    """Over whole vectors, where the rounding of torch's kernel does not depend on the CPU."""
+    numel = 16 * 500
+    for name, step in STEPS.items():
+        tensors = [ordinary(numel, seed=seed) for seed in range(3)] + [ordinary(numel, seed=3).square()]
+        tensors.append(torch.zeros(numel, dtype=torch.bfloat16))
+        buffers = [place.buffer(tensor) for tensor in tensors]
+        adamw(place.backend, kernels._scalars(step), *(buffer.view for buffer in buffers))
+        place.synchronize()
+        kernels._adamw_torch(step, *tensors)
+        for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=True):
+            assert_same(buffer.result(), expected, f"{name}: {role}")
+
+
+# ---- Quantisation. ----
+
+
+def quantisation_input(form: Format, numel: int) -> torch.Tensor:
+    """Blocks of ordinary numbers, of one value, of zeros, subnormal, huge, with a NaN and with an infinity."""
+    data = ordinary(numel)
+    blocks = data[: numel // 256 * 256].view(-1, 256)
+    for index, change in enumerate((
+        lambda x: x.zero_(),
+        lambda x: x.mul_(1e-42),
+        lambda x: x.fill_(1e-45),
+        lambda x: x.mul_(1e37),
+        lambda x: x[17:18].fill_(torch.nan),
+        lambda x: x[255:].fill_(torch.inf),
+        lambda x: x.copy_(torch.arange(256) - 127.5),  # ties
+        lambda x: x.copy_(torch.arange(256)),
+        lambda x: x.copy_(torch.linspace(0, 448, 256).round(decimals=1)),
+        lambda x: x[3:4].fill_(1e6),
+        lambda x: x.copy_(torch.arange(256) * 2.0**-148),  # the scale rounds to one: codes beyond the largest
+        lambda x: x.neg_(),
+    )):  # fmt: skip
+        if index < len(blocks):
+            change(blocks[index])
+    return (
+        data if form in (Format.SNORM8, Format.E4M3) else torch.where(torch.arange(numel) % 64 == 63, data, data.abs())
+    )
+
+
+def check_quantise(place: Place) -> None:
+    for form in Format:
+        for numel in (0, 1, 7, 255, 256, 257, 2048, 16 * 256 + 131):
+            data = quantisation_input(form, numel)
+            source = place.buffer(data)
+            codes = place.buffer(torch.zeros(numel, dtype=form.dtype))
+            scales = place.buffer(torch.zeros(scales_numel(numel)))
+            values = place.buffer(torch.zeros(numel))
+            quantise(place.backend, form, source.view, codes.view, scales.view, blocks=1)
+            dequantise(place.backend, form, codes.view, scales.view, values.view, blocks=1)
+            place.synchronize()
+            expected = torch.zeros(numel, dtype=form.dtype), torch.zeros(scales_numel(numel)), torch.zeros(numel)
+            reference.quantise(form.value, data, *expected[:2])
+            reference.dequantise(form.value, expected[2], *expected[:2])
+            what = f"{form}, {numel}"
+            assert_same(scales.result(), expected[1], f"scales, {what}")
+            assert_same(
+                codes.result().view(BITS[form.dtype.itemsize]), expected[0].view(BITS[form.dtype.itemsize]), what
+            )
+            assert_same(values.result(), expected[2], f"values, {what}")
+
+
+def check_dequantise_every_code(place: Place) -> None:
+    for form in Format:
+        bits = torch.arange(256 ** min(form.dtype.itemsize, 2), dtype=torch.int32)
+        codes = bits.to(torch.uint8).view(form.dtype) if form.dtype.itemsize == 1 else bits.to(torch.uint16)
+        scale = ordinary(scales_numel(bits.numel()))
+        buffers = place.buffer(codes), place.buffer(scale), place.buffer(torch.zeros(bits.numel()))
+        dequantise(place.backend, form, *(buffer.view for buffer in buffers))
+        place.synchronize()
+        expected = codes.float() * scale.repeat_interleave(256)
+        assert_same(buffers[2].result(), expected, str(form))
+
+
+def check_quantise_keeps_its_promises(place: Place) -> None:
+    """Against the definition, not the reference: half a step of error, nothing positive lost, broken blocks all NaN."""
+    data = ordinary(4096)
+    for form, largest in ((Format.SNORM8, 127), (Format.UNORM8, 255), (Format.UNORM16, 65535), (Format.E4M3, 448)):
+        signed = form in (Format.SNORM8, Format.E4M3)
+        given = data.clone() if signed else data.abs()
+        given[300] = torch.nan
+        buffers = [place.buffer(tensor) for tensor in (given, torch.zeros(4096, dtype=form.dtype), torch.zeros(16))]
+        values = place.buffer(torch.zeros(4096))
+        source, codes, scales = (buffer.view for buffer in buffers)
+        quantise(place.backend, form, source, codes, scales)
+        dequantise(place.backend, form, codes, scales, values.view)
+        place.synchronize()
+        result = values.result()
+        assert result[256:512].isnan().all()
+        sound = torch.cat([torch.arange(256), torch.arange(512, 4096)])
+        got, wanted = result[sound].double(), given[sound].double()
+        step = wanted.view(-1, 256).abs().amax(1, keepdim=True).repeat(1, 256).flatten() / largest
+        if form is Format.E4M3:
+            error = torch.maximum(wanted.abs() / 16, step * 2**-10) * (1 + 1e-6)
+        else:
+            error = torch.where(wanted.abs() < step / 2, step, step / 2) * (1 + 1e-4) if not signed else step * 0.50001
+        assert ((got - wanted).abs() <= error).all(), form
+        assert signed or (got[wanted > 0] > 0).all()
+
+
+# ---- Gathered rows. ----
+
+
+def check_gather(place: Place) -> None:
+    for source_dtype, dtype in sorted(GATHERS, key=str):
+        for rows, width in ((7, 1), (7, 8), (9, 24), (5, 13), (3, 2048), (3, 4104), (4, 0), (1, 33)):
+            table = ordinary(rows * width, source_dtype).view(rows, width)
+            for shift in (0, 1):
+                indices = torch.tensor([0, rows - 1, 0, -1, rows, rows // 2, -(2**62), 2**40])
+                source, which = place.buffer(table.flatten(), shift, pinned=True), place.buffer(indices)
+                destination = place.buffer(torch.zeros(len(indices) * width, dtype=dtype), shift)
+                out = destination.view.view(len(indices), width)
+                gather_rows(place.backend, source.view.view(rows, width), which.view, out, blocks=3)
+                place.synchronize()
+                expected = torch.zeros(len(indices), width, dtype=dtype)
+                reference.gather_rows(table, indices, expected)
+                assert_same(destination.result(), expected.flatten(), f"{source_dtype} to {dtype}, {rows} x {width}")
+                assert expected[3:5].isnan().all()
+
+
+CHECKS: dict[str, Callable[[Place], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}

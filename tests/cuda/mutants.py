@@ -1,0 +1,110 @@
+"""Faults for the kernels, each a change of their text, and the check that must see it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cuda.shim import SOURCES, build
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`before` becomes `after` in `file`; `check` of kernel_checks.py must fail on `source` then."""
+
+    file: str
+    before: str
+    after: str
+    source: str
+    check: str
+
+    def build(self, out: Path, flags: tuple[str, ...]) -> Path:
+        """`source` with the fault in it, as a library in `out`."""
+        folder = out / "sources"
+        shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        text = (folder / self.file).read_text()
+        assert text.count(self.before) == 1, f"{self.file} has {text.count(self.before)} times {self.before!r}"
+        (folder / self.file).write_text(text.replace(self.before, self.after))
+        return build(self.source, out, flags, folder)
+
+
+def _in_floats(before: str, after: str, check: str = "cast_numbers") -> Mutant:
+    return Mutant("floats.cuh", before, after, "cast.cu", check)
+
+
+def _in(source: str, before: str, after: str, check: str) -> Mutant:
+    return Mutant(source, before, after, source, check)
+
+
+WRONG_RESULTS = {
+    "bfloat16 rounds ties away": _in_floats("(bits + 0x7FFF + odd) >> 16", "(bits + 0x8000 + 0 * odd) >> 16"),
+    "bfloat16 truncates": _in_floats("(bits + 0x7FFF + odd) >> 16", "(bits + 0 * odd) >> 16"),
+    "bfloat16 rounds a NaN": _in_floats("is_nan_bits(bits) ? 0x7FC0 : ", ""),
+    "float16 rounds ties away": _in_floats("0xFFF + odd", "0x1000 + 0 * odd"),
+    "float16 overflows late": _in_floats("(127 + 16) << 23", "(127 + 17) << 23"),
+    "float16 forgets the NaN": _in_floats("is_nan_bits(bits) ? 0x7E00 : 0x7C00", "0x7C00"),
+    "float16 forgets subnormals": _in_floats("(127 - 14) << 23", "0"),
+    "float16 forgets the sign": _in_floats("| (bits >> 16 & 0x8000)", ""),
+    "float16 widens infinity to a number": _in_floats("(bits & 0x7C00) == 0x7C00 ? 0x7F800000 : 0", "0"),
+    "a vector for every count": _in_floats("return count == GROUP && ", "return ", "cast_layouts"),
+    "a tail written whole": _in_floats("if (i < count) __stcs", "__stcs", "cast_layouts"),
+    "a tail taken for a group": _in_floats("int n = min(GROUP, count - start);", "int n = GROUP;", "cast_layouts"),
+    "tiles left out": _in("cast.cu", "i += gridDim.x", "i += 2 * gridDim.x", "cast_layouts"),
+    "the loss scale forgotten": _in("gradient.cu", "x[i] * scale", "x[i]", "gradient_layouts"),
+    "added instead of overwritten": _in("gradient.cu", "old[i] + x[i]", "x[i]", "gradient_layouts"),
+    "infinity taken for finite": _in("gradient.cu", "!(sum - sum == 0)", "sum != sum", "gradient_verdict"),
+    "squares of what was not written": _in("gradient.cu", "To::widen(To::round(x[i]))", "x[i]", "gradient_numbers"),
+    "squares summed in float32": _in(
+        "gradient.cu", "double sum = 0;\n        for", "float sum = 0;\n        for", "gradient_layouts"
+    ),
+    "no barrier before the tree": _in(
+        "gradient.cu", "sums[threadIdx.x] = x;\n    __syncthreads();", "sums[threadIdx.x] = x;", "gradient_layouts"
+    ),
+    "partials by block": _in("gradient.cu", "partials[t] = total", "partials[blockIdx.x] = total", "gradient_layouts"),
+    "partials left out": _in("gradient.cu", "i < count; i += THREADS", "i < count; i += 2 * THREADS", "sum_partials"),
+    "lerp rounded twice": _in(
+        "adam.cu",
+        "__fmaf_rn(s.lerp, g - m, s.lerp > 0 ? m : g)",
+        "s.lerp * (g - m) + (s.lerp > 0 ? m : g)",
+        "adamw_equals_the_host",
+    ),
+    "lerp from the wrong end": _in("adam.cu", "s.lerp > 0 ? m : g", "m", "adamw_equals_the_host"),
+    "v rounded twice": _in(
+        "adam.cu", "__fmaf_rn(s.square * g, g, s.beta2 * v)", "s.square * g * g + s.beta2 * v", "adamw_equals_the_host"
+    ),
+    "a reciprocal for the bias": _in(
+        "adam.cu", "__fdiv_rn(__fsqrt_rn(v), s.bias)", "__fsqrt_rn(v) * (1 / s.bias)", "adamw_equals_the_host"
+    ),
+    "no weight decay": _in("adam.cu", "p * s.decay", "p", "adamw"),
+    "maximize forgotten": _in("adam.cu", "g = s.sign * g;", "", "adamw"),
+    "elements left out": _in("adam.cu", "at += step", "at += 2 * step", "adamw"),
+    "codes truncated": _in(
+        "quantise.cu",
+        "max(-127, min(127, __float2int_rn(__fdiv_rn(x, scale))))",
+        "max(-127, min(127, (int)__fdiv_rn(x, scale)))",
+        "quantise_keeps_its_promises",
+    ),
+    "a small second moment lost": _in("quantise.cu", "x > 0 ? 1 : 0", "0", "quantise_keeps_its_promises"),
+    "infinity in a scale": _in("quantise.cu", "greatest < 0x7F800000", "greatest <= 0x7F800000", "quantise"),
+    "half of the lanes forgotten": _in("quantise.cu", "int lanes = 16", "int lanes = 8", "quantise"),
+    "a division by no scale": _in("quantise.cu", "= scale > 0 ? Format::encode", "= true ? Format::encode", "quantise"),
+    "codes beyond the largest": _in("quantise.cu", "min(finite, 0x7Eu)", "finite", "quantise"),
+    "e4m3 rounds ties away": _in("quantise.cu", "0x7FFFF + odd", "0x80000 + 0 * odd", "quantise"),
+    "e4m3 forgets subnormals": _in("quantise.cu", "(127 - 6) << 23", "0", "quantise"),
+    "the sign of a code": _in("quantise.cu", "(signed char)code", "(int)code", "dequantise_every_code"),
+    "the scale of another block": _in("quantise.cu", "scales[at / BLOCK]", "scales[at / BLOCK / 2]", "quantise"),
+    "a row of zeros where none is": _in("gather.cu", "__uint_as_float(0x7FC00000)", "0.0f", "gather"),
+}  # fmt: skip
+"""Seen by the checks alone."""
+
+BAD_ACCESSES = {
+    "the last part of a row": _in("gather.cu", "min((i64)PART, width - start)", "PART", "gather"),
+    "a vector at half its alignment": _in_floats("(u64)address & 15", "(u64)address & 7", "cast_layouts"),
+    "a tail read whole": _in_floats("i < count ? __ldcs(from + i) : 0", "__ldcs(from + i)", "cast_layouts"),
+    "one row too many": _in("gather.cu", "row < rows", "row <= rows", "gather"),
+    "a row before the first": _in("gather.cu", "row >= 0 && ", "", "gather"),
+    "codes read past the end": _in("quantise.cu", "i < count ? codes[at + i] : 0", "codes[at + i]", "quantise"),
+    "state read past the end": _in("adam.cu", "min((i64)GROUP, numel - at)", "GROUP", "adamw"),
+}
+"""Seen by the sanitisers: not every wrong access gives a wrong result."""

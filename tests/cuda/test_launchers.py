@@ -1,0 +1,198 @@
+"""What the launchers refuse, what they do without a GPU, and the tables they are given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmem.cuda import nvrtc
+from hetmem.cuda.adam import SCALARS, adamw
+from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
+from hetmem.cuda.cast import cast
+from hetmem.cuda.gather import gather_rows
+from hetmem.cuda.gradient import gradient_out, sum_partials
+from hetmem.cuda.quantise import BLOCK_ELEMENTS, Format, dequantise, quantise
+from hetmem.cuda.segments import TILE_ELEMENTS, Segments
+from hetmem.optim import kernels
+from tests.cuda.kernel_checks import CHECKS
+from tests.cuda.shim import ROOT, SOURCES
+from tests.cuda.vectors import Place
+
+TORCH = TorchBackend("a test")
+EIGHT = Segments([(0, 0, 8)], "cpu")
+SCALARS_8 = [np.float32(1)] * 8
+
+
+def zeros(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
+HALF = torch.float16
+DOUBLE = torch.float64
+REFUSED: dict[str, tuple[Callable[[], None], str]] = {
+    "cast, dtypes": (
+        lambda: cast(TORCH, EIGHT, zeros(8), zeros(8)),
+        r"cast: expected bf16 to f32, .*, got torch\.float32 to torch\.float32",
+    ),
+    "cast, source": (
+        lambda: cast(TORCH, EIGHT, zeros(7), zeros(8, HALF)),
+        "source: expected at least 8 elements, got 7",
+    ),
+    "cast, destination": (
+        lambda: cast(TORCH, Segments([(0, 4, 8)], "cpu"), zeros(8), zeros(11, HALF)),
+        "destination: expected at least 12 elements, got 11",
+    ),
+    "cast, strides": (
+        lambda: cast(TORCH, EIGHT, zeros(16)[::2], zeros(8, HALF)),
+        r"source: expected contiguous memory, got \(8,\), strides \(2,\)",
+    ),
+    "cast, blocks": (
+        lambda: cast(TORCH, EIGHT, zeros(8), zeros(8, HALF), blocks=0),
+        "blocks: expected at least 1, got 0",
+    ),
+    "gradient, dtypes": (
+        lambda: gradient_out(TORCH, EIGHT, zeros(8, HALF), zeros(8, torch.bfloat16), zeros(1, DOUBLE)),
+        r"gradient_out: expected .*, got torch\.float16 to torch\.bfloat16",
+    ),
+    "gradient, partials": (
+        lambda: gradient_out(TORCH, EIGHT, zeros(8), zeros(8), zeros(0, DOUBLE)),
+        "partials: expected at least 1 elements, got 0",
+    ),
+    "gradient, total": (
+        lambda: sum_partials(TORCH, zeros(3, DOUBLE), zeros(1), zeros(1, torch.int32)),
+        r"total: expected torch\.float64, got torch\.float32",
+    ),
+    "adamw, scalars": (
+        lambda: adamw(TORCH, SCALARS_8[:7], *(zeros(8) for _ in range(4))),
+        r"scalars: expected 8 \(sign, .*, negative_step\), got 7",
+    ),
+    "adamw, lengths": (
+        lambda: adamw(TORCH, SCALARS_8, zeros(8), zeros(9), zeros(8), zeros(8)),
+        "grad: expected 8 elements like param, got 9",
+    ),
+    "adamw, dtypes": (
+        lambda: adamw(TORCH, SCALARS_8, zeros(8), zeros(8), zeros(8, HALF), zeros(8)),
+        r"exp_avg: expected torch\.float32, got torch\.float16",
+    ),
+    "quantise, codes": (
+        lambda: quantise(TORCH, Format.UNORM16, zeros(8), zeros(8, torch.uint8), zeros(1)),
+        r"codes: expected torch\.uint16, got torch\.uint8",
+    ),
+    "quantise, scales": (
+        lambda: quantise(TORCH, Format.SNORM8, zeros(257), zeros(257, torch.int8), zeros(1)),
+        "scales: expected at least 2 elements, got 1",
+    ),
+    "dequantise, alignment": (
+        lambda: dequantise(TORCH, Format.SNORM8, zeros(9, torch.int8)[1:], zeros(1), zeros(8)),
+        "codes: expected an address that is a multiple of 16 bytes, got 0x[0-9a-f]+, 1 bytes after one",
+    ),
+    "gather, shapes": (
+        lambda: gather_rows(TORCH, zeros(8).view(2, 4), zeros(3, torch.int64), zeros(8).view(2, 4)),
+        r"gather_rows: expected a table \(rows, width\), .* got \(2, 4\), \(3,\) and \(2, 4\)",
+    ),
+    "gather, indices": (
+        lambda: gather_rows(TORCH, zeros(8).view(2, 4), zeros(2, torch.int32), zeros(8).view(2, 4)),
+        r"indices: expected torch\.int64, got torch\.int32",
+    ),
+    "segments, negative": (
+        lambda: Segments([(0, -1, 2)], "cpu") and None,
+        r"must not be negative, got \(source, destination, count\) = \(0, -1, 2\)",
+    ),
+    "segments, overlap": (
+        lambda: Segments([(0, 8, 4), (0, 0, 9)], "cpu") and None,
+        r"must not overlap: \(source, destination, count\) = \[0, 0, 9\] and \[0, 8, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_says_what_was_expected_and_got(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_without_a_gpu_torch_does_the_same_work(check: str) -> None:
+    CHECKS[check](Place(TORCH, thorough=False))
+
+
+def test_the_backend_says_why_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        assert (backend().name, backend().reason) == ("torch", "torch sees no GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    found = backend.__wrapped__()
+    assert (found.name, found.native) == ("torch", False)
+    assert "ModuleNotFoundError: import of cupy halted" in found.reason
+
+
+def test_the_backend_says_that_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise nvrtc.CompileError("NVRTC was not found")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: None)
+    monkeypatch.setattr(nvrtc, "library", missing)
+    assert backend.__wrapped__().reason == "CompileError: NVRTC was not found"
+
+
+def test_importing_the_launchers_does_not_import_cupy() -> None:
+    script = "import sys, hetmem.cuda.cast, hetmem.cuda.backend as b; b.backend(); assert 'cupy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_the_host_prepares_the_scalars_in_the_order_of_the_kernel() -> None:
+    step = kernels.AdamWStep(lr=0.5, beta1=0.75, beta2=0.5, eps=0.125, weight_decay=0.25, step=1, maximize=True)
+    scalars = dict(zip(SCALARS, map(float, kernels._scalars(step)), strict=True))
+    assert scalars == {
+        "sign": -1.0,
+        "decay": 0.875,
+        "lerp": 0.25,
+        "beta2": 0.5,
+        "square": 0.5,
+        "bias": float(np.float32(0.5**0.5)),
+        "eps": 0.125,
+        "negative_step": -2.0,
+    }
+
+
+@given(
+    source=st.integers(0, 40),
+    destination=st.integers(0, 40),
+    count=st.sampled_from([0, 1, 7, 8, 9, TILE_ELEMENTS - 1, TILE_ELEMENTS, TILE_ELEMENTS + 9, 3 * TILE_ELEMENTS]),
+)
+def test_tiles_cover_a_run_once_and_start_where_the_destination_is_aligned(
+    source: int, destination: int, count: int
+) -> None:
+    tiles = Segments([(source, destination, count)], "cpu").tiles
+    covered = [(source + k, destination + k) for k in range(count)]
+    assert [(a + k, b + k) for a, b, n in tiles for k in range(n)] == covered
+    assert all(0 < n <= TILE_ELEMENTS for _, _, n in tiles)
+    assert all(b % 8 == 0 for _, b, _ in tiles[1:])
+    assert len(tiles) <= count // TILE_ELEMENTS + 2
+
+
+def test_a_chunk_of_parameters_is_cut_in_one_pass() -> None:
+    runs = [(8 * 5000 * index, 8 * 5000 * index, 40_000) for index in range(300)]
+    segments = Segments(runs, "cpu")
+    assert (segments.numel, len(segments.tiles), segments.table.shape) == (12_000_000, 1500, (1500, 3))
+    assert repr(segments) == "Segments(300 runs, 12000000 elements, 1500 tiles)"
+
+
+def test_python_and_cuda_agree_on_their_constants() -> None:
+    text = "".join((SOURCES / name).read_text() for name in ("floats.cuh", "quantise.cu", "gather.cu"))
+    for line in (
+        f"const int THREADS = {THREADS};",
+        f"const int GROUP = {GROUP_ELEMENTS};",
+        "const int BLOCK = 32 * GROUP;",
+    ):
+        assert line in text
+    assert BLOCK_ELEMENTS == 32 * GROUP_ELEMENTS

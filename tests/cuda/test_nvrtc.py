@@ -1,0 +1,126 @@
+"""The kernels compile for every architecture without a driver, and the machine code keeps to its bounds."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hetmem.cuda import backend, nvrtc
+from tests.cuda.shim import GPP, SOURCES, cuda_sources, kernel_names
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
+REGISTERS = 64  # four blocks of 256 threads a multiprocessor: half of its threads, enough to hide the memory's latency
+
+try:
+    nvrtc.library()
+    MISSING = ""
+except nvrtc.CompileError as error:
+    MISSING = str(error)
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@cache
+def compilations() -> dict[tuple[str, str], Future[tuple[bytes, str]]]:
+    """All that is compiled here, two at a time."""
+    headers = {name: (SOURCES / name).read_text() for name in backend.HEADERS}
+    with ThreadPoolExecutor(2) as pool:
+        return {
+            (source, architecture): pool.submit(
+                nvrtc.compile_source, (SOURCES / source).read_text(), source, headers, architecture
+            )
+            for source in cuda_sources()
+            for architecture in (*ARCHITECTURES, "compute_75")
+        }
+
+
+def compiled(source: str, architecture: str) -> tuple[bytes, str]:
+    """Code and log."""
+    return compilations()[source, architecture].result()
+
+
+def ptx_of_kernels(source: str) -> dict[str, str]:
+    """The PTX of each kernel by its name."""
+    ptx = compiled(source, "compute_75")[0].rstrip(b"\0").decode()
+    parts = re.split(r"\.visible \.entry (\w+)\(", ptx)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", cuda_sources())
+def test_compiles_without_spills_and_within_the_registers(source: str, architecture: str) -> None:
+    code, log = compiled(source, architecture)
+    assert code[:4] == b"\x7fELF"
+    assert "warning" not in log.lower()
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+    assert len(spills) == len(registers) == len(ptx_of_kernels(source)) > 0
+    assert set(spills) == {("0", "0", "0")}
+    assert max(registers) <= REGISTERS, log
+
+
+@pytest.mark.skipif(GPP is None, reason="g++ is not installed")
+@pytest.mark.parametrize("source", cuda_sources())
+def test_gpu_and_cpu_build_the_same_kernels(source: str) -> None:
+    assert sorted(ptx_of_kernels(source)) == sorted(kernel_names(SOURCES, source))
+
+
+@pytest.mark.parametrize("source", cuda_sources())
+def test_elements_are_moved_sixteen_bytes_an_access_and_streaming(source: str) -> None:
+    for kernel, ptx in ptx_of_kernels(source).items():
+        generic = re.findall(r"^\s*(?:ld|st)\.(?!global|param|shared)\S*", ptx, re.MULTILINE)
+        assert not generic, f"{kernel}: {Counter(generic)}"
+        if kernel == "sum_partials":
+            continue
+        eight_bits = kernel.endswith(("quantise_snorm8", "quantise_unorm8", "quantise_e4m3"))
+        load, store = ("v2", "v4") if kernel.startswith("de") and eight_bits else ("v4", "v2" if eight_bits else "v4")
+        assert f"ld.global.cs.{load}.u32" in ptx, f"{kernel} has no {load} streaming load"
+        assert f"st.global.cs.{store}.u32" in ptx, f"{kernel} has no {store} streaming store"
+
+
+@pytest.mark.parametrize("source", cuda_sources())
+def test_no_subnormal_is_flushed_and_no_product_is_fused_unasked(source: str) -> None:
+    for kernel, ptx in ptx_of_kernels(source).items():
+        assert ".ftz" not in ptx, kernel
+        assert ".approx" not in ptx, kernel
+        asked = len(re.findall(r"fma\.rn\.f32", ptx))
+        assert (asked > 0) == kernel.startswith("adamw"), f"{kernel}: {asked} fma"
+        assert "fma.rn.f64" not in ptx, kernel
+
+
+def test_a_second_compilation_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = backend.compiled("cast.cu", "sm_90", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "compile_source", None)
+        assert backend.compiled("cast.cu", "sm_90", tmp_path) == first
+    assert first.read_bytes() == compiled("cast.cu", "sm_90")[0]
+    assert list(tmp_path.iterdir()) == [first]
+
+
+def test_other_options_are_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = backend.compiled("cast.cu", "sm_90", tmp_path)
+    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "-lineinfo"))
+    assert backend.compiled("cast.cu", "sm_90", tmp_path) != first
+
+
+def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = backend.compiled("cast.cu", "sm_90", tmp_path / "file" / "kernels")
+    assert path.read_bytes() == compiled("cast.cu", "sm_90")[0]
+
+
+def test_an_error_carries_the_log() -> None:
+    with pytest.raises(nvrtc.CompileError, match=r"compiling broken\.cu for sm_90.*\n.*broken\.cu\(1\): error"):
+        nvrtc.compile_source("__global__ void f() { x; }", "broken.cu", {}, "sm_90")
+
+
+def test_a_device_newer_than_the_compiler_gets_ptx() -> None:
+    assert nvrtc.target(90) == "sm_90"
+    assert nvrtc.target(999) == f"compute_{nvrtc.architectures()[-1]}"
+    with pytest.raises(nvrtc.CompileError, match="not for a device of 20"):
+        nvrtc.target(20)
