@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,20 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ClassT = TypeVar("ClassT", bound=type[torch.nn.Module])
 
 
+class RunnablePlan(Protocol):
+    """What `manage` takes of a plan."""
+
+    @property
+    def budget(self) -> Budget:
+        """The budget to run within."""
+        ...
+
+    @property
+    def chunk_bytes(self) -> int | None:
+        """Bytes of a chunk at home; None if everything stays on the device."""
+        ...
+
+
 def manage(
     module: ModuleT,
     budget: Budget | None = None,
@@ -36,6 +50,7 @@ def manage(
     chunk_bytes: int | str | None = None,
     policy: EvictionPolicy | None = None,
     sanitize: bool = False,
+    plan: RunnablePlan | None = None,
 ) -> ModuleT:
     """Let hetmem keep the parameters of `module` within `budget`; returns that same instance.
 
@@ -47,7 +62,8 @@ def manage(
     the simulated accelerator on a machine without a GPU. `mixed_precision`: torch.bfloat16 or torch.float16 = float32
     parameters stay float32 at home and operators see 16-bit copies. `chunk_bytes`: bytes of a chunk at home; None =
     searched. `policy`: which copy gives way; None = next use. `sanitize`: poison freed slots and raise where an
-    operator meets memory that a GPU could not read (slow).
+    operator meets memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`
+    and `chunk_bytes`.
 
     Raises `ManageError` or `BudgetError` (both ValueErrors), with the module as it was.
     """
@@ -56,6 +72,10 @@ def manage(
     registry.refuse_managed(module)
     if mixed_precision not in (None, torch.bfloat16, torch.float16):
         raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {mixed_precision}")
+    if plan is not None:
+        if budget is not None or chunk_bytes is not None:
+            raise ManageError("a plan says the budget and chunk_bytes: give manage the plan, or those, not both")
+        budget, chunk_bytes = plan.budget, plan.chunk_bytes
     accelerator = _accelerator(device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")

@@ -87,6 +87,7 @@ class Runtime:
             self.traffic.execute(self.traffic.residency.expect(tier, schedule))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
+        self.traffic.poll()
         live = self._look_at_allocator() if self.tracer.measured else self.memory.buffer_bytes
         expected = self.tracer.moment(operator, blocks, live)
         self._set_limit(expected if self.memory.device.watched else self._least_room())

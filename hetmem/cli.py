@@ -1,0 +1,265 @@
+"""The command line: what is entered in `SUBCOMMANDS`.
+
+Turns words into calls and errors into one line on stderr. It computes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetmem.errors import HetmemError
+from hetmem.units import parse_size
+
+_RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """One word behind `hetmem`: `add_arguments` fills its parser, `run` does it and returns the exit status."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr."""
+    parser = argparse.ArgumentParser(prog="hetmem", description="Train models larger than the accelerator.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for subcommand in SUBCOMMANDS:
+        own = commands.add_parser(subcommand.name, help=subcommand.help, description=subcommand.help)
+        subcommand.add_arguments(own)
+        own.set_defaults(run=subcommand.run)
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except (HetmemError, OSError, ValueError) as error:
+        print(f"hetmem {options.command}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+# ---- plan --------------------------------------------------------------------------------------------------------
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("builder", nargs="?", metavar="MODULE:FUNCTION", help="a function that builds the model")
+    model.add_argument("--hf-config", metavar="FILE", help="a Hugging Face config.json of a language model")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a batch (with --hf-config)")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (with --hf-config)")
+    parser.add_argument(
+        "--input",
+        action="append",
+        metavar="SHAPE[:DTYPE]",
+        help="an input of the model, e.g. 4x2048 (int64) or 8x3x224x224:float32; once for each, in order",
+    )
+    parser.add_argument("--hardware", default=None, help="a shipped profile, or a file from `hetmem probe`")
+    parser.add_argument("--set", action="append", metavar="FIGURE=VALUE", help="e.g. nvme_read.bytes_per_second=12GB")
+    parser.add_argument("--device-memory", help="what hetmem may use of the device; default: all of it")
+    parser.add_argument("--host-memory", help="what it may use of the host")
+    parser.add_argument("--nvme", default="0", help="what it may use of a drive")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 for --hf-config"
+    )
+    parser.add_argument("--chunk-bytes", help="default: searched")
+    parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step")
+    parser.add_argument("-o", "--output", help="save the plan as JSON")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from hetmem import planning
+
+    profile = planning.load_profile(options.hardware or planning.DEFAULT_HARDWARE)
+    profile = profile.with_values(dict(_figure(text) for text in options.set or ()))
+    device, host = options.device_memory, options.host_memory
+    capacities = planning.Capacities(
+        profile.device.memory_bytes if device is None else parse_size(device, "--device-memory"),
+        profile.host.memory_bytes if host is None else parse_size(host, "--host-memory"),
+        parse_size(options.nvme, "--nvme"),
+    )
+    fragments = int(profile.device.allocator_share * capacities.device_bytes)
+    capacities = dataclasses.replace(capacities, device_fragment_bytes=fragments)
+    chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
+    plan = planning.plan_within(
+        _call(options), capacities, profile, chunk_bytes=chunk_bytes, micro_batches=options.micro_batches
+    )
+    print(plan)
+    if options.output:
+        plan.save(options.output)
+    return 0 if plan.fits else 1
+
+
+def _call(options: argparse.Namespace) -> Any:
+    """The model and its batch, as they were named."""
+    import torch
+
+    from hetmem import planning
+
+    precision = options.precision or ("bfloat16" if options.hf_config else "float32")
+    mixed = None if precision == "float32" else getattr(torch, precision)
+    if options.hf_config:
+        return planning.hugging_face_call(options.hf_config, options.batch, options.sequence, mixed)
+    if not options.input:
+        raise planning.PlanError("say what the model is called with: --input 4x2048, once for each input")
+    batch = tuple(_input(text) for text in options.input)
+    return planning.Call(_builder(options.builder), batch, None, mixed)
+
+
+def _builder(name: str) -> Callable[[], Any]:
+    from hetmem.planning import PlanError
+
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise PlanError(f"expected MODULE:FUNCTION, e.g. my_project.model:build, got {name!r}")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"cannot find {name}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    return found  # type: ignore[no-any-return]
+
+
+def _input(text: str) -> Any:
+    import torch
+
+    from hetmem.planning import PlanError
+
+    shape, _, name = text.partition(":")
+    dtype = getattr(torch, name or "int64", None)
+    sizes = shape.split("x")
+    if not isinstance(dtype, torch.dtype) or not all(size.isdigit() and int(size) for size in sizes):
+        raise PlanError(f"--input: expected sizes and a dtype, e.g. 4x2048 or 8x3x224x224:float32, got {text!r}")
+    return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+
+
+def _figure(text: str) -> tuple[str, float]:
+    """A dotted name and a number, or a size with a unit ("12GB", "12GB/s")."""
+    from hetmem.plan.hardware import ProfileError
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ProfileError(f"--set: expected FIGURE=VALUE, e.g. nvme_read.bytes_per_second=12GB, got {text!r}")
+    try:
+        return name, float(value)
+    except ValueError:
+        rate = _RATE.fullmatch(value)
+        return name, parse_size(rate[1] if rate else value, name)
+
+
+# ---- probe -------------------------------------------------------------------------------------------------------
+
+
+def _probe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", help="write the profile here instead of to stdout")
+    parser.add_argument("--nvme-dir", help="a directory on the drive to measure; default: the temporary directory")
+    parser.add_argument("--quick", action="store_true", help="fewer bytes: seconds instead of a minute, less exact")
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from hetmem.probe import probe
+
+    text = probe(options.nvme_dir, quick=options.quick).to_json()
+    if options.output:
+        Path(options.output).write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+# ---- bench -------------------------------------------------------------------------------------------------------
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", choices=("transfers",), help="transfers: every way to move and cast, against its ceiling"
+    )
+    parser.add_argument("--elements", type=int, help="of each tensor; default: 16 Mi")
+    parser.add_argument("-o", "--output", help="save the figures as JSON")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from hetmem import bench
+
+    found = bench.transfers(bench.ELEMENTS if options.elements is None else options.elements)
+    print(found)
+    if options.output:
+        found.save(options.output)
+    return 0
+
+
+# ---- doctor ------------------------------------------------------------------------------------------------------
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nvme-dir", help="also look at this directory")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hetmem.doctor import examine
+
+    findings = examine(options.nvme_dir)
+    for finding in findings:
+        print(finding)
+    return 0 if all(finding.well for finding in findings) else 1
+
+
+# ---- report and top ----------------------------------------------------------------------------------------------
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("report", help="a report saved as .json")
+    parser.add_argument("other", nargs="?", help="another one, to compare with")
+    parser.add_argument("-o", "--output", help="write a page (.html), a trace (.trace.json) or the numbers (.json)")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from hetmem.report import saved
+
+    if options.other and options.output:
+        raise HetmemError("a comparison is printed: leave --output out, or name one report")
+    if options.output:
+        saved.render(options.report, options.output)
+    else:
+        print(saved.compare(options.report, options.other) if options.other else saved.show(options.report))
+    return 0
+
+
+def _top_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="print what is there now, and end")
+
+
+def _top(options: argparse.Namespace) -> int:
+    from hetmem.report import live
+
+    while True:
+        print(live.top(), flush=True)
+        if options.once:
+            return 0
+        time.sleep(1)
+
+
+SUBCOMMANDS: tuple[Subcommand, ...] = (
+    Subcommand(
+        "plan", "Say whether a model fits, and how long a step will take, before running it.", _plan_arguments, _plan
+    ),
+    Subcommand("probe", "Measure this machine for `hetmem plan`.", _probe_arguments, _probe),
+    Subcommand("report", "Show a saved report, turn it into a page, or compare two.", _report_arguments, _report),
+    Subcommand("top", "Watch the training processes of this user that call hetmem.progress.", _top_arguments, _top),
+    Subcommand("bench", "Measure what moves bytes.", _bench_arguments, _bench),
+    Subcommand(
+        "doctor", "Say what of hetmem works on this machine, and how to mend the rest.", _doctor_arguments, _doctor
+    ),
+)

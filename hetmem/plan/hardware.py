@@ -1,0 +1,211 @@
+"""What a machine can do, as numbers: rates, latencies and sizes, written by a probe or by hand, with their sources.
+
+Pure: text and dicts in, a checked `HardwareProfile` out. It reads no files and measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar, get_type_hints
+
+from hetmem.errors import HetmemError
+
+PROFILE_VERSION = 1
+_T = TypeVar("_T")
+
+
+class ProfileError(HetmemError, ValueError):
+    """A hardware profile is malformed; the message names the field, what was expected and what it got."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A link or a disk in one direction: a transfer of n bytes takes `latency_seconds + n / bytes_per_second`.
+
+    `by_the_caller`: there is no engine that copies; whoever needs a copy at once makes it (a simulated device).
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    by_the_caller: bool = False
+
+    def seconds(self, nbytes: float) -> float:
+        """How long `nbytes` take when nothing else is on the way."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """The accelerator. `matrix_flops`: reached floating-point operations per second by dtype name ("bfloat16").
+
+    `operator_seconds` is what launching one operator costs beside its work; `allocator_share` of the memory is lost
+    to fragments of tensors that come and go.
+    """
+
+    memory_bytes: int
+    bytes_per_second: float
+    matrix_flops: Mapping[str, float]
+    operator_seconds: float = 5e-6
+    allocator_share: float = 0.0
+
+    def flops_per_second(self, dtype: str) -> float:
+        """The matrix rate of `dtype`, or that of the slowest known one."""
+        return self.matrix_flops.get(dtype, min(self.matrix_flops.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class HostProfile:
+    """The host. `copy_bytes_per_second` counts bytes copied (each read and written once); `update_bytes_per_second`
+    counts all traffic of the optimizer's update, 28 bytes a parameter."""
+
+    memory_bytes: int
+    cores: int
+    copy_bytes_per_second: float
+    update_bytes_per_second: float
+    numa_nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSample:
+    """One measured point: the rates with `depth` requests of `block_bytes` under way."""
+
+    block_bytes: int
+    depth: int
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """One machine. `both_ways_bytes_per_second` is what the two directions of the device's link reach together.
+
+    `sources` says for each figure (or group of figures) where it comes from. `disk_samples` are what a probe saw.
+    """
+
+    name: str
+    device: DeviceProfile
+    host: HostProfile
+    host_to_device: Rate
+    device_to_host: Rate
+    nvme_read: Rate
+    nvme_write: Rate
+    both_ways_bytes_per_second: float
+    sources: Mapping[str, str] = field(default_factory=dict)
+    disk_samples: tuple[DiskSample, ...] = ()
+
+    @classmethod
+    def from_json(cls, text: str) -> HardwareProfile:
+        """The profile that `to_json` wrote, or a person. Raises `ProfileError`."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ProfileError(f"a hardware profile must be JSON: {error}") from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> HardwareProfile:
+        """As `from_json`, from what `to_dict` returned."""
+        if not isinstance(data, Mapping):
+            raise ProfileError(f"a hardware profile must be an object of named fields, got {data!r}")
+        version = data.get("version")
+        if version != PROFILE_VERSION:
+            raise ProfileError(f"hardware profile: version: expected {PROFILE_VERSION}, got {version!r}")
+        return _read(cls, {key: value for key, value in data.items() if key != "version"}, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and dicts."""
+        return {"version": PROFILE_VERSION, **asdict(self)}
+
+    def to_json(self) -> str:
+        """JSON with the units in the names."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def with_values(self, values: Mapping[str, float]) -> HardwareProfile:
+        """A copy with figures replaced by dotted name ("nvme_read.bytes_per_second"), checked as a file is."""
+        data = self.to_dict()
+        for path, value in values.items():
+            *groups, last = path.split(".")
+            place = data
+            for group in groups:
+                place = place.get(group) if isinstance(place, dict) else None  # type: ignore[assignment]
+            if not isinstance(place, dict) or last not in place or isinstance(place[last], (dict, list, tuple)):
+                raise ProfileError(
+                    f"hardware profile: {path} is no figure of it; known are {', '.join(_figures(data))}"
+                )
+            place[last] = value
+        changed = self.from_dict(data)
+        return replace(changed, sources={**changed.sources, **dict.fromkeys(values, "set by hand")})
+
+
+def _figures(data: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in data.items():
+        if key in ("version", "name", "sources", "disk_samples"):
+            continue
+        found += _figures(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+    return found
+
+
+def _read(cls: type[_T], data: Any, path: str) -> _T:
+    """An instance of the dataclass `cls` from `data`; every field is checked by its type."""
+    where = path or "the profile"
+    if not isinstance(data, Mapping):
+        raise _wrong(where, "an object", data)
+    hints = get_type_hints(cls)
+    known = [spec.name for spec in fields(cls)]  # type: ignore[arg-type]
+    for key in data:
+        if key not in known:
+            raise ProfileError(f"hardware profile: {where} has no field {key!r}; expected {', '.join(known)}")
+    values = {}
+    for spec in fields(cls):  # type: ignore[arg-type]
+        name = f"{path}.{spec.name}" if path else spec.name
+        if spec.name in data:
+            values[spec.name] = _value(hints[spec.name], data[spec.name], name)
+        elif spec.default is spec.default_factory:  # neither is given: both are MISSING
+            raise ProfileError(f"hardware profile: {name} is missing")
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    if is_dataclass(hint):
+        return _read(hint, value, name)  # type: ignore[arg-type]
+    if hint is str:
+        if not isinstance(value, str):
+            raise _wrong(name, "a string", value)
+        return value
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise _wrong(name, "true or false", value)
+        return value
+    if hint is int or hint is float:
+        return _number(value, name, whole=hint is int)
+    if hint == tuple[DiskSample, ...]:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong(name, "a list", value)
+        return tuple(_read(DiskSample, item, f"{name}[{index}]") for index, item in enumerate(value))
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "an object", value)
+    if hint == Mapping[str, str]:
+        return {key: _value(str, item, f"{name}.{key}") for key, item in value.items()}
+    if not value:
+        raise _wrong(name, "at least one dtype", value)
+    return {key: _number(item, f"{name}.{key}", whole=False) for key, item in value.items()}
+
+
+def _number(value: Any, name: str, *, whole: bool) -> float:
+    """Rates and sizes must be above zero; latencies may be zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _wrong(name, "a number", value)
+    may_be_zero = name.endswith("_seconds") or name.endswith(("memory_bytes", "allocator_share"))
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise _wrong(name, "a number of zero or more" if may_be_zero else "a number above zero", value)
+    if whole and value != int(value):
+        raise _wrong(name, "a whole number", value)
+    return int(value) if whole else float(value)
+
+
+def _wrong(name: str, expected: str, value: Any) -> ProfileError:
+    return ProfileError(f"hardware profile: {name}: expected {expected}, got {value!r}")

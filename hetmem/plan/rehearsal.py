@@ -1,0 +1,388 @@
+"""A few training steps of a workload in an arrangement, rehearsed on the simulator: times, peaks and what binds.
+
+It is the program of a run (forward, backward, gradients, optimizer) written as calls of `SimulatedTraffic`; the
+counterpart of `runtime.runtime`, `runtime.gradients` and `optim.adamw`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from hetmem.errors import CapacityError
+from hetmem.plan.arrangement import ROLES, Arrangement, Capacities, NoRoom, by_first_use
+from hetmem.plan.cache import Block
+from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.simulator import SimulatedTraffic
+from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
+from hetmem.plan.workload import Event, Kind, Phase, Workload
+from hetmem.units import format_size
+
+_FORWARD, _BACKWARD, _STEP = ("forward",), ("backward",), ("step",)
+UPDATE_BYTES = 28
+"""Host memory traffic of the update of one float32 parameter: 16 bytes read, 12 written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step. `terms` are the busy seconds of each resource; `bytes` of each link. Peaks are of the whole run."""
+
+    seconds: float
+    stall_seconds: float
+    terms: dict[str, float]
+    bytes: dict[str, int]
+    device_peak_bytes: int
+    chunk_peak_bytes: int
+    non_model_peak_bytes: int
+    fetches: int
+    faults: int
+    events: int
+
+
+class Rehearsal:
+    """A run in the making. `step()` is one optimizer step; the steps before the last learn what comes next."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        arrangement: Arrangement,
+        capacities: Capacities,
+        hardware: HardwareProfile,
+        *,
+        micro_batches: int = 1,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self._workload = workload
+        self._arrangement = arrangement
+        self._capacities = capacities
+        self._hardware = hardware
+        self._micro_batches = micro_batches
+        slots = {Tier.DEVICE: arrangement.device_slots, Tier.HOST: arrangement.staging_slots}
+        self._traffic = SimulatedTraffic(slots, hardware, policy, resident=arrangement.resident)
+        self._blocks: dict[tuple[str, int], int] = {}
+        self._register()
+        self._seconds = [
+            tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
+            for event in workload.events
+        ]
+        self._book = TraceBook()
+        self._key: Hashable | None = None
+        self._ended: Hashable | None = None
+        self._known: SegmentTrace | None = None
+        self._moments: list[Moment] = []
+        self._host: list[int] = []
+        self._measured = False
+        self._limit = arrangement.device_slots
+        self._held: dict[int, int] = {}
+        self._gone: list[int] = []
+        self._arrived: set[int] = set()
+        self._device_homes = (
+            sum(arrangement.home_bytes(chunk) for homes in arrangement.homes.values() for chunk in homes)
+            * arrangement.resident
+        )
+        self._kept_gradients = 0
+        self._peaks = {"device": 0, "chunk": 0, "other": 0}
+        self._compute = self._update = 0.0
+        on_device = arrangement.resident and not hardware.host_to_device.by_the_caller
+        device_rate, host_rate = hardware.device.bytes_per_second, hardware.host.update_bytes_per_second
+        self._update_rate = device_rate if on_device else host_rate
+        self._steps = 0
+
+    def _register(self) -> None:
+        """Blocks in the order in which the run registers them."""
+        arrangement = self._arrangement
+        for role in ROLES:
+            for chunk, tier in arrangement.homes.get(role, {}).items():
+                if arrangement.device_slots:
+                    home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
+                    block = Block(f"{role} of chunk {chunk}", home, arrangement.chunks[chunk].span)
+                    nbytes = arrangement.numels[chunk] * arrangement.chunks[chunk].itemsize
+                    self._blocks[role, chunk] = self._traffic.add(block, nbytes)
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """One step. Raises `NoRoom` where the run would be out of device memory."""
+        traffic = self._traffic
+        start, stalled, events = traffic.now, traffic.stall_seconds, traffic.events
+        before = {name: (link.load.bytes, link.load.seconds) for name, link in traffic.links.items()}
+        counts = traffic.residency.counts
+        fetches, faults = sum(counts.fetches.values()), counts.faults[Tier.DEVICE]
+        self._compute = self._update = 0.0
+        self._arrived.clear()
+        try:
+            for _ in range(self._micro_batches):
+                for index, event in enumerate(self._workload.events):
+                    self._event(index, event)
+            self._rearrange()
+            self._optimize()
+        except CapacityError as error:
+            raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.slot_bytes) from error
+        self._steps += 1
+        self._note_peak(self._chunk_bytes(), 0)
+        load = {
+            name: (link.load.bytes - before[name][0], link.load.seconds - before[name][1])
+            for name, link in traffic.links.items()
+        }
+        terms = {"compute": self._compute, "update": self._update, **{n: s for n, (_, s) in load.items()}}
+        return StepResult(
+            traffic.now - start,
+            traffic.stall_seconds - stalled,
+            terms,
+            {name: nbytes for name, (nbytes, _) in load.items()},
+            self._peaks["device"],
+            self._peaks["chunk"],
+            self._peaks["other"],
+            sum(counts.fetches.values()) - fetches,
+            counts.faults[Tier.DEVICE] - faults,
+            traffic.events - events,
+        )
+
+    def _event(self, index: int, event: Event) -> None:
+        self._gone += event.let_go
+        match event.kind:
+            case Kind.FORWARD:
+                self._begin(_FORWARD)
+            case Kind.BACKWARD:
+                self._begin(_BACKWARD)
+            case Kind.USE | Kind.SAVED:
+                self._use(index, event)
+                return
+            case Kind.GRADIENT:
+                self._send(event.parameters[0])
+            case Kind.END:
+                self._arrive()
+        self._phase(event.during, self._seconds[index][0])
+        self._phase(event.after, self._seconds[index][1])
+
+    def _use(self, index: int, event: Event) -> None:
+        if not self._blocks:
+            self._phase(event.during, self._seconds[index][0])
+            self._phase(event.after, self._seconds[index][1])
+            return
+        for parameter in self._gone:
+            block = self._held.pop(parameter, None)
+            if block is not None:
+                self._traffic.release(block, Tier.DEVICE)
+        self._gone.clear()
+        used = [(p, self._blocks["param", self._arrangement.chunk_of[p]]) for p in event.parameters]
+        self._moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
+        new = [(p, block) for p, block in used if event.kind is Kind.USE or p not in self._held]
+        for _, block in new:
+            self._traffic.acquire(block, Tier.DEVICE)
+        self._phase(event.during, self._seconds[index][0])
+        for parameter, block in new:
+            if parameter in event.held and parameter not in self._held:
+                self._held[parameter] = block
+            else:
+                self._traffic.release(block, Tier.DEVICE)
+        self._phase(event.after, self._seconds[index][1])
+
+    def _phase(self, phase: Phase, seconds: float) -> None:
+        if self._measured:
+            self._grew(phase.peak_bytes)
+        self._compute += seconds
+        self._traffic.now += seconds
+
+    # ---- segments and moments ----------------------------------------------------------------------------------
+
+    def _begin(self, key: Hashable) -> None:
+        before = self._key if self._key is not None else self._ended
+        self._ended = None
+        self._finish_segment()
+        self._key = key
+        self._known = self._book.get(key)
+        self._measured = self._known is None and key != _STEP
+        self._moments, self._host = [], []
+        if before is not None:
+            self._book.follows(before, key)
+        self._traffic.poll()
+        self._expect(key)
+
+    def _finish_segment(self) -> None:
+        if self._key is None:
+            return
+        moments = tuple(self._moments) if self._known is None else self._known.moments
+        self._book.put(SegmentTrace(self._key, moments, tuple(self._host)))
+        self._key = None
+
+    def _expect(self, key: Hashable) -> None:
+        """As `StepTracer.schedules`."""
+        chain = self._book.chain(key)
+        device = [moment.blocks for trace in chain for moment in trace.moments]
+        barrier, met = None, 0
+        for trace in chain:
+            if trace.key == _STEP:
+                barrier = met
+                break
+            met += len(trace.moments)
+        host = [(block,) for trace in chain for block in trace.host_blocks]
+        first = len(chain[0].moments) if chain else 0
+        for tier, schedule in (
+            (Tier.DEVICE, Schedule(device, barrier=barrier, segment=first)),
+            (Tier.HOST, Schedule(host)),
+        ):
+            self._traffic.execute(self._traffic.residency.expect(tier, schedule))
+
+    def _moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
+        live = live_bytes + self._traffic.gradient_bytes()
+        at = len(self._moments)
+        expected = live if self._known is None else self._known.moments[at].non_model_bytes
+        self._moments.append(Moment(operator, blocks, expected))
+        self._set_limit(expected)
+        self._traffic.residency.reach(blocks, Tier.DEVICE)
+        self._note_peak(self._chunk_bytes(), expected)
+
+    def _set_limit(self, non_model_bytes: int) -> None:
+        capacities = self._capacities
+        left = capacities.device_bytes - capacities.device_fragment_bytes - non_model_bytes
+        room = min(capacities.chunk_cap_bytes, left) - self._device_homes
+        limit = max(0, room // self._arrangement.slot_bytes) if self._blocks else 0
+        if limit != self._limit:
+            self._limit = limit
+            self._traffic.execute(self._traffic.residency.limit(Tier.DEVICE, limit))
+
+    def _chunk_bytes(self) -> int:
+        return self._traffic.residency.used_slots(Tier.DEVICE) * self._arrangement.slot_bytes + self._device_homes
+
+    def _grew(self, live_bytes: int) -> None:
+        """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way."""
+        traffic = self._traffic
+        live = live_bytes + traffic.gradient_bytes() + self._kept_gradients
+        if self._moments and live > self._moments[-1].non_model_bytes:
+            last = self._moments[-1]
+            self._moments[-1] = Moment(last.operator, last.blocks, live)
+        if self._blocks:
+            self._set_limit(live)
+        while self._chunk_bytes() + live > self._capacities.device_bytes and traffic.residency.in_flight():
+            traffic.wait_for_one()
+        missing = self._chunk_bytes() + live - self._capacities.device_bytes
+        if missing > 0:
+            raise NoRoom(
+                f"activations and other tensors take {format_size(live)} and chunks in use "
+                f"{format_size(self._chunk_bytes())} of the device",
+                Tier.DEVICE,
+                missing,
+            )
+        self._note_peak(self._chunk_bytes(), live)
+
+    def _note_peak(self, chunk_bytes: int, other_bytes: int) -> None:
+        peaks = self._peaks
+        peaks["device"] = max(peaks["device"], chunk_bytes + other_bytes)
+        peaks["chunk"] = max(peaks["chunk"], chunk_bytes)
+        peaks["other"] = max(peaks["other"], other_bytes)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def _send(self, parameter: int) -> None:
+        arrangement, traffic = self._arrangement, self._traffic
+        chunk = arrangement.chunk_of[parameter]
+        numel = arrangement.elements[parameter]
+        nbytes = numel * arrangement.chunks[chunk].itemsize
+        device_bytes = numel * self._workload.compute_itemsizes[parameter]
+        if arrangement.resident and self._blocks:
+            return
+        if arrangement.resident:
+            if parameter not in self._arrived:
+                self._kept_gradients += device_bytes * (self._steps == 0)
+                self._arrived.add(parameter)
+            return
+        if arrangement.homes["grad"][chunk] is Tier.HOST:
+            traffic.send_gradient(nbytes, device_bytes)
+            self._arrived.add(parameter)
+            return
+        block = self._blocks["grad", chunk]
+        self._host.append(block)
+        traffic.open_staged(block, load=bool(self._arrived & set(arrangement.chunks[chunk].parameters)))
+        traffic.send_home(nbytes)
+        traffic.release(block, Tier.HOST, dirty=True)
+        self._arrived.add(parameter)
+
+    def _arrive(self) -> None:
+        if not self._blocks:
+            return
+        self._traffic.wait_for_gradients()
+        self._settle("grad", list(self._arrangement.homes["grad"]))
+        self._traffic.drain()
+
+    def _settle(self, role: str, chunks: list[int]) -> None:
+        for chunk in chunks:
+            if self._arrangement.homes[role].get(chunk) is Tier.NVME:
+                self._traffic.execute(self._traffic.residency.settle(self._blocks[role, chunk]))
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------
+
+    def _rearrange(self) -> None:
+        """Before the first update chunks are filled in order of use."""
+        if self._steps or not self._blocks:
+            return
+        arrangement = by_first_use(self._arrangement, self._workload)
+        if arrangement.chunk_of == self._arrangement.chunk_of:
+            return
+        for block in self._held.values():
+            self._traffic.release(block, Tier.DEVICE)
+        self._held.clear()
+        self._traffic.forget_copies()
+        self._arrangement = arrangement
+        for (_, chunk), block in self._blocks.items():
+            self._traffic.sizes[block] = arrangement.numels[chunk] * arrangement.chunks[chunk].itemsize
+        self._book, self._key, self._ended = TraceBook(), None, None
+
+    def _optimize(self) -> None:
+        self._begin(_STEP)
+        for chunk in sorted(self._arrangement.homes["exp_avg"]):
+            members = set(self._arrangement.chunks[chunk].parameters) & self._workload.trainable
+            if members:
+                self._update_chunk(chunk, sum(self._arrangement.elements[index] for index in members))
+        self._traffic.drain()
+        follower = self._book.follower(_STEP)
+        self._finish_segment()
+        self._ended = _STEP
+        if follower is not None:
+            self._expect(follower)
+
+    def _update_chunk(self, chunk: int, numel: int) -> None:
+        traffic, homes = self._traffic, self._arrangement.homes
+        staged = [role for role in ROLES if homes.get(role, {}).get(chunk) is Tier.NVME]
+        for role in staged:
+            self._host.append(self._blocks[role, chunk])
+            fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
+            traffic.open_staged(self._blocks[role, chunk], load=not fresh)
+        block = self._blocks.get(("param", chunk))
+        copied = block is not None and traffic.wait_for_copy(block)
+        seconds = numel * UPDATE_BYTES * self._arrangement.chunks[chunk].itemsize / 4
+        seconds /= self._update_rate
+        self._update += seconds
+        traffic.now += seconds
+        if block is not None and copied:
+            if self._workload.mixed_precision and self._arrangement.resident:
+                pass  # the update writes the copy too
+            elif self._workload.mixed_precision and self._hardware.host_to_device.by_the_caller:
+                copy_bytes = self._arrangement.numels[chunk] * self._arrangement.compute_itemsize
+                traffic.host_to_device.load.bytes += copy_bytes
+            else:
+                traffic.renew(block)
+        for role in staged:
+            traffic.release(self._blocks[role, chunk], Tier.HOST, dirty=role != "grad")
+        for role in ROLES:
+            if role != "grad":
+                self._settle(role, [chunk])
+
+
+def rehearse(
+    workload: Workload,
+    arrangement: Arrangement,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    *,
+    micro_batches: int = 1,
+    policy: EvictionPolicy | None = None,
+    steps: int = 4,
+) -> StepResult:
+    """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`."""
+    run = Rehearsal(workload, arrangement, capacities, hardware, micro_batches=micro_batches, policy=policy)
+    result = run.step()
+    for _ in range(steps - 1):
+        result = run.step()
+    return result

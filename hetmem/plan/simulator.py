@@ -1,0 +1,240 @@
+"""A training run on a clock: what `Residency` decides, carried out by links that are numbers.
+
+The same state machine that runs on a real machine is driven through the same calls, in the order in which
+`runtime.traffic`, `runtime.runtime` and `optim.adamw` make them, so a prediction and a run share one policy. Pure and
+deterministic: no clock but its own. What it does not know: arithmetic, threads that compete for cores, an operating
+system.
+
+Note "time": one thread trains; its time is `now`. A link is a queue: a transfer starts when the one before is over. An
+end is noticed only when the thread looks (where the real one does too), and what follows from it starts then.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.hardware import HardwareProfile, Rate
+from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
+from hetmem.plan.trace import Tier
+
+GRADIENTS_IN_FLIGHT = 4
+SMALL_BYTES = 1 << 20
+"""As in `runtime.traffic`."""
+
+_LOADING = (CopyState.WAITING, CopyState.LOADING)
+
+
+@dataclass(slots=True)
+class LinkLoad:
+    """What a link has carried: bytes, and the seconds it was busy."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Link:
+    """One direction between two tiers: a queue of transfers at `rate`."""
+
+    rate: Rate
+    load: LinkLoad = field(default_factory=LinkLoad)
+    free_at: float = 0.0
+
+    def send(self, now: float, nbytes: int) -> float:
+        """Queue a transfer; returns when it ends."""
+        seconds = self.rate.seconds(nbytes)
+        self.load.bytes += nbytes
+        self.load.seconds += seconds
+        self.free_at = max(now, self.free_at) + seconds
+        return self.free_at
+
+
+class SimulatedTraffic:
+    """`runtime.traffic` with a clock in place of threads. `sizes[block]` are the bytes that a transfer of it moves.
+
+    `resident`: all homes are on the device, and a copy is a cast there.
+    """
+
+    def __init__(
+        self,
+        slots: dict[Tier, int],
+        hardware: HardwareProfile,
+        policy: EvictionPolicy | None = None,
+        *,
+        resident: bool = False,
+    ) -> None:
+        self.residency = Residency(slots, policy)
+        self.sizes: list[int] = []
+        self.now = 0.0
+        self.stall_seconds = 0.0
+        self.events = 0
+        self.host_to_device = Link(hardware.host_to_device)
+        self.device_to_host = Link(hardware.device_to_host)
+        self.nvme_read = Link(hardware.nvme_read)
+        self.nvme_write = Link(hardware.nvme_write)
+        self._cast = Rate(hardware.device.bytes_per_second) if resident else None
+        self._ends: list[tuple[float, int, Fetch | Write | None]] = []
+        self._sent = 0
+        self._gradients = 0
+        self._gradient_ends: deque[tuple[float, int]] = deque()
+        self._commands: deque[tuple[Command, bool]] = deque()
+        self._executing = False
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """The links by name."""
+        return {
+            "host_to_device": self.host_to_device,
+            "device_to_host": self.device_to_host,
+            "nvme_read": self.nvme_read,
+            "nvme_write": self.nvme_write,
+        }
+
+    def add(self, block: Block, nbytes: int) -> int:
+        """Register `block`; returns its number."""
+        self.sizes.append(nbytes)
+        return self.residency.add(block)
+
+    # ---- copies ------------------------------------------------------------------------------------------------
+
+    def acquire(self, block: int, tier: Tier, *, load: bool = True) -> None:
+        """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
+        self.events += 1
+        residency = self.residency
+        self.execute(residency.acquire(block, tier, load=load), urgent=block)
+        while residency.state(block, tier) is not CopyState.VALID:
+            if not residency.in_flight():
+                raise residency.withdraw(block, tier)
+            self.wait_for_one()
+
+    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
+        """One use less."""
+        self.events += 1
+        self.execute(self.residency.release(block, tier, dirty=dirty))
+
+    def open_staged(self, block: int, *, load: bool) -> None:
+        """Use `block`, whose home is on NVMe, in host memory."""
+        self.residency.reach((block,), Tier.HOST)
+        self.acquire(block, Tier.HOST, load=load)
+        while self.residency.writing(block):
+            self.wait_for_one()
+
+    def wait_for_copy(self, block: int) -> bool:
+        """Wait for the device copy of `block` if it is on its way; whether there is one."""
+        while self.residency.state(block, Tier.DEVICE) in _LOADING:
+            self.wait_for_one()
+        return self.residency.state(block, Tier.DEVICE) is CopyState.VALID
+
+    def renew(self, block: int) -> None:
+        """The home of `block` has changed: the device copy is fetched again."""
+        self.execute(self.residency.invalidate(block, Tier.DEVICE))
+        self.execute(self.residency.prefetch(block, Tier.DEVICE))
+
+    def forget_copies(self) -> None:
+        """Drop every copy on every tier."""
+        self.drain()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            for block in self.residency.resident(tier):
+                self.execute(self.residency.invalidate(block, tier))
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def send_home(self, nbytes: int) -> None:
+        """A gradient goes home while the thread waits."""
+        seconds = self.device_to_host.rate.seconds(nbytes)
+        self.device_to_host.load.bytes += nbytes
+        self.device_to_host.load.seconds += seconds
+        self.now += seconds
+
+    def send_gradient(self, nbytes: int, device_bytes: int) -> None:
+        """A gradient goes home behind the backward; until then it takes `device_bytes`."""
+        if nbytes < SMALL_BYTES and not self._gradients and self.device_to_host.rate.by_the_caller:
+            self.send_home(nbytes)
+            return
+        self._gradients += 1
+        end = self.device_to_host.send(self.now, nbytes)
+        self._gradient_ends.append((end, device_bytes))
+        self._push(end, None)
+        while self._gradients > GRADIENTS_IN_FLIGHT:
+            self.wait_for_one()
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that have not left the device yet."""
+        while self._gradient_ends and self._gradient_ends[0][0] <= self.now:
+            self._gradient_ends.popleft()
+        return sum(nbytes for _, nbytes in self._gradient_ends)
+
+    def wait_for_gradients(self) -> None:
+        """Every gradient is at home."""
+        while self._gradients:
+            self.wait_for_one()
+        self.drain()
+
+    # ---- carrying commands out ---------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take note of what has ended meanwhile."""
+        while self._ends and self._ends[0][0] <= self.now:
+            self._note(heapq.heappop(self._ends)[2])
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight."""
+        while self.residency.in_flight():
+            self.wait_for_one()
+
+    def wait_for_one(self) -> None:
+        """Wait until one transfer has ended."""
+        end, _, command = heapq.heappop(self._ends)
+        if end > self.now:
+            self.stall_seconds += end - self.now
+            self.now = end
+        self._note(command)
+
+    def execute(self, commands: Sequence[Command], urgent: int | None = None) -> None:
+        """Start `commands` in order; what follows from one that is done at once goes behind the others."""
+        self._commands.extend((command, command.block == urgent) for command in commands)
+        if self._executing:
+            return
+        self._executing = True
+        while self._commands:
+            self._carry_out(*self._commands.popleft())
+        self._executing = False
+
+    def _push(self, end: float, command: Fetch | Write | None) -> None:
+        self._sent += 1
+        heapq.heappush(self._ends, (end, self._sent, command))
+
+    def _note(self, command: Fetch | Write | None) -> None:
+        self.events += 1
+        if command is None:
+            self._gradients -= 1
+        else:
+            self.execute(self.residency.done(command))
+
+    def _carry_out(self, command: Command, urgent: bool) -> None:
+        self.events += 1
+        if isinstance(command, Drop):
+            return
+        if isinstance(command, Write):
+            link = self.nvme_write
+        else:
+            link = self.host_to_device if command.target is Tier.DEVICE else self.nvme_read
+        nbytes = self.sizes[command.block]
+        if self._cast is not None:
+            self.now += self._cast.seconds(nbytes)
+            self.execute(self.residency.done(command))
+            return
+        if urgent and link is self.host_to_device and link.rate.by_the_caller:
+            seconds = link.rate.seconds(nbytes)
+            link.load.bytes += nbytes
+            link.load.seconds += seconds
+            self.stall_seconds += seconds
+            self.now += seconds
+            self.execute(self.residency.done(command))
+            return
+        self._push(link.send(self.now, nbytes), command)

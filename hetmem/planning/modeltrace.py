@@ -1,0 +1,143 @@
+"""From what the user passes to a workload: builds the model on `meta`, calls it, says what to do where that fails."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from hetmem.plan.workload import Workload
+from hetmem.planning.metatrace import trace_step
+from hetmem.planning.plan import PlanError
+
+Builder = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model to be built, and how it is called."""
+
+    build_model: Builder
+    batch: Any
+    loss: Callable[[Any], torch.Tensor] | None = None
+    mixed_precision: torch.dtype | None = None
+
+
+def trace(call: Call) -> Workload:
+    """The workload of one forward and backward. Raises `PlanError`."""
+    return _run(call, _build(call.build_model))
+
+
+def checkpointed(call: Call) -> Workload | None:
+    """The same with every repeated layer checkpointed; None if the model has no repeated layers or refuses it."""
+    model = _build(call.build_model)
+    layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) > 1 for layer in part]
+    if not layers or len({type(layer) for layer in layers}) == len(layers):
+        return None
+    for layer in layers:
+        layer.forward = functools.partial(
+            checkpoint,
+            _Recomputed(layer.forward),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
+        )
+    try:
+        return _run(call, model)
+    except PlanError:
+        return None
+
+
+class _Recomputed(nn.Module):
+    """A layer's forward as a module, which is what a trace watches also when a backward calls it again."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own."""
+        return self._forward(*args, **kwargs)
+
+
+def divided(call: Call, parts: int) -> Call:
+    """The same call with a batch of one `parts`-th of the rows."""
+    rows = max((leaf.shape[0] for leaf in tree_leaves(call.batch) if _has_rows(leaf)), default=0)
+
+    def narrow(value: Any) -> Any:
+        return value[: rows // parts] if _has_rows(value) and value.shape[0] == rows else value
+
+    return replace(call, batch=tree_map(narrow, call.batch))
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _build(build_model: Builder) -> nn.Module:
+    if isinstance(build_model, nn.Module) or not callable(build_model):
+        raise PlanError(
+            f"expected a function that builds the model, got {type(build_model).__name__}: pass `lambda: Model(…)`, so "
+            f"that it can be built without memory"
+        )
+    try:
+        with torch.device("meta"):
+            model = build_model()
+    except Exception as error:
+        raise PlanError(
+            f"the model cannot be built on the meta device: {type(error).__name__}: {error}. There, tensors have "
+            f"shapes and no values: build it without reading files or looking at values (initialise under `if not "
+            f"tensor.is_meta`, load weights afterwards)"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the builder must return a torch.nn.Module, got {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise PlanError(f"{type(model).__name__} has no parameters, so there is nothing to plan")
+    return model.to("meta")
+
+
+def _run(call: Call, model: nn.Module) -> Workload:
+    args, kwargs = arguments(call.batch)
+    args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+    loss_of = call.loss or default_loss
+    try:
+        return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(f"{type(error).__name__}: {error}. {_hint(error, model, args, kwargs)}") from error
+
+
+def _hint(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if "meta" in str(error).lower():
+        return (
+            f"{type(model).__name__} looks at values while it runs, and planning has none: plan a variant whose "
+            f"control flow depends on shapes only (for experts: a fixed capacity, or a batched implementation)"
+        )
+    shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return (
+        f"{type(model).__name__} refused a batch of {len(args)} arguments, keywords {sorted(kwargs)} and shapes "
+        f"{shapes}: pass what the model is called with, a tuple, a dict of keywords or one tensor"
+    )
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`batch` as positional and keyword arguments."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """`.loss` of the output, or the output if it is a scalar. Raises `PlanError` for anything else."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise PlanError(f"expected a scalar loss, or an output with one in `.loss`, got {what}: pass loss=lambda output: …")

@@ -1,0 +1,211 @@
+"""The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, text and a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hetmem.config import Budget
+from hetmem.errors import BudgetError, HetmemError
+from hetmem.plan.arrangement import Capacities, state_bytes
+from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.planner import Decision
+from hetmem.plan.trace import Tier
+
+PLAN_VERSION = 1
+TIERS = ("device", "host", "nvme")
+
+
+class PlanError(HetmemError, ValueError):
+    """A model cannot be planned, or a plan cannot be read; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a managed run will do. Bytes and seconds; the dicts' keys are the tiers, roles and resources by name.
+
+    `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
+    holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
+    a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
+    fit). `compute_bound_rows`: the batch from which on compute binds. `missing_bytes[tier]`: what would make it fit.
+    `chunk_bytes` and `device_chunks` are what to pass on where a setting other than the default one won, else None.
+    """
+
+    model: str
+    hardware: str
+    parameters: int
+    rows: int
+    tokens: int
+    micro_batches: int
+    mixed_precision: bool
+    fits: bool
+    capacity_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+    role_bytes: dict[str, dict[str, int]]
+    step_seconds: float | None
+    stall_seconds: float | None
+    terms: dict[str, float]
+    binding: str | None
+    link_bytes: dict[str, int]
+    flops: int
+    activation_bytes: dict[str, int]
+    chunk_waste: float
+    slot_bytes: int
+    chunk_bytes: int | None
+    device_chunks: int | None
+    compute_bound_rows: int | None
+    largest_parameters: int
+    missing_bytes: dict[str, int]
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    nvme_directories: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens (or rows) of a step by its seconds."""
+        return self.tokens * self.micro_batches / self.step_seconds if self.step_seconds else None
+
+    @property
+    def overlap(self) -> float | None:
+        """The largest term by the step's seconds: 1 if everything else is hidden behind it."""
+        return max(self.terms.values()) / self.step_seconds if self.step_seconds else None
+
+    @property
+    def budget(self) -> Budget:
+        """The budget to run with. Raises `BudgetError` if the plan uses NVMe and names no directory."""
+        return self.budget_in(*self.nvme_directories)
+
+    def budget_in(self, *nvme_directories: str | os.PathLike[str]) -> Budget:
+        """The budget to run with, NVMe in `nvme_directories`."""
+        capacity, directories = self.capacity_bytes, list(nvme_directories)
+        if capacity["nvme"] and not directories:
+            raise BudgetError("the plan uses NVMe: say where with plan.budget_in('/path/on/the/drive')")
+        nvme = capacity["nvme"] or None
+        return Budget(
+            capacity["device"], capacity["host"], nvme, directories if nvme else None, device_chunks=self.device_chunks
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and dicts, with a version."""
+        return {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to `path` as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that `save` wrote. Raises `PlanError` naming the field that is wrong."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{os.fspath(path)} is no plan: {error}") from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """The plan that `to_dict` gave."""
+        if not isinstance(data, Mapping) or data.get("version") != PLAN_VERSION:
+            got = data.get("version") if isinstance(data, Mapping) else data
+            raise PlanError(f"plan: version: expected {PLAN_VERSION}, got {got!r}")
+        names = [spec.name for spec in fields(cls)]
+        for name in names:
+            if name not in data:
+                raise PlanError(f"plan: {name} is missing")
+            _check(name, data[name])
+        values: dict[str, Any] = {name: tuple(data[name]) if name in _TUPLES else data[name] for name in names}
+        return cls(**values)
+
+    def __str__(self) -> str:
+        from hetmem.planning.text import describe
+
+        return describe(self)
+
+
+_TUPLES = ("reasons", "advice", "nvme_directories")
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("model", "hardware"), (str,)),
+    **dict.fromkeys(("fits", "mixed_precision"), (bool,)),
+    **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
+    **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, type(None))),
+    **dict.fromkeys(("step_seconds", "stall_seconds"), (float, int, type(None))),
+    **dict.fromkeys(("capacity_bytes", "peak_bytes", "role_bytes", "terms", "missing_bytes", "link_bytes"), (dict,)),
+    **dict.fromkeys(_TUPLES, (list, tuple)),
+}
+
+
+def _check(name: str, value: Any) -> None:
+    kinds = _KINDS.get(name)
+    if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise PlanError(f"plan: {name}: expected {expected}, got {value!r}")
+
+
+def plan_of(
+    decision: Decision,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    activation_bytes: dict[str, int],
+    nvme_directories: tuple[str, ...],
+) -> Plan:
+    """The plan that `decision` amounts to."""
+    workload, best = decision.workload, decision.candidate
+    roles = _roles(decision)
+    compute = decision.micro_batches * workload.compute_seconds(hardware.device)
+    terms = best.result.terms if best is not None else {"compute": compute}
+    peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
+    if best is not None:
+        peaks["device"] = best.result.device_peak_bytes
+    binding = max(terms, key=lambda name: terms[name]) if best is not None else None
+    return Plan(
+        model=workload.name,
+        hardware=hardware.name,
+        parameters=workload.numel,
+        rows=workload.rows,
+        tokens=workload.tokens,
+        micro_batches=decision.micro_batches,
+        mixed_precision=workload.mixed_precision,
+        fits=best is not None,
+        capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
+        peak_bytes=peaks,
+        role_bytes=roles,
+        step_seconds=best.result.seconds if best else None,
+        stall_seconds=best.result.stall_seconds if best else None,
+        terms=dict(terms),
+        binding=binding,
+        link_bytes=dict(best.result.bytes) if best else {},
+        flops=workload.flops * decision.micro_batches,
+        activation_bytes=activation_bytes,
+        chunk_waste=best.arrangement.layout.waste if best else 0.0,
+        slot_bytes=best.arrangement.staging_slot_bytes if best else 0,
+        chunk_bytes=best.chunk_bytes if best else None,
+        device_chunks=best.capacities.device_chunk_bytes if best else capacities.device_chunk_bytes,
+        compute_bound_rows=_compute_bound_rows(terms, workload.rows) if best else None,
+        largest_parameters=decision.largest_parameters,
+        missing_bytes=dict(decision.missing_bytes),
+        reasons=decision.reasons,
+        advice=decision.advice,
+        nvme_directories=nvme_directories,
+    )
+
+
+def _roles(decision: Decision) -> dict[str, dict[str, int]]:
+    """Bytes by tier and role; of a model that does not fit, what it would need."""
+    best = decision.candidate
+    if best is None:
+        activations, states = decision.workload.peak_live_bytes, state_bytes(decision.workload)
+        return {"device": {"activations": activations}, "host": {"states": states}, "nvme": {}}
+    roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
+    roles["device"] = {"chunks": best.result.chunk_peak_bytes, "activations": best.result.non_model_peak_bytes}
+    return roles
+
+
+def _compute_bound_rows(terms: Mapping[str, float], rows: int) -> int:
+    """Compute grows with the batch, what moves does not."""
+    others = max(seconds for name, seconds in terms.items() if name != "compute")
+    return max(1, math.ceil(rows * others / terms["compute"])) if terms["compute"] else rows

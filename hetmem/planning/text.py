@@ -1,0 +1,69 @@
+"""A plan as people read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hetmem.planning.plan import TIERS, Plan
+from hetmem.units import format_size
+
+_RESOURCES = {
+    "compute": "compute",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "update": "optimizer update",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+}
+
+
+def describe(plan: Plan) -> str:
+    """The whole plan as plain text, one figure a line."""
+    return "\n".join([*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))])
+
+
+def count(number: float) -> str:
+    """`number` as people say it: 70.6 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    precision = "16-bit compute" if plan.mixed_precision else "full precision"
+    size, batch = f"{count(plan.parameters)} parameters", f"{plan.tokens} tokens a batch"
+    yield f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}"
+    yield "fits" if plan.fits else "DOES NOT FIT"
+
+
+def _tiers(plan: Plan) -> Iterator[str]:
+    yield f"{'tier':8}{'peak':>12}{'budget':>12}   of which"
+    for tier in TIERS:
+        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in plan.role_bytes[tier].items())
+        peak, capacity = format_size(plan.peak_bytes[tier]), format_size(plan.capacity_bytes[tier])
+        yield f"{tier:8}{peak:>12}{capacity:>12}   {roles}".rstrip()
+    others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
+    yield f"activations: {', '.join(others)}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    assert plan.step_seconds is not None and plan.tokens_per_second is not None and plan.overlap is not None
+    speed = f"{plan.tokens_per_second:.1f} tokens/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
+    yield f"step: {plan.step_seconds:.3f} s, {speed}; overlap {plan.overlap:.2f}"
+    for name, seconds in plan.terms.items():
+        mark = "  <- binds" if name == plan.binding else ""
+        yield f"  {_RESOURCES.get(name, name):22}{seconds:10.3f} s{mark}"
+    yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
+    if plan.binding != "compute":
+        yield f"compute binds from a batch of {plan.compute_bound_rows} (now {plan.rows})"
+    yield f"the largest model of this shape would have about {count(plan.largest_parameters)} parameters"
+    yield from (f"do: {advice}" for advice in plan.advice)
+
+
+def _refusal(plan: Plan) -> Iterator[str]:
+    missing = " and ".join(f"{format_size(nbytes)} on {tier}" for tier, nbytes in plan.missing_bytes.items())
+    yield f"missing: {missing}"
+    yield from (f"because {reason}" for reason in plan.reasons)
+    yield from (f"{'cheapest' if at == 0 else 'or'}: {advice}" for at, advice in enumerate(plan.advice))
+    yield f"what fits has about {count(plan.largest_parameters)} parameters of this shape"

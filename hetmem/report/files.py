@@ -1,0 +1,67 @@
+"""Reports as files: JSON with a versioned schema, the HTML page, the trace; written whole or not at all.
+
+It knows dicts and files; not the runtime, and not what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "hetmem.report"
+SCHEMA_VERSION = 2
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """`data` as JSON, one line for each of its keys. Raises ValueError for a number that is not finite."""
+    lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def save(data: dict[str, Any], path: Path) -> None:
+    """Write `data` in the format that the ending of `path` names. Raises ValueError for another one."""
+    write_atomically(path, _format_of(path)(data))
+
+
+def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
+    from hetmem.report.chrome_trace import trace_text  # only saving needs them
+    from hetmem.report.page import page_text
+
+    formats = {".trace.json": trace_text, ".json": json_text, ".html": page_text}
+    for ending, format_ in formats.items():
+        if path.name.endswith(ending) and path.name != ending:
+            return format_
+    raise ValueError(f"a report can be saved as {', '.join(formats)}; got {path.name!r}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Make `text` the content of `path`: at every time there is the whole old file or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The dict of a saved `.json` report. Raises ValueError for any other file, OSError if it cannot be read."""
+    name = os.fspath(path)
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} is not a saved report: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{name} is not a saved report: save one with hetmem.report(model).save('run.json')")
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{name} has version {data.get('schema_version')!r} of the report's schema, this hetmem reads "
+            f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
+        )
+    return data

@@ -1,0 +1,321 @@
+// Puts the report into the page: numbers, charts, zoom, hover, theme. All names are set as text, never as markup.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const frame = { charts: [], axis: null, milliseconds: 0, requested: false };
+window.hetmemReport = frame; // for tests and the curious
+
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+const FORMATS = {
+  bytes: formatBytes, seconds: formatSeconds, share: formatShare, count: (value) => value.toLocaleString("en-US"),
+  plain: (value) => value.toFixed(2),
+};
+
+/** `node` shows the number at `key` of the report, and says which. */
+function shows(node, key, format) {
+  const value = key.split(".").reduce((part, name) => part?.[name], data);
+  node.dataset.key = key;
+  node.dataset.format = format;
+  node.textContent = FORMATS[format](value);
+  return node;
+}
+
+// ---- head -----------------------------------------------------------------------------------------------------------
+function fillHead() {
+  document.title = `${data.model}: hetmem report`;
+  byId("model").textContent = data.model;
+  const facts = byId("facts");
+  facts.append(shows(element("span"), "parameters", "count"), " parameters, ", shows(element("span"), "chunks", "count"),
+    " chunks of ", shows(element("span"), "chunk_bytes", "bytes"), ", ", shows(element("span"), "steps", "count"),
+    ` steps; ${data.created_at.slice(0, 16).replace("T", " ")} UTC`);
+  for (const sentence of data.missing) byId("missing").append(element("li", "", sentence));
+}
+
+const TERMS = {
+  compute: "Compute", host_to_device: "Host to device", device_to_host: "Device to host",
+  host_optimizer: "Host optimizer", nvme_read: "NVMe read", nvme_write: "NVMe write",
+};
+
+function fillVerdict() {
+  const step = data.step;
+  if (!step) return;
+  byId("verdict").hidden = false;
+  const [first] = step.sentence.split(":");
+  byId("sentence").append(element("b", "", first), step.sentence.slice(first.length));
+  for (const term of Object.keys(step.terms)) {
+    const binds = term === step.binding ? " binds" : "";
+    const track = element("div", "track"), fill = element("div", "fill");
+    fill.style.width = `${Math.min(100, (step.terms[term] / step.seconds) * 100)}%`;
+    track.append(fill);
+    const row = element("div", `term${binds}`);
+    row.append(element("span", "name", TERMS[term]), track,
+      shows(element("span", "figure"), `step.terms.${term}`, "seconds"),
+      element("span", "figure quiet", formatShare(step.terms[term] / step.seconds)));
+    byId("terms").append(row);
+  }
+  const total = element("p", "total quiet", "The full width is the whole step, ");
+  total.append(shows(element("span"), "step.seconds", "seconds"),
+    ". No step can be shorter than its longest term; the longest takes ", shows(element("span"), "step.overlap", "share"), " of it.");
+  byId("terms").append(total);
+}
+
+function fillNumbers() {
+  const step = data.step, tiers = data.tiers;
+  const ofBudget = (tier) => (tier.capacity_bytes ? `${formatShare(tier.peak_bytes / tier.capacity_bytes)} of ${formatBytes(tier.capacity_bytes)}` : "no budget");
+  const stepNumbers = !step ? [] : [
+    ["Step time", "step.seconds", "seconds", `${step.moments.toLocaleString("en-US")} moments`],
+    ["Overlap", "step.overlap", "share", "longest term / step time"],
+    ["Stalled in the step", "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
+    ["Faults in the step", "step.faults", "count", "uses that had to wait"],
+  ];
+  const numbers = [
+    ...stepNumbers,
+    ["Device peak", "tiers.device.peak_bytes", "bytes", ofBudget(tiers.device)],
+    ["Host peak", "tiers.host.peak_bytes", "bytes", ofBudget(tiers.host)],
+    ["NVMe peak", "tiers.nvme.peak_bytes", "bytes", ofBudget(tiers.nvme)],
+    ["Bytes per parameter", "bytes_per_parameter", "plain", "homes on all tiers"],
+    ["Chunk waste", "chunk_waste", "share", "of the bytes of chunks"],
+    ...(step ? [["Written to NVMe a day", "step.nvme_written_bytes_per_day", "bytes", "at this pace, without a pause"]] : []),
+  ];
+  for (const [name, key, format, note] of numbers) {
+    const tile = element("div");
+    tile.append(element("dt", "", name), shows(element("dd"), key, format), element("dd", "", note));
+    byId("numbers").append(tile);
+  }
+}
+
+// ---- tables ---------------------------------------------------------------------------------------------------------
+function fillTable(table, heads, rows) {
+  const head = table.createTHead().insertRow(), body = table.createTBody();
+  heads.forEach((text) => head.append(element("th", text === "Parameters" ? "names" : "", text)));
+  for (const cells of rows) body.insertRow().append(...cells);
+}
+
+function fillLinks() {
+  fillTable(byId("links"), ["Link", "Moved", "Busy", "Rate"], Object.entries(data.links).map(([name, link]) => [
+    element("td", "", TERMS[name]), shows(element("td"), `links.${name}.bytes`, "bytes"),
+    shows(element("td"), `links.${name}.seconds`, "seconds"),
+    element("td", "", link.seconds ? `${formatBytes(link.bytes / link.seconds)}/s` : "–"),
+  ]));
+}
+
+function fillWaits() {
+  const blocks = (data.timeline?.blocks ?? []).map((facts, index) => [facts, index]);
+  const waited = blocks.filter(([facts]) => facts.stall_seconds > 0).sort((a, b) => b[0].stall_seconds - a[0].stall_seconds);
+  if (!waited.length) return;
+  byId("waits").hidden = false;
+  fillTable(byId("chunks"), ["Chunk", "Waited", "Fetched", "Home", "Parameters"], waited.slice(0, 10).map(([facts, index]) => [
+    element("td", "", `${facts.chunk}`), shows(element("td"), `timeline.blocks.${index}.stall_seconds`, "seconds"),
+    shows(element("td"), `timeline.blocks.${index}.fetched_bytes`, "bytes"),
+    element("td", "", facts.home), element("td", "names", facts.parameters.join(", ")),
+  ]));
+}
+
+// ---- charts ---------------------------------------------------------------------------------------------------------
+function makeCharts() {
+  const timeline = data.timeline;
+  if (!timeline) return;
+  byId("timeline").hidden = false;
+  byId("covers").textContent = timeline.covers === "step" ? "The last whole step" : "The last forward";
+  const charts = [
+    new SegmentStrip(timeline),
+    ...[
+      new MemoryChart("Device memory", data.tiers.device, timeline.memory.device),
+      new MemoryChart("Host memory", data.tiers.host, timeline.memory.host),
+      new MemoryChart("NVMe", data.tiers.nvme, null),
+    ].filter((chart) => chart.peak),
+    ...[0, 1].map((tier) => new ChunkMap(timeline, tier)).filter((map) => map.rows.length),
+    new Lanes(timeline),
+  ];
+  frame.axis = new Axis(timeline.seconds * 1e6, timeline.moments.at_us);
+  frame.charts = charts.map(addChart);
+  byId("by-moment").disabled = timeline.moments.at_us.length < 2;
+  const thinned = Object.entries(timeline.thinned).map(([kind, every]) => `${kind}: one of ${every}`);
+  if (thinned.length) byId("thinned").textContent = `The step has more entries than a report keeps. Shown are the largest, ${thinned.join("; ")}.`;
+}
+
+function addChart(chart) {
+  const box = element("div", "chart"), head = element("div", "chart-head"), legend = element("div", "legend");
+  const plot = element("div", "plot"), canvas = element("canvas");
+  const cursor = element("div", "cursor"), selection = element("div", "selection");
+  for (const [colour, name, faint] of chart.legend) legend.append(swatched("span", colour, name, faint));
+  head.append(element("h3", "", chart.title), legend);
+  plot.tabIndex = 0;
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", chart.title);
+  plot.append(canvas, selection, cursor);
+  box.append(head, plot);
+  byId("charts").append(box);
+  const shown = { chart, plot, canvas, cursor, selection };
+  listen(shown);
+  return shown;
+}
+
+function swatched(tag, colour, text, faint) {
+  const label = element(tag);
+  if (colour) {
+    const swatch = element("i", faint ? "faint" : "");
+    swatch.style.background = `var(${colour})`;
+    label.append(swatch);
+  }
+  label.append(text);
+  return label;
+}
+
+function redraw() {
+  if (frame.requested || !frame.axis) return;
+  frame.requested = true;
+  requestAnimationFrame(() => {
+    frame.requested = false;
+    const start = performance.now();
+    for (const { chart, plot, canvas } of frame.charts) {
+      const width = plot.clientWidth;
+      chart.draw(new Pen(canvas, frame.axis, width, chart.height(width)));
+    }
+    frame.milliseconds = performance.now() - start;
+    byId("zoom-reset").disabled = byId("zoom-out").disabled = frame.axis.showsAll;
+  });
+}
+
+// ---- hover and zoom -------------------------------------------------------------------------------------------------
+function listen(shown) {
+  const { plot, selection } = shown;
+  let pressedAt = null;
+  const inside = (event) => {
+    const box = plot.getBoundingClientRect();
+    return Math.min(Math.max(event.clientX - box.left, GUTTER()), box.width);
+  };
+  plot.addEventListener("pointerdown", (event) => {
+    if (event.button) return;
+    pressedAt = inside(event);
+    plot.setPointerCapture(event.pointerId);
+  });
+  plot.addEventListener("pointermove", (event) => {
+    hover(shown, event, inside(event));
+    if (pressedAt === null) return;
+    const x = inside(event);
+    selection.style.visibility = Math.abs(x - pressedAt) > 4 ? "visible" : "hidden";
+    selection.style.left = `${Math.min(x, pressedAt)}px`;
+    selection.style.width = `${Math.abs(x - pressedAt)}px`;
+  });
+  plot.addEventListener("pointerup", (event) => {
+    const from = pressedAt, until = inside(event);
+    stop();
+    if (from !== null && Math.abs(until - from) > 4) {
+      const places = [from, until].map((x) => placeAt(plot, x)).sort((a, b) => a - b);
+      zoom(() => frame.axis.zoomTo(...places));
+    }
+  });
+  const stop = () => { pressedAt = null; selection.style.visibility = "hidden"; };
+  plot.addEventListener("pointercancel", stop);
+  plot.addEventListener("pointerleave", hideTip);
+  plot.addEventListener("dblclick", () => zoom(() => frame.axis.showAll()));
+  plot.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey) return; // plain wheels scroll the page
+    event.preventDefault();
+    const place = placeAt(plot, inside(event));
+    zoom(() => frame.axis.zoomAround(place, Math.exp(event.deltaY * .002)));
+  }, { passive: false });
+}
+
+function placeAt(plot, x) {
+  const [from, until] = frame.axis.view, left = GUTTER();
+  return from + ((x - left) / (plot.clientWidth - left)) * (until - from);
+}
+
+function zoom(change) {
+  change();
+  hideTip();
+  redraw();
+}
+
+function hover(shown, event, x) {
+  const us = frame.axis.time(placeAt(shown.plot, x));
+  for (const { cursor } of frame.charts) {
+    cursor.style.visibility = "visible";
+    cursor.style.transform = `translateX(${x}px)`;
+  }
+  const tip = byId("tip");
+  tip.replaceChildren(...tipLines(shown.chart, us, event.clientY - shown.plot.getBoundingClientRect().top));
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  const left = event.clientX + 16 + box.width > innerWidth - 8 ? event.clientX - 16 - box.width : event.clientX + 16;
+  tip.style.left = `${Math.max(8, left)}px`;
+  tip.style.top = `${Math.max(8, Math.min(event.clientY + 14, innerHeight - box.height - 8))}px`;
+}
+
+function tipLines(chart, us, y) {
+  const { at_us: at, operator } = data.timeline.moments;
+  const moment = lastAtOrBefore(at, us);
+  const title = element("div");
+  title.append(element("b", "", formatSeconds(us / 1e6)));
+  if (moment >= 0) title.append(` · moment ${moment + 1}: ${data.timeline.operators[operator[moment]]}`);
+  const lines = chart.describe(us, y).map(([colour, name, value, faint]) => {
+    const line = element("div", "line");
+    line.append(swatched("span", colour, name, faint), element("span", "", value));
+    return line;
+  });
+  return [title, ...lines];
+}
+
+function hideTip() {
+  byId("tip").hidden = true;
+  for (const { cursor } of frame.charts) cursor.style.visibility = "hidden";
+}
+
+function setAxis(byMoment) {
+  byId("by-time").setAttribute("aria-pressed", String(!byMoment));
+  byId("by-moment").setAttribute("aria-pressed", String(byMoment));
+  zoom(() => frame.axis.setMode(byMoment));
+}
+
+function listenToTools() {
+  const middle = () => (frame.axis.view[0] + frame.axis.view[1]) / 2;
+  const actions = {
+    "zoom-in": () => frame.axis.zoomAround(middle(), .5), "zoom-out": () => frame.axis.zoomAround(middle(), 2),
+    "zoom-reset": () => frame.axis.showAll(),
+  };
+  for (const [id, change] of Object.entries(actions)) byId(id).addEventListener("click", () => zoom(change));
+  byId("by-time").addEventListener("click", () => setAxis(false));
+  byId("by-moment").addEventListener("click", () => setAxis(true));
+  const keys = {
+    "+": actions["zoom-in"], "=": actions["zoom-in"], "-": actions["zoom-out"], 0: actions["zoom-reset"],
+    ArrowLeft: () => frame.axis.pan(-.25), ArrowRight: () => frame.axis.pan(.25),
+  };
+  addEventListener("keydown", (event) => {
+    if (!(event.key in keys) || !frame.axis || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    zoom(keys[event.key]);
+  });
+}
+
+// ---- theme ----------------------------------------------------------------------------------------------------------
+function listenToTheme() {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const apply = (dark) => {
+    document.documentElement.dataset.theme = dark ? "dark" : "light";
+    document.documentElement.style.colorScheme = dark ? "dark" : "light";
+    byId("theme").textContent = dark ? "Light" : "Dark";
+    redraw();
+  };
+  apply(system.matches);
+  system.addEventListener("change", () => apply(system.matches));
+  byId("theme").addEventListener("click", () => apply(document.documentElement.dataset.theme !== "dark"));
+}
+
+fillHead();
+fillVerdict();
+fillNumbers();
+fillLinks();
+fillWaits();
+makeCharts();
+listenToTools();
+listenToTheme();
+addEventListener("resize", redraw);
+redraw();

@@ -1,0 +1,131 @@
+"""Which resource binds a step: the terms of its time, how well they overlap, and what to change. Pure.
+
+Note "terms": a step takes at least the longest of {compute, host to device, device to host, host optimizer, NVMe read,
+NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward without the stalls in it;
+the host optimizer is the time of updates without the stalls in them; a link's term is the union of the intervals in
+which a transfer was in flight on it, clipped to the step (for NVMe an interval begins when the transfer is asked for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hetmem.memory.transfer import Link
+from hetmem.report.intervals import Interval, clip, length, union, without
+from hetmem.report.window import TRAINING, Window
+from hetmem.runtime.events import Span
+from hetmem.units import format_size
+
+TERM_NAMES = {
+    "compute": "Compute",
+    "host_to_device": "Host to device",
+    "device_to_host": "Device to host",
+    "host_optimizer": "Host optimizer",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+}
+GOOD_OVERLAP = 0.9
+SECONDS_PER_DAY = 86400
+
+
+def step_section(window: Window, tiers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The `step` section of a report. `window` covers a whole step; `tiers` is the section of that name."""
+    seconds = window.end - window.start
+    busy = busy_intervals(window)
+    terms = {term: length(intervals) for term, intervals in busy.items()}
+    binding = max(terms, key=lambda term: terms[term])
+    stalled = union(clip(((s.start, s.end) for s in window.stalls), window.start, window.end))
+    moved = {link.value: 0 for link in Link}
+    for transfer in window.transfers:
+        if window.start < transfer.end <= window.end:
+            moved[transfer.link.value] += transfer.nbytes
+    section = {
+        "seconds": seconds,
+        "terms": terms,
+        "binding": binding,
+        "overlap": terms[binding] / seconds if seconds else 0.0,
+        "exposed_seconds": {term: length(without(intervals, busy[binding])) for term, intervals in busy.items()},
+        "bytes": moved,
+        "stall_seconds": length(stalled),
+        "faults": len(window.faults),
+        "moments": len(window.moments),
+        "nvme_written_bytes_per_day": round(moved["nvme_write"] / seconds * SECONDS_PER_DAY) if seconds else 0,
+    }
+    section["sentence"] = sentence(section, tiers)
+    return section
+
+
+def busy_intervals(window: Window) -> dict[str, list[Interval]]:
+    """When each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
+    stalled = union((span.start, span.end) for span in window.stalls)
+
+    def working(spans: Iterable[Span]) -> list[Interval]:
+        return without(union(clip(((s.start, s.end) for s in spans), window.start, window.end)), stalled)
+
+    def crossing(link: Link) -> list[Interval]:
+        moved = ((t.start, t.end) for t in window.transfers if t.link is link)
+        return union(clip(moved, window.start, window.end))
+
+    return {
+        "compute": working(span for span in window.segments if span.what in TRAINING),
+        "host_to_device": crossing(Link.HOST_TO_DEVICE),
+        "device_to_host": crossing(Link.DEVICE_TO_HOST),
+        "host_optimizer": working(window.updates),
+        "nvme_read": crossing(Link.NVME_READ),
+        "nvme_write": crossing(Link.NVME_WRITE),
+    }
+
+
+def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
+    """What binds this step, how far it is from the bound, and what to change."""
+    binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
+    term = step["terms"][binding]
+    text = f"{TERM_NAMES[binding]} binds: {format_seconds(term)} of a step of {format_seconds(seconds)}."
+    if step["overlap"] >= GOOD_OVERLAP:
+        return f"{text} {_advice(binding, tiers)}"
+    longest = max(exposed, key=lambda name: exposed[name])
+    rest = seconds - term
+    if exposed[longest] < 0.25 * rest:
+        return f"{text} The other {format_seconds(rest)} are neither compute, nor transfers, nor updates."
+    return (
+        f"{text} The other {format_seconds(rest)} are not hidden behind it: {_inside(TERM_NAMES[longest])} alone takes "
+        f"{format_seconds(exposed[longest])} of them. {_advice(longest, tiers)}"
+    )
+
+
+def _inside(name: str) -> str:
+    """A name of a term within a sentence."""
+    return name if name.startswith("NVMe") else name[0].lower() + name[1:]
+
+
+def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
+    on_nvme = tiers["nvme"]["used_bytes"]
+    if binding.startswith("nvme"):
+        return (
+            f"Budget(host=…) raised by {format_size(on_nvme)} would leave nothing on NVMe; a second directory in "
+            f"nvme_dir adds its bandwidth; more micro-batches per step move the same bytes less often."
+        )
+    if binding == "host_optimizer":
+        return "More CPU cores would shorten it; more micro-batches per step run it less often."
+    if binding == "host_to_device":
+        return (
+            "A larger Budget(device=…) or fewer activations keep more chunks on the device; mixed_precision halves "
+            "their bytes; a larger batch uses each of them longer."
+        )
+    if binding == "device_to_host":
+        return (
+            "Gradients cross this link once per backward: a larger batch, with fewer backwards, crosses it less often."
+        )
+    return "Memory is not the limit: a faster device, a smaller dtype or less recomputation would shorten it."
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` as people read them: "1.25 s", "12.5 ms", "80 µs"."""
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} µs"

@@ -1,0 +1,137 @@
+"""A report, or two side by side, as text tables. Knows the dict of a report only; rich is imported when used."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hetmem.report.step import TERM_NAMES, format_seconds
+from hetmem.units import format_size
+
+_WIDTH = 88
+_BAR = 24
+_LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("compute", "host_optimizer")}
+
+
+def table(data: dict[str, Any]) -> str:
+    """The report for a terminal; plain text without colours, at most 88 columns."""
+    parts = [_tiers(data), _links(data)]
+    if data["step"] is not None:
+        parts.append(_step(data["step"]))
+    parts.append(_summary(data))
+    return "\n\n".join(parts + [_wrapped(missing) for missing in data["missing"]])
+
+
+def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
+    """Two reports side by side, with the change from the first to the second."""
+    rows = []
+    for label, keys, show in _COMPARED:
+        left, right = _at(a, keys), _at(b, keys)
+        if left is not None or right is not None:
+            texts = ["-" if value is None else show(value) for value in (left, right)]
+            rows.append([label, *texts, _change(left, right)])
+    both = ((name_a, a), (name_b, b))
+    sentences = [_wrapped(f"{name}: {data['step']['sentence']}") for name, data in both if data["step"]]
+    return "\n\n".join([grid(["", name_a, name_b, "change"], rows), *sentences])
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _count(number: float) -> str:
+    return f"{number:,}"
+
+
+_COMPARED: tuple[tuple[str, tuple[str, ...], Any], ...] = (
+    ("Step time", ("step", "seconds"), format_seconds),
+    *((name, ("step", "terms", term), format_seconds) for term, name in TERM_NAMES.items()),
+    ("Overlap", ("step", "overlap"), _share),
+    ("Stalls in the step", ("step", "stall_seconds"), format_seconds),
+    ("Faults in the step", ("step", "faults"), _count),
+    *((f"{name}, bytes a step", ("step", "bytes", link), format_size) for link, name in _LINK_NAMES.items()),
+    ("Device peak", ("tiers", "device", "peak_bytes"), format_size),
+    ("Host peak", ("tiers", "host", "peak_bytes"), format_size),
+    ("NVMe peak", ("tiers", "nvme", "peak_bytes"), format_size),
+    ("Chunk size", ("chunk_bytes",), format_size),
+    ("Chunk waste", ("chunk_waste",), _share),
+    ("Bytes per parameter", ("bytes_per_parameter",), lambda value: f"{value:.2f}"),
+    ("Parameters", ("parameters",), _count),
+    ("Steps", ("steps",), _count),
+)
+
+
+def _at(data: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        if data is None:
+            return None
+        data = data.get(key)
+    return data
+
+
+def _change(left: float | None, right: float | None) -> str:
+    if left is None or right is None:
+        return ""
+    if left == right:
+        return "="
+    return f"{right / left - 1:+.1%}" if left else "new"
+
+
+def _tiers(data: dict[str, Any]) -> str:
+    rows = []
+    for name, tier in data["tiers"].items():
+        share = _share(tier["peak_bytes"] / tier["capacity_bytes"]) if tier["capacity_bytes"] else "-"
+        sizes = [format_size(tier[key]) for key in ("peak_bytes", "capacity_bytes")]
+        rows.append([name, *sizes, share, format_size(tier["used_bytes"])])
+    return grid(["tier", "peak", "budget", "of budget", "used now"], rows)
+
+
+def _links(data: dict[str, Any]) -> str:
+    rows = []
+    for name, link in data["links"].items():
+        rate = f"{format_size(link['bytes'] / link['seconds'])}/s" if link["seconds"] else "-"
+        rows.append([name, format_size(link["bytes"]), format_seconds(link["seconds"]), rate])
+    return grid(["link, all steps", "moved", "busy", "rate"], rows)
+
+
+def _step(step: dict[str, Any]) -> str:
+    rows = []
+    for term, seconds in step["terms"].items():
+        share = seconds / step["seconds"]
+        mark = "  binds" if term == step["binding"] else ""
+        rows.append([TERM_NAMES[term], format_seconds(seconds), _share(share), "█" * round(share * _BAR) + mark])
+    head = [f"last step, {format_seconds(step['seconds'])}", "busy", "of step", ""]
+    terms = grid(head, rows, left=(0, 3))
+    return terms + "\n\n" + _wrapped(f"Overlap {_share(step['overlap'])}. {step['sentence']}")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH)
+
+
+def _summary(data: dict[str, Any]) -> str:
+    return (
+        f"{data['steps']} steps; {data['fetches']} fetches, {data['evictions']} evictions, {data['faults']} faults on "
+        f"the device and {data['staging_faults']} in staging, {data['stall_seconds']:.2f} s stalled\n"
+        f"{data['chunks']} chunks of {format_size(data['chunk_bytes'])}, {_share(data['chunk_waste'])} of them unused; "
+        f"{data['bytes_per_parameter']:.1f} bytes per parameter"
+    )
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,), width: int = _WIDTH) -> str:
+    """A table with a rule under its head; columns are right-aligned but those in `left`."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, title in enumerate(head):
+        table.add_column(Text(title), justify="left" if index in left else "right", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: what looks like markup is content
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, color_system=None, legacy_windows=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))

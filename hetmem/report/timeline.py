@@ -1,0 +1,255 @@
+"""A window of the log as columns of numbers, bounded in size: the `timeline` section of a report.
+
+Times are whole microseconds from the start of the window. It knows the log and a description of the blocks; not torch,
+not the runtime.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from hetmem.memory.transfer import Link
+from hetmem.report.intervals import overlap, union
+from hetmem.report.window import Window
+from hetmem.runtime.events import Span
+
+MAX_ENTRIES = 20_000
+"""Of each kind; a step with more keeps every second, third … of them (the largest of each group)."""
+
+LINKS = tuple(Link)
+_INTO_TIER = (Link.HOST_TO_DEVICE, Link.NVME_READ)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """What a report says of one block: one role of one chunk. `tier_bytes` is what a copy takes on device and host."""
+
+    chunk: int
+    role: str
+    home: str
+    bytes: int
+    tier_bytes: tuple[int, int]
+    parameters: tuple[str, ...]
+
+
+Column = list[Any]
+Entry = TypeVar("Entry")
+Present = tuple[frozenset[int], frozenset[int]]
+
+
+def timeline_section(window: Window, blocks: Sequence[BlockFacts], present: Present) -> dict[str, Any]:
+    """The section; `present` are the blocks with a copy on the device and in staging now."""
+    clock, thin = Clock(window.start, window.end), Thinning()
+    copies = _copies(window, present)
+    stalls = thin("stalls", window.stalls, _duration)
+    faults = thin("faults", window.faults, lambda fault: fault.seconds)
+    updates = thin("updates", window.updates, _duration)
+    return {
+        "covers": window.covers,
+        "seconds": window.end - window.start,
+        "segments": [[span.what, clock(span.start), clock(span.end)] for span in window.segments],
+        **_moment_columns(window, clock, thin),
+        "memory": _memory(window, blocks, copies, clock, thin),
+        "blocks": _blocks(window, blocks),
+        "copies": _copy_columns(thin("copies", copies, lambda copy: copy.until - copy.since), window, clock),
+        "transfers": _transfer_columns(window, clock, thin),
+        "stalls": {"from_us": [clock(s.start) for s in stalls], "until_us": [clock(s.end) for s in stalls]},
+        "faults": {
+            "block": [fault.block for fault in faults],
+            "at_us": [clock(fault.at) for fault in faults],
+            "until_us": [clock(fault.at + fault.seconds) for fault in faults],
+        },
+        "updates": {
+            "what": [span.what for span in updates],
+            "from_us": [clock(span.start) for span in updates],
+            "until_us": [clock(span.end) for span in updates],
+        },
+        "thinned": thin.factors,  # last: what is above fills it
+    }
+
+
+def _duration(span: Span) -> float:
+    return span.end - span.start
+
+
+def _moment_columns(window: Window, clock: Clock, thin: Thinning) -> dict[str, Any]:
+    moments = thin("moments", window.moments, lambda moment: moment.chunk_bytes + moment.non_model_bytes)
+    operators = {name: index for index, name in enumerate(dict.fromkeys(moment.operator for moment in moments))}
+    return {
+        "operators": list(operators),
+        "moments": {
+            "at_us": [clock(moment.at) for moment in moments],
+            "operator": [operators[moment.operator] for moment in moments],
+            "blocks": [list(moment.blocks) for moment in moments],
+        },
+    }
+
+
+def _transfer_columns(window: Window, clock: Clock, thin: Thinning) -> dict[str, Column]:
+    transfers = thin("transfers", window.transfers, lambda moved: moved.nbytes)
+    return {
+        "link": [LINKS.index(moved.link) for moved in transfers],
+        "block": [moved.block for moved in transfers],
+        "from_us": [clock(moved.start) for moved in transfers],
+        "until_us": [clock(moved.end) for moved in transfers],
+        "bytes": [moved.nbytes for moved in transfers],
+    }
+
+
+class Clock:
+    """Seconds of the log -> whole microseconds from the start of a window, clipped to it."""
+
+    def __init__(self, start: float, end: float) -> None:
+        self._start, self._end = start, end
+
+    def __call__(self, at: float) -> int:
+        return int((min(max(at, self._start), self._end) - self._start) * 1e6)
+
+
+class Thinning:
+    """Keeps at most MAX_ENTRIES of each kind: of every so many neighbours (`factors`) the heaviest."""
+
+    def __init__(self) -> None:
+        self.factors: dict[str, int] = {}
+
+    def __call__(self, kind: str, entries: list[Entry], weight: Callable[[Entry], float]) -> list[Entry]:
+        every = -(-len(entries) // MAX_ENTRIES)
+        if every <= 1:
+            return entries
+        self.factors[kind] = every
+        groups = (entries[first : first + every] for first in range(0, len(entries), every))
+        return [max(group, key=weight) for group in groups]
+
+
+@dataclass(slots=True)
+class _Copy:
+    block: int
+    tier: int
+    since: float
+    until: float
+
+
+def _copies(window: Window, present: Present) -> list[_Copy]:
+    """Which copies there were, and when. Who was there at the start follows from who is there now, backwards."""
+    at_start = {(tier, block) for tier in (0, 1) for block in present[tier]}
+    for change in reversed(window.copies):
+        if change.present:
+            at_start.discard((change.tier, change.block))
+        else:
+            at_start.add((change.tier, change.block))
+    since = dict.fromkeys(at_start, window.start)
+    copies = []
+    for change in window.copies:
+        if change.at >= window.end:
+            break
+        key = (change.tier, change.block)
+        if change.present:
+            since.setdefault(key, change.at)
+        elif key in since:
+            copies.append(_Copy(change.block, change.tier, since.pop(key), change.at))
+    copies += [_Copy(block, tier, began, window.end) for (tier, block), began in since.items()]
+    return sorted(copies, key=lambda copy: (copy.since, copy.tier, copy.block))
+
+
+def _copy_columns(copies: list[_Copy], window: Window, clock: Clock) -> dict[str, Column]:
+    """`valid_us` is when the transfer that filled the copy was over; `from_us` of one that was there before."""
+    ends: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for transfer in window.transfers:
+        if transfer.link in _INTO_TIER:
+            ends[_INTO_TIER.index(transfer.link), transfer.block].append(transfer.end)
+    valid = []
+    for copy in copies:
+        known = sorted(ends.get((copy.tier, copy.block), ()))
+        at = bisect_left(known, copy.since)
+        filled = at < len(known) and known[at] <= copy.until and copy.since > window.start
+        valid.append(clock(known[at] if filled else copy.since))
+    return {
+        "block": [copy.block for copy in copies],
+        "tier": [copy.tier for copy in copies],
+        "from_us": [clock(copy.since) for copy in copies],
+        "valid_us": valid,
+        "until_us": [clock(copy.until) for copy in copies],
+    }
+
+
+def _memory(
+    window: Window, blocks: Sequence[BlockFacts], copies: list[_Copy], clock: Clock, thin: Thinning
+) -> dict[str, Any]:
+    """Bytes of copies by role on device and host, and of everything that is not chunks on the device, as steps."""
+    sections = {}
+    for tier, name in enumerate(("device", "host")):
+        changes: list[tuple[float, str, int]] = []
+        for copy in copies:
+            if copy.tier == tier:
+                nbytes = blocks[copy.block].tier_bytes[tier]
+                changes.append((copy.since, blocks[copy.block].role, nbytes))
+                changes.append((copy.until, blocks[copy.block].role, -nbytes))
+        roles = list(dict.fromkeys(role for _, role, _ in sorted(changes)))
+        if name == "device":
+            changes += _non_model_changes(window)
+            roles.append("non_model")
+        points = thin(f"memory.{name}", _steps(changes, roles, window.start, clock), lambda point: sum(point[1]))
+        sections[name] = {
+            "at_us": [at for at, _ in points],
+            "bytes": {role: [values[index] for _, values in points] for index, role in enumerate(roles)},
+        }
+    return sections
+
+
+def _non_model_changes(window: Window) -> list[tuple[float, str, int]]:
+    """A moment tells what is needed up to the next one of its segment; behind that, the least of the window stays."""
+    stays = min((moment.non_model_bytes for moment in window.moments), default=0)
+    points = [(moment.at, moment.non_model_bytes) for moment in window.moments]
+    points += [(segment.end, stays) for segment in window.segments]
+    changes, before = [(window.start, "non_model", stays)], stays
+    for at, nbytes in sorted(points, key=lambda point: point[0]):
+        changes.append((at, "non_model", nbytes - before))
+        before = nbytes
+    return changes
+
+
+def _steps(
+    changes: list[tuple[float, str, int]], roles: list[str], start: float, clock: Clock
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Running sums of `changes` per role, one entry for each microsecond in which something changed."""
+    sums = dict.fromkeys(roles, 0)
+    points = [(clock(start), tuple(sums.values()))]
+    for at, role, nbytes in sorted(changes):
+        sums[role] += nbytes
+        point = (clock(at), tuple(sums.values()))
+        if points[-1][0] == point[0]:
+            points[-1] = point
+        else:
+            points.append(point)
+    return points
+
+
+def _blocks(window: Window, blocks: Sequence[BlockFacts]) -> list[dict[str, Any]]:
+    """Each block's facts with what it cost in the window: bytes that came, and seconds that were waited for it.
+
+    The stalls within a chunk's update are those of its weights."""
+    stalled = union((span.start, span.end) for span in window.stalls)
+    waited: dict[int, float] = defaultdict(float)
+    for fault in window.faults:
+        waited[fault.block] += fault.seconds
+    weights = {facts.chunk: index for index, facts in enumerate(blocks) if facts.role == "param"}
+    for update in window.updates:
+        chunk = int(update.what.rpartition(" ")[2])
+        if chunk in weights:
+            waited[weights[chunk]] += overlap(stalled, update.start, update.end)
+    fetched: dict[int, int] = defaultdict(int)
+    for transfer in window.transfers:
+        if transfer.link in _INTO_TIER:
+            fetched[transfer.block] += transfer.nbytes
+    entries = []
+    for index, facts in enumerate(blocks):
+        entry = asdict(facts)
+        del entry["tier_bytes"]
+        entry["parameters"] = list(facts.parameters)
+        entry["fetched_bytes"], entry["stall_seconds"] = fetched[index], waited[index]
+        entries.append(entry)
+    return entries

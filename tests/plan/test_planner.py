@@ -1,0 +1,174 @@
+"""The planner, on workloads made up by hand: what it decides, what it refuses, and what it says is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetmem.plan.arrangement import Capacities, NoRoom, arrange, by_first_use, state_bytes
+from hetmem.plan.hardware import Rate
+from hetmem.plan.layout import ParameterSpec
+from hetmem.plan.planner import Variant, decide, judge
+from hetmem.plan.rehearsal import rehearse
+from hetmem.plan.trace import Tier
+from hetmem.plan.workload import Event, Kind, Phase, Work, Workload
+from hetmem.units import MIB
+from tests.plan.test_hardware import profile
+
+ELEMENTS = 256 * 1024  # one MiB of float32
+
+
+def event(
+    kind: Kind, parameters: tuple[int, ...], live: int, *, held: bool = False, gone: tuple[int, ...] = ()
+) -> Event:
+    work = Phase(Work(((10**9, MIB),)), live)
+    kept = parameters if held else ()
+    return Event(kind, f"{kind.name} {parameters}", parameters, kept, gone, live, work, Phase(Work(), live))
+
+
+def workload(layers: int = 8, *, activation: int = MIB, mixed: bool = False) -> Workload:
+    """`layers` parameters of a MiB, used one by one and again in reverse; each forward leaves `activation` bytes."""
+    specs = tuple(ParameterSpec(f"layer {i}", ELEMENTS, "float32", 4) for i in range(layers))
+    events = [event(Kind.FORWARD, (), 0)]
+    events += [event(Kind.USE, (i,), (i + 1) * activation) for i in range(layers)]
+    events.append(event(Kind.BACKWARD, (), layers * activation))
+    for i in reversed(range(layers)):
+        gone = (i + 1,) if i + 1 < layers else ()
+        events.append(event(Kind.SAVED, (i,), (i + 1) * activation, held=True, gone=gone))
+        events.append(event(Kind.GRADIENT, (i,), i * activation))
+    events.append(event(Kind.END, (), 0, gone=(0,)))
+    itemsizes = (2 if mixed else 4,) * layers
+    everything = frozenset(range(layers))
+    return Workload("made up", specs, everything, itemsizes, mixed, 0, tuple(events), 4, 64, "float32")
+
+
+HARDWARE = replace(profile(), host_to_device=Rate(1e9), device_to_host=Rate(1e9))
+
+
+def test_homes_are_in_host_memory_until_that_is_full_and_then_on_nvme() -> None:
+    made = arrange(workload(), Capacities(64 * MIB, 20 * MIB, 64 * MIB, 8 * MIB), MIB)
+    assert made.bytes_by_role(Tier.HOST) == {"param": 8 * MIB, "staging": 5 * MIB, "grad": 7 * MIB}
+    assert made.bytes_by_role(Tier.NVME) == {"grad": MIB, "exp_avg": 8 * MIB, "exp_avg_sq": 8 * MIB}
+
+
+def test_a_small_model_stays_on_the_device_and_moves_nothing() -> None:
+    decision = decide(workload(), Capacities(128 * MIB, 64 * MIB), HARDWARE)
+    assert decision.candidate is not None
+    assert decision.candidate.arrangement.resident
+    assert decision.candidate.result.bytes["host_to_device"] == 0
+    # parameters and two states; gradients are autograd's own, beside the activations
+    assert decision.candidate.result.device_peak_bytes == 24 * MIB + 8 * MIB
+
+
+def test_more_than_half_the_device_is_used_if_that_saves_the_transfers() -> None:
+    room = Capacities(48 * MIB, 64 * MIB)
+    decision = decide(workload(), room, HARDWARE)
+    assert decision.candidate is not None
+    assert decision.candidate.capacities.device_chunk_bytes == state_bytes(workload()) == 32 * MIB
+    assert decision.candidate.result.bytes["host_to_device"] == 0
+    assert any("device_chunks=33554432" in advice for advice in decision.advice)
+
+
+def test_the_step_is_never_shorter_than_its_longest_term() -> None:
+    result = judge(workload(), Capacities(12 * MIB, 64 * MIB), HARDWARE, MIB, 1).result
+    assert result.seconds >= max(result.terms.values())
+    assert result.seconds <= sum(result.terms.values()) + result.stall_seconds
+
+
+def test_gradients_cross_the_link_once_for_each_micro_batch() -> None:
+    room = Capacities(12 * MIB, 64 * MIB)
+    arrangement = arrange(workload(), room, MIB)
+    for micro_batches in (1, 3):
+        result = rehearse(workload(), arrangement, room, HARDWARE, micro_batches=micro_batches)
+        assert result.bytes["device_to_host"] == micro_batches * 8 * MIB
+
+
+def test_the_device_peak_stays_within_the_budget() -> None:
+    room = Capacities(11 * MIB, 64 * MIB)
+    result = judge(workload(), room, HARDWARE, MIB, 1).result
+    assert 8 * MIB < result.device_peak_bytes <= room.device_bytes
+
+
+def test_every_state_on_nvme_is_read_and_written_once_a_step() -> None:
+    room = Capacities(64 * MIB, 20 * MIB, 64 * MIB, 8 * MIB)
+    result = judge(workload(), room, HARDWARE, MIB, 1).result
+    # seven gradients have room in host memory; one and the states of all eight are on disk
+    assert result.bytes["nvme_write"] == 17 * MIB
+    assert 16 * MIB - 5 * MIB <= result.bytes["nvme_read"] <= 17 * MIB
+
+
+@pytest.mark.parametrize(
+    ("room", "tier"),
+    [
+        (Capacities(64 * MIB, 20 * MIB, 0, 8 * MIB), "host"),
+        (Capacities(64 * MIB, 20 * MIB, 4 * MIB, 8 * MIB), "nvme"),
+        (Capacities(6 * MIB, 64 * MIB), "device"),
+    ],
+)
+def test_what_is_missing_makes_it_fit_when_it_is_added(room: Capacities, tier: str) -> None:
+    decision = decide(workload(), room, HARDWARE, chunk_bytes=MIB)
+    assert decision.candidate is None
+    assert set(decision.missing_bytes) == {tier}
+    missing = decision.missing_bytes[tier]
+    field = f"{tier}_bytes"
+    larger = replace(room, **{field: getattr(room, field) + missing})
+    assert decide(workload(), larger, HARDWARE, chunk_bytes=MIB).candidate is not None
+
+
+def test_the_host_misses_exactly_what_the_states_take() -> None:
+    decision = decide(workload(), Capacities(64 * MIB, 20 * MIB, 0, 8 * MIB), HARDWARE, chunk_bytes=MIB)
+    assert decision.missing_bytes == {"host": 12 * MIB}
+    assert decision.advice[0].startswith("add an NVMe directory with")
+    assert decision.advice[-1] == "raise Budget(host=…) by 12.00 MiB"
+
+
+def test_the_first_variant_that_fits_is_the_first_advice() -> None:
+    asked = []
+
+    def lighter(activation: int) -> Workload:
+        asked.append(activation)
+        return workload(activation=activation)
+
+    variants = [
+        Variant("divide", "half of it", lambda: lighter(MIB)),
+        Variant("divide", "a quarter of it", lambda: lighter(MIB // 4)),
+        Variant("divide", "an eighth of it", lambda: lighter(MIB // 8)),
+    ]
+    room = Capacities(6 * MIB, 64 * MIB)
+    decision = decide(workload(activation=2 * MIB), room, HARDWARE, chunk_bytes=MIB, variants=variants)
+    assert decision.advice[0].startswith("a quarter of it: then it fits")
+    assert asked == [MIB, MIB // 4]
+
+
+def test_a_chunk_larger_than_the_device_is_refused_with_the_bytes() -> None:
+    with pytest.raises(NoRoom) as caught:
+        arrange(workload(), Capacities(64 * MIB, 64 * MIB, 0, MIB // 2), MIB)
+    assert (caught.value.tier, caught.value.missing_bytes) == (Tier.DEVICE, MIB // 2)
+
+
+def test_parameters_move_to_the_chunks_in_order_of_use() -> None:
+    backwards = workload(4)
+    used = [event for event in backwards.events if event.kind is Kind.USE]
+    others = [event for event in backwards.events if event.kind is not Kind.USE]
+    backwards = replace(backwards, events=(others[0], *reversed(used), *others[1:]))
+    made = arrange(backwards, Capacities(64 * MIB, 64 * MIB, 0, 4 * MIB), 2 * MIB)
+    assert made.chunk_of == (0, 0, 1, 1)
+    assert by_first_use(made, backwards).chunk_of == (1, 1, 0, 0)
+
+
+def test_with_mixed_precision_a_device_slot_is_half_a_home() -> None:
+    made = arrange(workload(mixed=True), Capacities(64 * MIB, 64 * MIB), MIB)
+    assert (made.slot_bytes, made.staging_slot_bytes, made.resident) == (MIB // 2, MIB, False)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    room = Capacities(11 * MIB, 20 * MIB, 64 * MIB)
+    assert decide(workload(), room, HARDWARE) == decide(workload(), room, HARDWARE)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e15, 11 * MIB // 4), (1e3, 5 * MIB)], ids=["fast link", "slow link"])
+def test_gradients_that_wait_for_the_link_take_device_memory(rate: float, expected: int) -> None:
+    light = workload(activation=MIB // 4)
+    result = judge(light, Capacities(16 * MIB, 64 * MIB), replace(HARDWARE, device_to_host=Rate(rate)), MIB, 1).result
+    assert result.non_model_peak_bytes == expected

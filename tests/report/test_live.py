@@ -1,0 +1,95 @@
+"""The live view: a line of what happened since the last one, and files for `hetmem top` of one's own processes only."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+
+import hetmem
+from hetmem.report import live
+from hetmem.runtime import registry
+from tests.report.models import trained
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Statuses go here and not to the user's own."""
+    place = tmp_path / "status"
+    place.mkdir(mode=0o700)
+    monkeypatch.setattr(live, "status_directory", lambda: place)
+    return place
+
+
+def test_the_line_tells_of_what_happened_since_the_last_one(tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path)
+    first = live.progress(model)
+    second = live.progress(model)
+    assert first.startswith("step 3  ")
+    assert "H2D" in first
+    assert second.startswith("step 3  no step yet  stalls 0%")
+    assert "H2D" not in second
+    hetmem.release(model)
+
+
+def test_other_terminals_see_the_status_at_most_once_a_second(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained("host", tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(live.time, "perf_counter", lambda: now[0])
+    written: list[str] = []
+    write = live.write_atomically
+    monkeypatch.setattr(live, "write_atomically", lambda path, text: (written.append(text), write(path, text)))
+    for _ in range(20):
+        live.progress(model)
+        now[0] += 0.25
+    assert len(written) == 5
+    (status,) = live.statuses()
+    assert (status["process"], status["model"], status["steps"]) == (os.getpid(), "Sequential", 3)
+    assert str(os.getpid()) in live.top()
+    hetmem.release(model)
+
+
+def test_the_status_of_a_process_that_ended_is_removed(directory: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (directory / f"{int(ended.stdout)}-1.json").write_text("{}")
+    assert live.statuses() == []
+    assert list(directory.iterdir()) == []
+    assert "hetmem.progress(model)" in live.top()
+
+
+def test_training_goes_on_when_the_status_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(live, "status_directory", refuse)
+    model = trained("host", tmp_path)
+    assert live.progress(model).startswith("step 3")
+    hetmem.release(model)
+
+
+def test_a_watched_model_is_not_kept_alive(tmp_path: Path) -> None:
+    model = trained("host", tmp_path)
+    live.progress(model)
+    runtime = weakref.ref(registry.of_module(model).runtime)
+    hetmem.release(model)
+    del model
+    gc.collect()
+    assert runtime() is None
+
+
+def test_a_directory_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(live.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(live.os, "access", lambda path, mode: False)
+    made = live.status_directory()
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o755)
+    with pytest.raises(PermissionError, match="of this user alone"):
+        live.status_directory()

@@ -1,0 +1,307 @@
+"""The HTML page in a real browser: no errors, no network, the numbers of the JSON, hover, zoom, theme, phone width."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hetmem
+from hetmem.report import files
+from hetmem.report.report import MemoryReport
+from hetmem.report.step import format_seconds, step_section
+from hetmem.report.timeline import timeline_section
+from hetmem.runtime.events import Fault, Span
+from hetmem.units import format_size
+from tests.report.browser import chromium
+from tests.report.logs import backward, blocks, came, forward, moment, to_device, went, window
+from tests.report.models import trained
+from tests.report.test_report import SAMPLE
+
+NASTY = "</script><img src=x onerror=\"document.title='broken in'\">&amp;{{data}}"
+SLOWEST_FRAME_MILLISECONDS = 2000  # not a measurement: only a page that hangs is slower
+PEAK = 7 << 20  # bytes, at a single moment
+FORMATS = {
+    "bytes": format_size,
+    "seconds": format_seconds,
+    "share": lambda value: f"{value:.1%}",
+    "count": lambda value: f"{round(value):,}",
+    "plain": lambda value: f"{value:.2f}",
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@contextmanager
+def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
+    """A page that showed `path`; fails if it wrote to the console, raised, or asked for anything else."""
+    said: list[str] = []
+    with browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options}) as context:
+        page = context.new_page()
+        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on("request", lambda request: said.append(request.url) if request.url != path.as_uri() else None)
+        page.goto(path.as_uri())
+        if options.get("java_script_enabled", True):
+            settle(page)
+        yield page
+        assert [line for line in said if not line.startswith("data:")] == []
+
+
+def settle(page: Any) -> None:
+    """Wait until what was asked for is drawn."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def long_step(moments: int = 10_000, chunks: int = 200) -> dict[str, Any]:
+    """A report of a step of eight seconds with many moments: every chunk comes, is used and goes, twice."""
+    tick, half = 8.0 / moments, moments // 2
+    order = [*range(chunks), *reversed(range(chunks))]
+    turn = moments // len(order)
+    changes, transfers = [], []
+    for place, block in enumerate(order):
+        start = 100 + place * turn * tick
+        changes += [came(start, block), went(start + 4 * turn * tick, block)]
+        transfers.append(to_device(start, start + turn * tick, 1 << 20, block))
+    changes.sort()
+    seen = window(
+        segments=[forward(100, 104), backward(104, 107), Span("step", 107, 108)],
+        moments=[
+            moment(
+                100 + i * tick,
+                order[min(i // turn, len(order) - 1)],
+                non_model_bytes=PEAK if i == moments // 4 + 3 else abs(half - i) << 10,
+            )
+            for i in range(moments)
+        ],
+        copies=[change for change in changes if change.at < 108],
+        transfers=transfers,
+        faults=[Fault(102.0, 3, 0.5)],
+        stalls=[Span("stall", 102.0, 102.5)],
+        updates=[Span("chunk 3", 107, 108)],
+    )
+    tiers = {name: {"used_bytes": 0, "homes": {}, **tier} for name, tier in SAMPLE["tiers"].items()}
+    tiers["device"]["capacity_bytes"] = 8 << 20
+    facts = [replace(block, tier_bytes=(4096, 4096)) for block in blocks(chunks, parameters=(NASTY,))]
+    timeline = timeline_section(seen, facts, (frozenset(), frozenset()))
+    timeline["operators"] = [NASTY for _ in timeline["operators"]]
+    return {**SAMPLE, "model": NASTY, "tiers": tiers, "step": step_section(seen, tiers), "timeline": timeline}
+
+
+@pytest.fixture(scope="module")
+def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "long.html"
+    files.save(long_step(), path)
+    return path
+
+
+def pixels(area: Any, places: list[list[float]]) -> list[list[int]]:
+    """Red, green, blue and alpha of a drawing at `places`: second of the step, CSS pixels from its top."""
+    script = """(plot, places) => {
+        const canvas = plot.querySelector('canvas'), left = 64;
+        const {data, width} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        return places.map(([second, y]) => {
+            const x = Math.floor(left + (width - left) * second / 8);
+            return [...data.slice(4 * (Math.floor(y) * width + x), 4 * (Math.floor(y) * width + x) + 4)];
+        });
+    }"""
+    found: list[list[int]] = area.evaluate(script, places)
+    return found
+
+
+def view(page: Any) -> list[float]:
+    found: list[float] = page.evaluate("hetmemReport.axis.view")
+    return found
+
+
+def plot(page: Any, title: str) -> Any:
+    """The drawing area of the chart with that title, scrolled into view."""
+    found = page.get_by_role("img", name=title, exact=True)
+    found.scroll_into_view_if_needed()
+    return found
+
+
+def test_every_number_on_the_page_is_that_of_the_json(browser: Any, tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path)
+    report: MemoryReport = hetmem.report(model)
+    hetmem.release(model)
+    report.save(tmp_path / "r.html")
+    with opened(browser, tmp_path / "r.html") as page:
+        shown = page.evaluate(
+            "[...document.querySelectorAll('[data-key]')].map((n) => ({...n.dataset, text: n.textContent}))"
+        )
+    assert {"step.seconds", "step.overlap", "tiers.device.peak_bytes", "bytes_per_parameter", "chunk_waste"} <= {
+        number["key"] for number in shown
+    }
+    assert {f"links.{link}.bytes" for link in report.data["links"]} <= {number["key"] for number in shown}
+    for number in shown:
+        value: Any = report.to_dict()
+        for part in number["key"].split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        show = FORMATS[number["format"]]  # Python rounds a tie to the even digit, JavaScript up
+        assert number["text"] in (show(value), show(value * (1 + 1e-12))), number["key"]
+
+
+def test_the_sentence_that_binds_is_on_the_page(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        assert page.locator("#sentence").text_content() == long_step()["step"]["sentence"]
+        assert page.locator("#terms .binds .name").all_text_contents() == ["Host to device"]
+
+
+def test_names_of_the_user_are_text_and_never_markup(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        assert page.locator("h1").text_content() == NASTY
+        assert page.title() == f"{NASTY}: hetmem report"
+        assert page.locator("#chunks td.names").first.text_content() == NASTY
+        assert page.locator("img").count() == 0
+
+
+def test_hovering_tells_what_is_under_the_pointer(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        area = plot(page, "Chunks on the device")
+        box = area.bounding_box()
+        x = 64 + (box["width"] - 64) * 2.25 / 8  # the middle of the fault of chunk 3
+        page.mouse.move(box["x"] + x, box["y"] + 2 + 3.5 * 1.9)
+        tip = page.locator("#tip")
+        text = tip.inner_text()
+        assert "Chunk 3, weights" in text
+        assert "Fault" in text
+        assert "500.0 ms" in text
+        assert NASTY in text
+        page.mouse.move(5, 5)
+        assert not tip.is_visible()
+
+
+def test_memory_under_the_pointer_is_that_of_the_timeline(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        for _ in range(10):
+            page.keyboard.press("+")  # to 7 µs a pixel around the middle
+        box = plot(page, "Device memory").bounding_box()
+        page.mouse.move(box["x"] + (64 + box["width"]) / 2 + 20, box["y"] + 50)
+        memory = long_step()["timeline"]["memory"]["device"]
+        index = bisect(memory["at_us"], 4_000_140) - 1
+        total = sum(values[index] for values in memory["bytes"].values())
+        assert page.locator("#tip .line").all_inner_texts()[-1].split() == ["Together", *format_size(total).split()]
+
+
+def test_dragging_zooms_to_what_was_dragged_and_a_double_click_shows_all(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        box = plot(page, "Device memory").bounding_box()
+        left, width = box["x"] + 64, box["width"] - 64
+        page.mouse.move(left + width / 4, box["y"] + 40)
+        page.mouse.down()
+        page.mouse.move(left + width / 2, box["y"] + 40, steps=4)
+        page.mouse.up()
+        assert view(page) == pytest.approx([2e6, 4e6], rel=0.01)
+        page.mouse.dblclick(left + 40, box["y"] + 40)
+        assert view(page) == [0, 8e6]
+
+
+def test_wheel_buttons_and_keys_zoom_within_the_step(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        area = plot(page, "Device memory")
+        area.hover()
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, -400)
+        page.keyboard.up("Control")
+        settle(page)
+        assert 0 < view(page)[0] < view(page)[1] < 8e6
+        page.click("#zoom-reset")
+        assert view(page) == [0, 8e6]
+        page.click("#zoom-in")
+        assert view(page) == [2e6, 6e6]
+        page.keyboard.press("ArrowRight")
+        assert view(page) == [3e6, 7e6]
+        for _ in range(5):
+            page.keyboard.press("ArrowRight")
+        assert view(page) == [4e6, 8e6]
+        page.keyboard.press("0")
+        assert view(page) == [0, 8e6]
+        for _ in range(60):
+            page.keyboard.press("+")
+        assert view(page)[1] - view(page)[0] == pytest.approx(20)
+
+
+def test_the_axis_of_moments_gives_each_the_same_room(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        page.click("#by-moment")
+        assert view(page) == [0, 10_001]
+        page.click("#zoom-in")
+        page.click("#by-time")
+        assert view(page) == pytest.approx([2e6, 6e6], rel=0.01)
+
+
+def test_a_fault_is_red_on_the_map_and_a_copy_is_not(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        row = [2 + (chunk + 0.5) * 1.9 for chunk in range(200)]
+        fault, nothing, copy = pixels(
+            plot(page, "Chunks on the device"), [[2.25, row[3]], [4.0, row[3]], [4.05, row[199]]]
+        )
+        assert fault[0] > 150 > 100 > fault[2]
+        assert nothing == [0, 0, 0, 0]
+        assert copy[3] > 0
+        assert copy[2] > copy[0]
+
+
+def test_a_peak_of_one_moment_in_ten_thousand_is_drawn(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        area = plot(page, "Device memory")
+        base, head = area.bounding_box()["height"] - 6, 14
+        y = base - 6.5 / 8 * (base - head)
+        at, before, after = pixels(area, [[2 + 3 * 0.0008, y], [1.95, y], [2.05, y]])
+    assert at[3] > 0
+    assert (before[3], after[3]) == (0, 0)
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1440])
+def test_the_page_is_never_wider_than_the_screen(browser: Any, long_page: Path, width: int) -> None:
+    with opened(browser, long_page, viewport={"width": width, "height": 844}, device_scale_factor=2) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_theme_follows_the_system_and_the_button_turns_it(browser: Any, long_page: Path, scheme: str) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    colours = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}
+    with opened(browser, long_page, color_scheme=scheme) as page:
+        assert page.evaluate(paper) == colours.pop(scheme)
+        page.click("#theme")
+        assert page.evaluate(paper) == colours.popitem()[1]
+
+
+def test_ten_thousand_moments_are_drawn_frame_by_frame(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        frames = [page.evaluate("hetmemReport.milliseconds")]
+        for key in ("+", "+", "+", "-", "ArrowRight", "0"):
+            page.keyboard.press(key)
+            settle(page)
+            frames.append(page.evaluate("hetmemReport.milliseconds"))
+    print("milliseconds of drawing:", [round(frame) for frame in frames])
+    assert max(frames) < SLOWEST_FRAME_MILLISECONDS
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_page_of_any_run_opens_without_an_error(browser: Any, tmp_path: Path, placement: str, steps: int) -> None:
+    model = trained(placement, tmp_path, steps=steps)
+    report = hetmem.report(model)
+    hetmem.release(model)
+    report.save(tmp_path / "r.html")
+    with opened(browser, tmp_path / "r.html") as page:
+        assert page.locator("#missing li").all_inner_texts() == report.data["missing"]
+        assert page.locator("#verdict").is_visible() == (steps == 3)
+        assert page.locator("#timeline").is_visible() == (steps > 0)
+
+
+def test_without_scripts_the_page_shows_the_table(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page, java_script_enabled=False) as page:
+        assert "of budget" in page.locator("noscript").inner_text()

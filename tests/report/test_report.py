@@ -1,0 +1,372 @@
+"""Reports of models that ran: what every one has, what is missing and said, and how they are saved and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from hetmem.report import files
+from hetmem.report.saved import compare, render, show
+from tests.report.models import network, trained
+from tests.runtime.harness import PLACEMENTS, STREAMED, manage
+
+LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from numbers(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from numbers(part)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+def assert_complete(data: dict[str, Any]) -> None:
+    """What every report has, whatever ran."""
+    for tier in ("device", "host", "nvme"):
+        assert 0 <= data["tiers"][tier]["peak_bytes"] <= data["tiers"][tier]["capacity_bytes"]
+    assert data["tiers"]["device"]["chunk_peak_bytes"] <= data["tiers"]["device"]["peak_bytes"]
+    assert {link: set(use) for link, use in data["links"].items()} == {link: {"bytes", "seconds"} for link in LINKS}
+    for key in ("fetches", "evictions", "faults", "stall_seconds", "steps", "chunk_bytes", "chunk_waste"):
+        assert data[key] >= 0
+    assert data["bytes_per_parameter"] >= 4
+    assert all(math.isfinite(number) and number >= -1 for number in numbers(data))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_report_of_a_trained_model_has_a_step_that_adds_up(placement: str, tmp_path: Path) -> None:
+    model = trained(placement, tmp_path)
+    data = hetmem.report(model).to_dict()
+    assert_complete(data)
+    step = data["step"]
+    assert set(step["terms"]) == {"compute", "host_optimizer", *LINKS}
+    assert step["terms"][step["binding"]] == max(step["terms"].values())
+    assert 0 < step["overlap"] <= 1
+    assert all(seconds <= step["seconds"] for seconds in step["terms"].values())
+    assert step["terms"]["compute"] > 0
+    assert step["terms"]["host_optimizer"] > 0
+    assert data["timeline"]["covers"] == "step"
+    ran = [name for name, _, _ in data["timeline"]["segments"]]
+    assert ran == (["forward", "backward", "step"] if placement in STREAMED else ["forward", "step"])
+    hetmem.release(model)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_the_timeline_tells_of_every_byte_that_came_to_the_device(placement: str, tmp_path: Path) -> None:
+    model = trained(placement, tmp_path)
+    data = hetmem.report(model).to_dict()
+    moved, step = data["timeline"]["transfers"], data["step"]
+    for number, link in enumerate(LINKS):
+        assert (
+            sum(b for b, of in zip(moved["bytes"], moved["link"], strict=True) if of == number) == step["bytes"][link]
+        )
+    assert step["bytes"]["host_to_device"] > 0
+    assert data["timeline"]["moments"]["at_us"] == sorted(data["timeline"]["moments"]["at_us"])
+    assert step["moments"] == len(data["timeline"]["moments"]["at_us"]) > 0
+    hetmem.release(model)
+
+
+def test_copies_of_the_timeline_end_as_the_memory_is_now(tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path)
+    data = hetmem.report(model).to_dict()
+    device = data["timeline"]["memory"]["device"]["bytes"]["param"]
+    capacity = data["tiers"]["device"]["capacity_bytes"]
+    assert 0 < max(device) <= capacity
+    staged = [sum(values) for values in zip(*data["timeline"]["memory"]["host"]["bytes"].values(), strict=True)]
+    assert 0 < max(staged) <= data["tiers"]["host"]["staging_bytes"]
+    hetmem.release(model)
+
+
+def test_every_backward_is_compute_and_what_comes_before_the_step_is_not(tmp_path: Path) -> None:
+    model = manage(network(), "host", tmp_path)
+    optimizer = hetmem.AdamW(model.parameters())
+    for _ in range(2):
+        loss = model(torch.ones(8, 64)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        time.sleep(0.01)  # what a user does with gradients
+        optimizer.step()
+    segments = hetmem.report(model).to_dict()["timeline"]["segments"]
+    assert [what for what, _, _ in segments] == ["forward", "backward", "backward", "step"]
+    assert all(before[2] <= after[1] for before, after in pairwise(segments))
+    assert segments[3][1] - segments[2][2] >= 10_000
+    hetmem.release(model)
+
+
+def test_gradients_that_are_written_to_staging_unread_are_there_from_then_on(tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path, steps=1)
+    timeline = hetmem.report(model).to_dict()["timeline"]
+    _, began, ended = timeline["segments"][1]
+    copies = timeline["copies"]
+    gradients = [index for index, block in enumerate(copies["block"]) if timeline["blocks"][block]["role"] == "grad"]
+    came = {copies["block"][index] for index in gradients if began <= copies["from_us"][index] < ended}
+    read = {block for block, link in zip(*map(timeline["transfers"].get, ("block", "link")), strict=True) if link == 2}
+    assert came
+    assert came - read
+    hetmem.release(model)
+
+
+def test_homes_by_role_are_what_the_tier_holds(tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path)
+    tiers = hetmem.report(model).to_dict()["tiers"]
+    assert sum(tiers["nvme"]["homes"].values()) == tiers["nvme"]["used_bytes"] > 0
+    assert sum(tiers["host"]["homes"].values()) + tiers["host"]["staging_bytes"] == tiers["host"]["used_bytes"]
+    hetmem.release(model)
+
+
+def test_a_model_that_never_ran_says_so(tmp_path: Path) -> None:
+    model = manage(network(), "host", tmp_path)
+    report = hetmem.report(model)
+    data = report.to_dict()
+    assert_complete(data)
+    assert (data["step"], data["timeline"]) == (None, None)
+    assert data["missing"] == ["Nothing ran yet: call the model, then ask again."]
+    assert "Nothing ran yet" in str(report)
+    for ending in ("json", "html", "trace.json"):
+        report.save(tmp_path / f"r.{ending}")
+    hetmem.release(model)
+
+
+def test_a_model_without_an_optimizer_shows_its_last_forward(tmp_path: Path) -> None:
+    model = manage(network(), "host", tmp_path)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(8, 64))
+    report = hetmem.report(model)
+    data = report.to_dict()
+    assert_complete(data)
+    assert (data["step"], data["steps"], data["timeline"]["covers"]) == (None, 0, "forward")
+    assert len(data["timeline"]["segments"]) == 1
+    assert len(data["timeline"]["moments"]["at_us"]) == 3
+    assert "No whole training step was seen" in data["missing"][0]
+    report.save(tmp_path / "r.html")
+    hetmem.release(model)
+
+
+def test_one_step_is_not_yet_a_whole_one(tmp_path: Path) -> None:
+    model = trained("host", tmp_path, steps=1)
+    data = hetmem.report(model).to_dict()
+    assert data["step"] is None
+    assert "one optimizer step was taken" in data["missing"][0]
+    assert [name for name, _, _ in data["timeline"]["segments"]] == ["forward", "backward", "step"]
+    hetmem.release(model)
+
+
+def test_a_resident_model_says_that_nothing_moves(tmp_path: Path) -> None:
+    model = trained("resident", tmp_path)
+    data = hetmem.report(model).to_dict()
+    assert data["missing"] == ["Every chunk has its home on the device: nothing moves, and no moments are recorded."]
+    assert data["timeline"]["moments"]["at_us"] == []
+    hetmem.release(model)
+
+
+def test_a_log_that_forgot_the_step_says_which_part(tmp_path: Path) -> None:
+    from hetmem.runtime import registry
+
+    model = trained("host", tmp_path)
+    events = registry.of_module(model).runtime.events
+    events.moments = type(events.moments)(events.moments, maxlen=2)
+    assert hetmem.report(model).to_dict()["missing"] == ["The log has forgotten the beginning of the window: moments."]
+    hetmem.release(model)
+
+
+def test_to_dict_is_a_new_dict_and_equals_the_saved_json(tmp_path: Path) -> None:
+    model = trained("host", tmp_path)
+    report = hetmem.report(model)
+    report.save(tmp_path / "r.json")
+    first = report.to_dict()
+    assert json.loads((tmp_path / "r.json").read_text()) == first
+    first["tiers"].clear()
+    assert report.to_dict()["tiers"]
+    hetmem.release(model)
+
+
+@pytest.mark.parametrize("name", ["r.txt", "r", "r.htm", ".json", "json", "r.json.gz", "r.trace"])
+def test_an_unknown_ending_is_refused_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+    model = trained("host", tmp_path / "model", steps=0)
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
+        hetmem.report(model).save(out / name)
+    assert list(out.iterdir()) == []
+    hetmem.release(model)
+
+
+def test_a_number_that_is_not_finite_is_never_written(tmp_path: Path) -> None:
+    for ending in (".json", ".html", ".trace.json"):
+        data = {**SAMPLE, "chunk_waste": math.nan, "parameters": math.inf}
+        if ending == ".trace.json":
+            data = {**SAMPLE, "timeline": {**EMPTY_TIMELINE, "segments": [["forward", 0, math.nan]]}}
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            files.save(data, tmp_path / f"r{ending}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "r.json"
+    target.write_text("old")
+
+    def fail(source: str, destination: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        files.save(SAMPLE, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert target.read_text() == "old"
+
+
+def test_a_saved_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    files.save(SAMPLE, tmp_path / "r.json")
+    assert (tmp_path / "r.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_the_table_names_every_tier_link_and_term(tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path)
+    report = hetmem.report(model)
+    text = str(report)
+    for word in ("device", "host", "nvme", *LINKS, "Compute", "Host optimizer", "binds", "Overlap", "faults"):
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    report.save(tmp_path / "r.json")
+    assert show(tmp_path / "r.json") == text
+    hetmem.release(model)
+
+
+def test_a_saved_report_renders_to_the_same_files(tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path)
+    report = hetmem.report(model)
+    report.save(tmp_path / "r.json")
+    for ending in ("json", "html", "trace.json"):
+        report.save(tmp_path / f"now.{ending}")
+        render(tmp_path / "r.json", tmp_path / f"later.{ending}")
+        assert (tmp_path / f"now.{ending}").read_text() == (tmp_path / f"later.{ending}").read_text()
+    hetmem.release(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is not a saved report"),
+        ("[]", "is not a saved report"),
+        ('{"schema": "other"}', "is not a saved report"),
+        ('{"schema": "hetmem.report", "schema_version": 99}', "version 99 of the report's schema"),
+    ],
+)
+def test_what_is_no_report_is_refused_by_name(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(ValueError, match=f"r.json.*{says}|{says}"):
+        show(tmp_path / "r.json")
+
+
+def test_a_comparison_shows_both_and_the_change(tmp_path: Path) -> None:
+    slow = {**SAMPLE, "step": {**SAMPLE["step"], "seconds": 3.0, "sentence": "NVMe read binds."}}
+    files.save(SAMPLE, tmp_path / "a.json")
+    files.save(slow, tmp_path / "b.json")
+    lines = compare(tmp_path / "a.json", tmp_path / "b.json").splitlines()
+    assert lines[0].split() == ["a.json", "b.json", "change"]
+    assert next(line for line in lines if line.startswith("Step time")).split()[2:] == [
+        "2.00",
+        "s",
+        "3.00",
+        "s",
+        "+50.0%",
+    ]
+    assert next(line for line in lines if line.startswith("Parameters")).split() == ["Parameters", "10", "10", "="]
+    assert lines[-1] == "b.json: NVMe read binds."
+
+
+def test_a_comparison_with_a_run_without_a_step_leaves_its_cells_open(tmp_path: Path) -> None:
+    files.save(SAMPLE, tmp_path / "a.json")
+    files.save({**SAMPLE, "step": None}, tmp_path / "b.json")
+    text = compare(tmp_path / "a.json", tmp_path / "b.json")
+    assert next(line for line in text.splitlines() if line.startswith("Step time")).split()[2:] == ["2.00", "s", "-"]
+
+
+def test_the_trace_has_a_track_per_link_and_its_events_nest(tmp_path: Path) -> None:
+    model = trained("nvme", tmp_path)
+    hetmem.report(model).save(tmp_path / "r.trace.json")
+    events = json.loads((tmp_path / "r.trace.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"Training thread", "Host optimizer", "Host to device 1", "NVMe read 1", "NVMe write 1"} <= set(
+        tracks.values()
+    )
+    for track in tracks:
+        spans = [e for e in events if e["ph"] == "X" and e["tid"] == track]
+        open_until: list[int] = []
+        for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+            end = event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= event["ts"]:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1], f"{event} of {tracks[track]} does not nest"
+            open_until.append(end)
+    assert any(event["ph"] == "C" for event in events)
+    hetmem.release(model)
+
+
+EMPTY_TIMELINE: dict[str, Any] = {
+    "covers": "step",
+    "seconds": 2.0,
+    "thinned": {},
+    "segments": [],
+    "operators": [],
+    "moments": {"at_us": [], "operator": [], "blocks": []},
+    "memory": {},
+    "blocks": [],
+    "copies": {"block": [], "tier": [], "from_us": [], "valid_us": [], "until_us": []},
+    "transfers": {"link": [], "block": [], "from_us": [], "until_us": [], "bytes": []},
+    "stalls": {"from_us": [], "until_us": []},
+    "faults": {"block": [], "at_us": [], "until_us": []},
+    "updates": {"what": [], "from_us": [], "until_us": []},
+}
+_TIER = {"capacity_bytes": 100, "peak_bytes": 50, "used_bytes": 50, "homes": {}}
+SAMPLE: dict[str, Any] = {
+    "schema": files.SCHEMA,
+    "schema_version": files.SCHEMA_VERSION,
+    "created_at": "2026-01-01T00:00:00+00:00",
+    "model": "Sample",
+    "parameters": 10,
+    "steps": 2,
+    "tiers": {"device": {**_TIER, "chunk_peak_bytes": 40}, "host": _TIER, "nvme": _TIER},
+    "links": {link: {"bytes": 1, "seconds": 0.0} for link in LINKS},
+    "fetches": 0,
+    "evictions": 0,
+    "faults": 0,
+    "staging_faults": 0,
+    "stall_seconds": 0.0,
+    "chunks": 1,
+    "chunk_bytes": 4096,
+    "chunk_waste": 0.0,
+    "bytes_per_parameter": 16.0,
+    "missing": [],
+    "step": {
+        "seconds": 2.0,
+        "terms": {"compute": 1.0, **dict.fromkeys(LINKS, 0.5), "host_optimizer": 0.5},
+        "binding": "compute",
+        "overlap": 0.5,
+        "exposed_seconds": {},
+        "bytes": dict.fromkeys(LINKS, 1),
+        "stall_seconds": 0.0,
+        "faults": 0,
+        "moments": 0,
+        "nvme_written_bytes_per_day": 0,
+        "sentence": "Compute binds.",
+    },
+    "timeline": None,
+}

@@ -1,0 +1,93 @@
+"""The terms of a step's time, the bound and the sentence, on logs made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetmem.memory.transfer import Link
+from hetmem.report.step import format_seconds, step_section
+from hetmem.runtime.events import Fault, Span, Transfer
+from tests.report.logs import TIERS, backward, forward, read, to_device, window
+
+
+def test_compute_is_forward_and_backward_without_the_stalls_in_them() -> None:
+    seen = window(
+        segments=[forward(100, 102), backward(102, 105), Span("step", 106, 108)],
+        stalls=[Span("stall", 101, 101.5), Span("stall", 104.5, 106.5)],
+    )
+    section = step_section(seen, TIERS)
+    assert section["terms"]["compute"] == 4.0
+    assert section["stall_seconds"] == 2.5
+    assert section["seconds"] == 8.0
+
+
+def test_the_host_optimizer_is_updates_without_the_stalls_in_them() -> None:
+    updates = [Span("chunk 0", 105, 106), Span("chunk 1", 106, 108)]
+    section = step_section(window(updates=updates, stalls=[Span("stall", 106.25, 107)]), TIERS)
+    assert section["terms"]["host_optimizer"] == 2.25
+    assert section["terms"]["compute"] == 0
+
+
+def test_a_link_is_busy_while_any_transfer_is_in_flight_within_the_step() -> None:
+    transfers = [read(99, 101), read(100.5, 102), read(103, 104), read(107, 109)]
+    section = step_section(window(transfers=transfers), TIERS)
+    assert section["terms"]["nvme_read"] == 4.0
+    assert section["terms"]["nvme_write"] == 0
+
+
+def test_bytes_count_where_their_transfer_ended() -> None:
+    transfers = [read(99, 100, 1), read(99, 101, 2), read(107, 108, 4), read(107, 109, 8)]
+    assert step_section(window(transfers=transfers), TIERS)["bytes"]["nvme_read"] == 6
+
+
+def test_the_longest_term_binds_and_its_share_is_the_overlap() -> None:
+    seen = window(segments=[forward(100, 103)], transfers=[to_device(100, 106)])
+    section = step_section(seen, TIERS)
+    assert (section["binding"], section["overlap"]) == ("host_to_device", 0.75)
+    assert section["exposed_seconds"]["compute"] == 0
+
+
+def test_what_the_binding_term_does_not_hide_is_named_and_answered() -> None:
+    seen = window(segments=[forward(100, 105)], transfers=[read(104, 107.5)])
+    section = step_section(seen, TIERS)
+    assert section["exposed_seconds"]["nvme_read"] == 2.5
+    assert section["sentence"].startswith(
+        "Compute binds: 5.00 s of a step of 8.00 s. The other 3.00 s are not hidden behind it: NVMe read alone takes "
+        "2.50 s of them. Budget(host=…) raised by 300 B would leave nothing on NVMe;"
+    )
+
+
+def test_a_step_that_overlaps_well_gets_advice_for_what_binds() -> None:
+    section = step_section(window(segments=[forward(100, 107.5)], transfers=[read(100, 103)]), TIERS)
+    assert section["sentence"] == (
+        "Compute binds: 7.50 s of a step of 8.00 s. Memory is not the limit: a faster device, a smaller dtype or less "
+        "recomputation would shorten it."
+    )
+
+
+def test_time_that_is_nobodys_is_not_blamed_on_a_link() -> None:
+    section = step_section(window(segments=[forward(100, 102)], transfers=[read(102, 102.5)]), TIERS)
+    assert section["sentence"].endswith("The other 6.00 s are neither compute, nor transfers, nor updates.")
+
+
+@pytest.mark.parametrize("term", ["host_to_device", "device_to_host", "nvme_read", "nvme_write"])
+def test_every_link_can_bind_and_has_advice(term: str) -> None:
+    seen = window(transfers=[Transfer(Link(term), -1, 100, 108, 64)], faults=[Fault(101, 0, 1.0)])
+    section = step_section(seen, TIERS)
+    assert (section["binding"], section["overlap"], section["faults"]) == (term, 1.0, 1)
+    assert section["sentence"].count(". ") >= 1
+
+
+def test_bytes_written_a_day_follow_from_the_step() -> None:
+    seen = window(transfers=[Transfer(Link.NVME_WRITE, 0, 101, 102, 1000)])
+    assert step_section(seen, TIERS)["nvme_written_bytes_per_day"] == 1000 * 86400 // 8
+
+
+def test_a_step_of_no_time_divides_by_nothing() -> None:
+    section = step_section(window(end=100.0), TIERS)
+    assert (section["overlap"], section["nvme_written_bytes_per_day"]) == (0.0, 0)
+
+
+def test_seconds_are_shown_in_the_unit_that_people_use() -> None:
+    shown = [format_seconds(seconds) for seconds in (0, 8e-5, 0.0125, 1.25, 123.4)]
+    assert shown == ["0 µs", "80 µs", "12.5 ms", "1.25 s", "123 s"]

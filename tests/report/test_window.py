@@ -1,0 +1,61 @@
+"""Which part of the log a report shows."""
+
+from __future__ import annotations
+
+from hetmem.report.window import last_window
+from hetmem.runtime.events import EventLog, Span
+from tests.report.logs import backward, came, forward, moment, read, went
+
+
+def log(*segments: Span) -> EventLog:
+    events = EventLog(entries=4)
+    events.segments.extend(segments)
+    return events
+
+
+def test_a_whole_step_lasts_from_the_end_of_one_to_the_end_of_the_next() -> None:
+    events = log(Span("step", 1, 2), forward(3, 4), Span("step", 5, 6), forward(7, 8))
+    seen = last_window(events)
+    assert seen is not None
+    assert (seen.covers, seen.start, seen.end) == ("step", 2, 6)
+    assert seen.segments == [forward(3, 4), Span("step", 5, 6)]
+
+
+def test_without_two_steps_the_window_begins_with_the_last_forward() -> None:
+    seen = last_window(log(forward(1, 2), forward(3, 4), backward(4, 5), Span("step", 6, 7)))
+    assert seen is not None
+    assert (seen.covers, seen.start, seen.end) == ("forward", 3, 7)
+
+
+def test_a_forward_that_still_runs_is_shown_up_to_now() -> None:
+    events = log()
+    events.begin_segment("forward")
+    seen = last_window(events)
+    assert seen is not None
+    assert [span.what for span in seen.segments] == ["forward"]
+    assert seen.end >= seen.start
+
+
+def test_nothing_that_ran_gives_no_window() -> None:
+    assert last_window(log()) is None
+
+
+def test_entries_outside_are_left_out_but_copies_reach_up_to_now() -> None:
+    events = log(Span("step", 1, 2), Span("step", 5, 6))
+    events.moments.extend([moment(1.5), moment(2), moment(5.5), moment(6)])
+    events.transfers.extend([read(1, 2), read(1, 3), read(5, 7), read(6, 7)])
+    events.copies.extend([came(1, 0), went(3, 0), came(8, 1)])
+    seen = last_window(events)
+    assert seen is not None
+    assert seen.moments == [moment(2), moment(5.5)]
+    assert seen.transfers == [read(1, 3), read(5, 7)]
+    assert seen.copies == [went(3, 0), came(8, 1)]
+
+
+def test_only_a_full_log_that_begins_within_the_window_has_forgotten_something() -> None:
+    events = log(Span("step", 1, 2), Span("step", 5, 6))
+    events.moments.extend([moment(3), moment(4), moment(5)])
+    events.transfers.extend([read(1, 1.5), read(3, 4), read(3, 4), read(3, 4)])
+    assert last_window(events).forgotten == ()  # type: ignore[union-attr]  # there is a window
+    events.moments.extend([moment(5), moment(5)])
+    assert last_window(events).forgotten == ("moments",)  # type: ignore[union-attr]

@@ -1,0 +1,101 @@
+"""The command line: what it prints, what it saves, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetmem import planning
+from hetmem.cli import SUBCOMMANDS, main
+from hetmem.plan.hardware import HardwareProfile
+
+MODEL = "tests.test_planning:GPT"
+SMALL = ["plan", MODEL, "--input", "2x32", "--device-memory", "2MiB", "--host-memory", "16MiB"]
+
+
+def test_plan_prints_the_plan_and_saves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "-o", str(tmp_path / "plan.json")]) == 0
+    plan = planning.Plan.load(tmp_path / "plan.json")
+    assert plan.fits
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
+def test_a_model_that_does_not_fit_is_status_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", MODEL, "--input", "2x32", "--device-memory", "1MiB", "--host-memory", "1MiB"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["plan", "--hf-config", str(tmp_path / "config.json"), "--batch", "2", "--sequence", "32"]
+    assert main([*command, "--device-memory", "1GiB", "--host-memory", "1GiB", "--hardware", "l4"]) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out
+    assert "64 tokens a batch, L4, PCIe 4" in out
+
+
+def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
+    main([*SMALL, "-o", str(tmp_path / "slow.json"), "--set", "host.update_bytes_per_second=1MB/s"])
+    plan = planning.Plan.load(tmp_path / "slow.json")
+    assert plan.binding == "update"
+    assert plan.terms["update"] == plan.parameters * 28 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([*SMALL, "--hardware", "nonesuch"], "no hardware profile 'nonesuch'"),
+        ([*SMALL, "--set", "nvme_read.bytes_per_second=-1"], "expected a number above zero, got -1"),
+        ([*SMALL, "--set", "nvme_read"], "expected FIGURE=VALUE"),
+        ([*SMALL, "--micro-batches", "0"], "micro_batches must be at least 1, got 0"),
+        (["plan", MODEL], "say what the model is called with"),
+        (["plan", "tests.test_planning", "--input", "2"], "expected MODULE:FUNCTION"),
+        (["plan", "tests.test_planning:Nothing", "--input", "2"], "cannot find tests.test_planning:Nothing"),
+        (["plan", MODEL, "--input", "2y3"], "got '2y3'"),
+        (["plan", MODEL, "--input", "2x3:int65"], "got '2x3:int65'"),
+        (["plan", "--hf-config", "nowhere.json"], "no such file: nowhere.json"),
+        ([*SMALL, "--nvme", "much"], "--nvme 'much' is not a size"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hetmem plan: ")
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path) -> None:
+    target = tmp_path / "here.json"
+    assert main(["probe", "--quick", "--nvme-dir", str(tmp_path), "-o", str(target)]) == 0
+    assert HardwareProfile.from_json(target.read_text()).disk_samples
+    assert main([*SMALL, "--hardware", str(target)]) == 0
+
+
+def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for subcommand in SUBCOMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([subcommand.name, "--help"])
+        assert subcommand.help.split()[0] in capsys.readouterr().out
+
+
+def test_the_module_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "hetmem", "--help"], check=True, capture_output=True, text=True)
+    assert "plan" in done.stdout
+    assert "probe" in done.stdout
