@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import hetmem
 from hetmem import planning
 from hetmem.cli import SUBCOMMANDS, main
 from hetmem.plan.hardware import HardwareProfile
@@ -99,3 +101,50 @@ def test_the_module_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "hetmem", "--help"], check=True, capture_output=True, text=True)
     assert "plan" in done.stdout
     assert "probe" in done.stdout
+
+
+def saved_report(path: Path) -> None:
+    model = hetmem.manage(torch.nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="4MiB", device_chunks="64KiB"))
+    optimizer = hetmem.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hetmem.report(model).save(path)
+
+
+def test_a_saved_report_is_shown_rendered_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_report(tmp_path / "a.json")
+    saved_report(tmp_path / "b.json")
+    assert main(["report", str(tmp_path / "a.json")]) == 0
+    assert "3 steps" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.html")]) == 0
+    assert "<html" in (tmp_path / "a.html").read_text()
+    assert main(["report", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert "a.json" in capsys.readouterr().out
+    (tmp_path / "broken.json").write_text("{}")
+    assert main(["report", str(tmp_path / "broken.json")]) == 2
+    assert "broken.json" in capsys.readouterr().err
+
+
+def test_bench_prints_a_table_and_saves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfers", "--elements", "1024", "-o", str(tmp_path / "bench.json")]) == 0
+    assert "| host to host | float32 to bfloat16 | fused |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "bench.json").read_text())["elements"] == 1024
+
+
+def test_the_doctor_says_what_works_and_how_to_mend_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--nvme-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    for what in ("versions", "GPU", "GPU kernels", "host update", "host", "drive"):
+        assert f"ok   {what} " in said
+    assert list(tmp_path.iterdir()) == [], "nothing is left on the drive"
+    assert main(["doctor", "--nvme-dir", str(tmp_path / "missing")]) == 1
+    assert "FAIL drive" in capsys.readouterr().out
+
+
+def test_top_without_a_training_process_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once"]) == 0
+    assert capsys.readouterr().out.strip()

@@ -175,6 +175,20 @@ def small_plan(**options: Any) -> planning.Plan:
     return planning.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB"), **options)
 
 
+def test_manage_runs_a_plan(tmp_path: Path) -> None:
+    batch = (torch.zeros(2, 32, dtype=torch.int64),)
+    budget = hetmem.Budget(device="2MiB", host="4MiB", nvme="64MiB", nvme_dir=tmp_path)
+    planned = hetmem.plan(GPT, batch, budget, hardware="l4")
+    assert planned.fits
+    model = hetmem.manage(GPT(), plan=planned, device="sim")
+    model(*batch)
+    tiers = hetmem.report(model).to_dict()["tiers"]
+    assert tiers["device"]["capacity_bytes"] == planned.capacity_bytes["device"]
+    assert hetmem.report(model).to_dict()["chunk_bytes"] == planned.slot_bytes
+    with pytest.raises(hetmem.errors.ManageError, match="not both"):
+        hetmem.manage(GPT(), budget, plan=planned)
+
+
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     plan = small_plan()
     plan.save(tmp_path / "plan.json")
