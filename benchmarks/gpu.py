@@ -1,7 +1,7 @@
 """What a GPU shows: link rates, the managed step against plain torch with all, half and a tenth of the memory, and the
 largest GPT that trains here.
 
-    python -m benchmarks.gpu [--only rates,resident,streamed,largest] [--largest 10.3] [--directory benchmarks/results]
+    python -m benchmarks.gpu [--only rates,resident,streamed,largest] [--largest 9.4] [--directory benchmarks/results]
 
 Writes gpu-<name>-<date>.json and .md with device, driver, versions and commit. Every part runs in a process of its own,
 so one that fails leaves the others' numbers. Ratios are of medians within one run.
@@ -293,7 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECONDS), help="parts, separated by commas")
     parser.add_argument("--part", help="run this part here and print its result (for the parts' processes)")
-    parser.add_argument("--largest", type=float, default=10.3, help="billions of parameters")
+    parser.add_argument("--largest", type=float, default=9.4, help="billions of parameters")
     parser.add_argument("--host", default="104GiB")
     parser.add_argument("--nvme", default="52GiB")
     parser.add_argument("--directory", type=Path, default=ROOT / "benchmarks" / "results")

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from hetmem import planning
 from hetmem.memory.chunk import Role
-from hetmem.plan.arrangement import ROLES, Capacities, arrange
+from hetmem.plan.arrangement import ROLES, arrange
 from hetmem.plan.hardware import ProfileError
+from hetmem.plan.placement import Capacities
 from hetmem.plan.workload import Kind
 from hetmem.planning.modeltrace import checkpointed, divided, trace
 from hetmem.runtime import registry

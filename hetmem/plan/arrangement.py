@@ -1,7 +1,8 @@
 """What `manage` and the optimizer will reserve for a model within a budget: chunks, slots, staging and homes.
 
-The pure counterpart of `runtime.construction` and `runtime.relayout`, number for number (a test holds them to each
-other), so that a plan is made of what a run will do. Sizes in, an `Arrangement` or a reasoned refusal out.
+Chunks, slots and staging are `placement.survey`'s, as in a run; homes and the order of use are the pure counterpart of
+`runtime.construction` and `runtime.relayout` (a test holds them to each other). Sizes in, an `Arrangement` or a
+reasoned refusal out.
 """
 
 from __future__ import annotations
@@ -10,42 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.errors import BudgetError
-from hetmem.plan.layout import PAGE_ELEMENTS, ChunkSpec, Layout, ParameterSpec, build_layout, search_chunk_elements
-from hetmem.plan.placement import Room, fits_device, largest_chunk_elements, place, staging_slots
+from hetmem.plan.layout import ChunkSpec, Layout, build_layout, used_ends
+from hetmem.plan.placement import PAGE_BYTES, Capacities, Ground, NoRoom, Room, place, survey
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size, round_down, round_up
 
 ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")
 """In the order in which they get homes: the most traffic per byte first."""
-
-MINIMUM_CHUNK_ELEMENTS = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Capacities:
-    """A budget in bytes: hard limits. `device_chunk_bytes` caps what chunks take of the device (None: all of it)."""
-
-    device_bytes: int
-    host_bytes: int
-    nvme_bytes: int = 0
-    device_chunk_bytes: int | None = None
-    device_fragment_bytes: int = 0
-    """What an allocator of the device leaves unused."""
-
-    @property
-    def chunk_cap_bytes(self) -> int:
-        """The most that chunks may take of the device."""
-        return self.device_bytes if self.device_chunk_bytes is None else self.device_chunk_bytes
-
-
-class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, and says which
-    """The budget is too small by `missing_bytes` on `tier`."""
-
-    def __init__(self, message: str, tier: Tier, missing_bytes: int) -> None:
-        super().__init__(message)
-        self.tier = tier
-        self.missing_bytes = missing_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +74,28 @@ class Arrangement:
 
 def arrange(workload: Workload, capacities: Capacities, chunk_bytes: int | None = None) -> Arrangement:
     """What a managed run of `workload` reserves. Raises `NoRoom` where the run would raise `BudgetError`."""
-    specs = workload.parameters
-    itemsize = max(spec.itemsize for spec in specs)
-    compute_itemsize = max(workload.compute_itemsizes)
-    cap = capacities.chunk_cap_bytes
-    nvme = capacities.nvme_bytes > 0
-    upper = largest_chunk_elements(cap, capacities.host_bytes, compute_itemsize, itemsize, nvme)
-    elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
-    layout = build_layout(specs, elements)
-    trainable = {chunk.index for chunk in layout.chunks if workload.trainable & set(chunk.parameters)}
-    total = sum(chunk.span for chunk in layout.chunks)
-    copies = total * elements * compute_itemsize * workload.mixed_precision
-    whole = _padded_bytes(layout, trainable) + copies
-    resident = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes)
-    if not resident:
-        _check_device(layout, elements * compute_itemsize, cap, specs)
-    roles = [role for role in ROLES if role != "grad" or workload.mixed_precision or not resident]
-    homes, staging = _homes(layout, trainable, capacities, resident, elements * itemsize, roles)
-    slots = (total * workload.mixed_precision) if resident else min(cap // (elements * compute_itemsize), total)
-    chunk_of = tuple(placement.chunk for placement in layout.placements)
-    sizes = tuple(spec.numel for spec in specs)
+    ground = survey(
+        workload.parameters,
+        max(workload.compute_itemsizes),
+        workload.trainable,
+        capacities,
+        copies=workload.mixed_precision,
+        chunk_bytes=chunk_bytes,
+    )
+    layout = ground.layout
+    roles = [role for role in ROLES if role != "grad" or workload.mixed_precision or not ground.resident]
     return Arrangement(
-        layout, itemsize, compute_itemsize, resident, whole, slots, staging, homes, _used_ends(layout), chunk_of, sizes
+        layout,
+        ground.itemsize,
+        ground.compute_itemsize,
+        ground.resident,
+        ground.whole_bytes,
+        ground.device_slots,
+        ground.staging_slots,
+        _homes(ground, capacities, roles),
+        used_ends(layout),
+        tuple(placement.chunk for placement in layout.placements),
+        tuple(spec.numel for spec in workload.parameters),
     )
 
 
@@ -154,7 +127,7 @@ def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
         for chunk in own:
             numels[chunk.index] = 0
             chunks[chunk.index] = replace(chunk, parameters=(), used_elements=0)
-        for new, old, end in zip(layout.chunks, own, _used_ends(layout), strict=False):
+        for new, old, end in zip(layout.chunks, own, used_ends(layout), strict=False):
             numels[old.index] = end
             members = tuple(order[index] for index in new.parameters)
             chunks[old.index] = replace(old, parameters=members, used_elements=new.used_elements)
@@ -187,55 +160,16 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
         )
 
 
-def _chunk_elements(specs: Sequence[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
-    if chunk_bytes is not None:
-        return max(PAGE_ELEMENTS, round_down(chunk_bytes // itemsize, PAGE_ELEMENTS))
-    upper = max(PAGE_ELEMENTS, upper)
-    lower = min(MINIMUM_CHUNK_ELEMENTS, upper // 4)
-    return search_chunk_elements(specs, minimum_elements=max(PAGE_ELEMENTS, lower), maximum_elements=upper)
-
-
-def _check_device(layout: Layout, slot_bytes: int, cap: int, specs: Sequence[ParameterSpec]) -> None:
-    largest = max(layout.chunks, key=lambda chunk: chunk.span)
-    needed = largest.span * slot_bytes
-    if needed > cap:
-        biggest = max(largest.parameters, key=lambda index: specs[index].numel)
-        raise NoRoom(
-            f"the chunk of {specs[biggest].name} alone needs {format_size(needed)} of the device, chunks may take "
-            f"{format_size(cap)}",
-            Tier.DEVICE,
-            needed - cap,
-        )
-
-
-def _padded_bytes(layout: Layout, trainable: set[int]) -> int:
-    sizes = [chunk.span * layout.chunk_elements * chunk.itemsize for chunk in layout.chunks]
-    return sum(size * (len(ROLES) if index in trainable else 1) for index, size in enumerate(sizes))
-
-
-def _homes(
-    layout: Layout,
-    trainable: set[int],
-    capacities: Capacities,
-    resident: bool,
-    staging_slot_bytes: int,
-    roles: Sequence[str],
-) -> tuple[dict[str, dict[int, Tier]], int]:
-    """Homes by role and chunk, and the slots of the staging ring."""
-    sizes = [chunk.span * layout.chunk_elements * chunk.itemsize for chunk in layout.chunks]
-    owners = {role: [c.index for c in layout.chunks if role == "param" or c.index in trainable] for role in ROLES}
-    if resident:
-        return {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}, 0
-    padded = _padded_bytes(layout, trainable)
-    host, nvme, staging = round_down(capacities.host_bytes, 4096), capacities.nvme_bytes, 0
-    if nvme == 0 or padded <= capacities.host_bytes:
-        nvme = 0
-    else:
-        staging = staging_slots([chunk.span for chunk in layout.chunks], host // staging_slot_bytes)
-        if staging * staging_slot_bytes > host:
-            needed = staging * staging_slot_bytes
-            raise NoRoom(f"staging needs {format_size(needed)} of host memory", Tier.HOST, needed - host)
-        host -= staging * staging_slot_bytes
+def _homes(ground: Ground, capacities: Capacities, roles: Sequence[str]) -> dict[str, dict[int, Tier]]:
+    """Homes by role and chunk."""
+    chunks = ground.layout.chunks
+    sizes = [ground.home_bytes(chunk) for chunk in chunks]
+    owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in ROLES}
+    if ground.resident:
+        return {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
+    staging_bytes = ground.staging_slots * ground.staging_slot_bytes
+    host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
+    nvme = capacities.nvme_bytes if ground.uses_nvme else 0
     homes: dict[str, dict[int, Tier]] = {}
     short = 0
     for role in ROLES:
@@ -245,20 +179,12 @@ def _homes(
             tiers = []
             short += sum(sizes[chunk] for chunk in owners[role])
         homes[role] = dict(zip(owners[role], tiers, strict=False))
-        taken = [round_up(sizes[c], 4096) for c, tier in homes[role].items() if tier is Tier.HOST]
+        taken = [round_up(sizes[c], PAGE_BYTES) for c, tier in homes[role].items() if tier is Tier.HOST]
         host -= sum(taken)
         nvme -= sum(sizes[c] for c, tier in homes[role].items() if tier is Tier.NVME)
     if short:
         where = Tier.NVME if capacities.nvme_bytes else Tier.HOST
-        missing = padded + staging * staging_slot_bytes - round_down(capacities.host_bytes, 4096)
+        missing = ground.state_bytes + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
         missing -= capacities.nvme_bytes
-        raise NoRoom(f"the states take {format_size(padded)} beside staging", where, max(1, missing))
-    return homes, staging
-
-
-def _used_ends(layout: Layout) -> tuple[int, ...]:
-    """Per chunk, the elements up to its last parameter's end, rounded up to whole pages of any itemsize."""
-    ends = [1] * len(layout.chunks)
-    for placement in layout.placements:
-        ends[placement.chunk] = max(ends[placement.chunk], placement.offset + placement.numel)
-    return tuple(round_up(end, PAGE_ELEMENTS) for end in ends)
+        raise NoRoom(f"the states take {format_size(ground.state_bytes)} beside staging", where, max(1, missing))
+    return homes

@@ -292,3 +292,11 @@ def _branch_and_bound(demand: _Demand, low: int, target: int, high: int) -> int:
         push(lo, middle)
         push(middle, hi)
     return best
+
+
+def used_ends(layout: Layout) -> tuple[int, ...]:
+    """Per chunk, the elements up to its last parameter's end, rounded up to whole pages of any itemsize."""
+    ends = [1] * len(layout.chunks)
+    for placement in layout.placements:
+        ends[placement.chunk] = max(ends[placement.chunk], placement.offset + placement.numel)
+    return tuple(round_up(end, PAGE_ELEMENTS) for end in ends)

@@ -1,19 +1,89 @@
-"""Which tier each block gets its home on. Pure: sizes and capacities in, tiers or a reasoned refusal out."""
+"""How a model lies within a budget: chunks, slots, the staging ring, and which tier each block gets its home on.
+
+Pure: sizes and capacities in; numbers, tiers or a reasoned refusal out. A run and a plan of it both ask here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hetmem.errors import BudgetError
+from hetmem.plan.layout import (
+    PAGE_ELEMENTS,
+    ChunkSpec,
+    Layout,
+    ParameterSpec,
+    build_layout,
+    search_chunk_elements,
+)
 from hetmem.plan.trace import Tier
-from hetmem.units import format_size
+from hetmem.units import format_size, round_down
 
 STAGED_ROLES = 4
 """Parameter, gradient and two optimizer states of one chunk are in staging together while it is updated."""
 
+MINIMUM_CHUNK_ELEMENTS = 256 * 1024
+PAGE_BYTES = 4096
+
 DEVICE_SHARE = 0.5
 """A model is kept whole on the device if its states take at most this share of it: the rest is for activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacities:
+    """A budget in bytes: hard limits. `device_chunk_bytes` caps what chunks take of the device (None: all of it)."""
+
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int = 0
+    device_chunk_bytes: int | None = None
+    device_fragment_bytes: int = 0
+    """What an allocator of the device leaves unused."""
+
+    @property
+    def chunk_cap_bytes(self) -> int:
+        """The most that chunks may take of the device."""
+        return self.device_bytes if self.device_chunk_bytes is None else self.device_chunk_bytes
+
+
+class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, and says which
+    """The budget is too small by `missing_bytes` on `tier`."""
+
+    def __init__(self, message: str, tier: Tier, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.missing_bytes = missing_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What is settled before any home is: see `survey`. `trainable` are the numbers of chunks."""
+
+    layout: Layout
+    itemsize: int
+    compute_itemsize: int
+    trainable: frozenset[int]
+    state_bytes: int
+    whole_bytes: int
+    resident: bool
+    device_slots: int
+    uses_nvme: bool
+    staging_slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot on the device."""
+        return self.layout.chunk_elements * self.compute_itemsize
+
+    @property
+    def staging_slot_bytes(self) -> int:
+        """Bytes of a slot of the staging ring."""
+        return self.layout.chunk_elements * self.itemsize
+
+    def home_bytes(self, chunk: ChunkSpec) -> int:
+        """Bytes that a home of one role of `chunk` takes."""
+        return chunk.span * self.layout.chunk_elements * chunk.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +141,84 @@ def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize:
     if nvme:
         bound = min(bound, host_bytes // (4 * 3 * STAGED_ROLES * itemsize))
     return bound
+
+
+def survey(
+    specs: Sequence[ParameterSpec],
+    compute_itemsize: int,
+    trainable: Collection[int],
+    capacities: Capacities,
+    *,
+    copies: bool,
+    chunk_bytes: int | None,
+) -> Ground:
+    """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
+
+    `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
+    = searched. Raises `NoRoom`, which says the tier, the bytes that are missing and the parameter that needs them.
+    """
+    itemsize = max(spec.itemsize for spec in specs)
+    cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
+    upper = largest_chunk_elements(cap, host_bytes, compute_itemsize, itemsize, capacities.nvme_bytes > 0)
+    elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
+    layout = build_layout(specs, elements)
+    with_states = frozenset(chunk.index for chunk in layout.chunks if set(trainable) & set(chunk.parameters))
+    states = sum(
+        chunk.span * elements * chunk.itemsize * (STAGED_ROLES if chunk.index in with_states else 1)
+        for chunk in layout.chunks
+    )
+    slot_bytes = elements * compute_itemsize
+    total = sum(chunk.span for chunk in layout.chunks)
+    whole = states + (total * slot_bytes if copies else 0)
+    resident = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes)
+    if not resident:
+        _check_device(layout, slot_bytes, cap, specs)
+    uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
+    staging = _staging(layout, elements * itemsize, host_bytes, specs) if uses_nvme else 0
+    slots = total * copies if resident else min(cap // slot_bytes, total)
+    return Ground(layout, itemsize, compute_itemsize, with_states, states, whole, resident, slots, uses_nvme, staging)
+
+
+def _chunk_elements(specs: Sequence[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
+    if chunk_bytes is not None:
+        return max(PAGE_ELEMENTS, round_down(chunk_bytes // itemsize, PAGE_ELEMENTS))
+    upper = max(PAGE_ELEMENTS, upper)
+    lower = min(MINIMUM_CHUNK_ELEMENTS, upper // 4)
+    return search_chunk_elements(specs, minimum_elements=max(PAGE_ELEMENTS, lower), maximum_elements=upper)
+
+
+def _largest(layout: Layout, specs: Sequence[ParameterSpec]) -> tuple[int, str]:
+    """The span of the largest chunk, and the name of the parameter that makes it so."""
+    largest = max(layout.chunks, key=lambda chunk: chunk.span)
+    return largest.span, specs[max(largest.parameters, key=lambda index: specs[index].numel)].name
+
+
+def _check_device(layout: Layout, slot_bytes: int, cap: int, specs: Sequence[ParameterSpec]) -> None:
+    span, name = _largest(layout, specs)
+    needed = span * slot_bytes
+    if needed > cap:
+        raise NoRoom(
+            f"the device budget is below the minimum: chunks may take {format_size(cap)} ({cap} bytes) of the device, "
+            f"the chunk of {name} alone needs {format_size(needed)} ({needed} bytes); raise Budget(device=…), or set a "
+            f"smaller chunk_bytes",
+            Tier.DEVICE,
+            needed - cap,
+        )
+
+
+def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec]) -> int:
+    """The slots of the staging ring."""
+    host = round_down(host_bytes, PAGE_BYTES)
+    slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes)
+    needed = slots * slot_bytes
+    if needed > host:
+        span, name = _largest(layout, specs)
+        raise NoRoom(
+            f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
+            f"between NVMe and the device needs {format_size(needed)} ({needed} bytes) for the largest chunk, that of {name}: "
+            f"{span} slot(s) of {format_size(slot_bytes)} in four roles; raise Budget(host=…), or set a smaller "
+            f"chunk_bytes",
+            Tier.HOST,
+            needed - host,
+        )
+    return slots

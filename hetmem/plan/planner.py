@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetmem.plan.arrangement import Arrangement, Capacities, NoRoom, arrange, check_device, state_bytes
+from hetmem.plan.arrangement import Arrangement, arrange, check_device, state_bytes
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.layout import PAGE_ELEMENTS
+from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.rehearsal import StepResult, rehearse
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload

@@ -10,9 +10,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from hetmem.errors import CapacityError
-from hetmem.plan.arrangement import ROLES, Arrangement, Capacities, NoRoom, by_first_use
+from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use
 from hetmem.plan.cache import Block
 from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hetmem.config import Budget, Limits
-from hetmem.plan.arrangement import Capacities
 from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Variant, decide
 from hetmem.plan.workload import Workload
 from hetmem.planning.huggingface import hugging_face_call

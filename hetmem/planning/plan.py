@@ -12,8 +12,9 @@ from typing import Any
 
 from hetmem.config import Budget
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.plan.arrangement import Capacities, state_bytes
+from hetmem.plan.arrangement import state_bytes
 from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Decision
 from hetmem.plan.trace import Tier
 

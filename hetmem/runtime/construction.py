@@ -12,20 +12,18 @@ from itertools import pairwise
 import torch
 
 from hetmem.config import Limits
-from hetmem.errors import BudgetError, ManageError
+from hetmem.errors import ManageError
 from hetmem.memory import views
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block
-from hetmem.plan.layout import PAGE_ELEMENTS, Layout, ParameterSpec, build_layout, search_chunk_elements
-from hetmem.plan.placement import Room, fits_device, largest_chunk_elements, place, staging_slots
+from hetmem.plan.layout import Layout, ParameterSpec, used_ends
+from hetmem.plan.placement import Capacities, Room, place, survey
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import stand_in, storage_references
-from hetmem.units import format_size, round_up
 
-MINIMUM_CHUNK_ELEMENTS = 256 * 1024
 HOST_SHARE = 0.6
 """Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
 
@@ -159,44 +157,37 @@ def build_memory(
 ) -> Memory:
     """Lay `module` out, open the pools and move its parameters home. Nothing is changed if it raises."""
     parameters = collect(module)
-    device_bytes = _device_bytes(limits, device)
-    chunk_cap = device_bytes if limits.device_chunk_bytes is None else limits.device_chunk_bytes
-    host_bytes = _host_bytes(limits)
+    capacities = Capacities(
+        _device_bytes(limits, device), _host_bytes(limits), limits.nvme_bytes, limits.device_chunk_bytes
+    )
     compute = {name: _compute_dtype(p.dtype, mixed_precision) for name, p in parameters.items()}
-    specs = [ParameterSpec(n, p.numel(), f"{p.dtype} {p.requires_grad}", p.itemsize) for n, p in parameters.items()]
-    itemsize = max(p.itemsize for p in parameters.values())
-    compute_itemsize = max(dtype.itemsize for dtype in compute.values())
-    upper = largest_chunk_elements(chunk_cap, host_bytes, compute_itemsize, itemsize, limits.nvme_bytes > 0)
-    elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
-    layout = build_layout(specs, elements)
-    slot_bytes = elements * compute_itemsize
-    chunks = _chunks(layout, list(parameters.values()), list(compute.values()))
-    trainable = {index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad}
-    padded = sum(chunk.home_nbytes * (4 if trainable & set(chunk.spec.parameters) else 1) for chunk in chunks)
-    copies = _slots(layout) * slot_bytes if mixed_precision else 0
-    resident = fits_device(padded + copies, device_bytes, limits.device_chunk_bytes)
-    if not resident:
-        _check_device(layout, slot_bytes, chunk_cap, specs)
-    with_nvme = limits.nvme_bytes > 0 and not resident and padded > host_bytes
-    slots_on_device = copies // slot_bytes if resident else min(chunk_cap // slot_bytes, _slots(layout))
-    store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if with_nvme else None
+    ground = survey(
+        [ParameterSpec(n, p.numel(), f"{p.dtype} {p.requires_grad}", p.itemsize) for n, p in parameters.items()],
+        max(dtype.itemsize for dtype in compute.values()),
+        [index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad],
+        capacities,
+        copies=mixed_precision is not None,
+        chunk_bytes=chunk_bytes,
+    )
+    store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
     try:
-        host_pool, slots = _open_host(layout, host_bytes, elements * itemsize, store)
+        host_pool = HostPool(capacities.host_bytes)
+        host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         memory = Memory(
-            layout,
-            chunks,
+            ground.layout,
+            _chunks(ground.layout, list(parameters.values()), list(compute.values())),
             device,
-            device_bytes,
-            chunk_cap,
-            device.pool(slot_bytes, slots_on_device),
+            capacities.device_bytes,
+            capacities.chunk_cap_bytes,
+            device.pool(ground.slot_bytes, ground.device_slots),
             host_pool,
             store,
             limits.nvme_bytes,
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
-            slots,
+            ground.staging_slots,
             mixed_precision,
-            _nothing if resident else device.pin(host_pool.mapping),
-            resident,
+            _nothing if ground.resident else device.pin(host_pool.mapping),
+            ground.resident,
         )
         memory.reserve(memory.chunks, Role.PARAM)
     except BaseException:
@@ -211,11 +202,6 @@ def build_memory(
 
 def _compute_dtype(dtype: torch.dtype, mixed_precision: torch.dtype | None) -> torch.dtype:
     return mixed_precision if mixed_precision is not None and dtype is torch.float32 else dtype
-
-
-def _slots(layout: Layout) -> int:
-    """One for each chunk's copy."""
-    return sum(chunk.span for chunk in layout.chunks)
 
 
 def _nothing() -> None:
@@ -240,45 +226,6 @@ def _available_bytes() -> int:
     return available
 
 
-def _chunk_elements(specs: list[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
-    if chunk_bytes is not None:
-        return max(PAGE_ELEMENTS, chunk_bytes // itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS)
-    upper = max(PAGE_ELEMENTS, upper)
-    lower = min(MINIMUM_CHUNK_ELEMENTS, upper // 4)
-    return search_chunk_elements(specs, minimum_elements=max(PAGE_ELEMENTS, lower), maximum_elements=upper)
-
-
-def _check_device(layout: Layout, slot_bytes: int, chunk_cap: int, specs: list[ParameterSpec]) -> None:
-    largest = max(layout.chunks, key=lambda chunk: chunk.span)
-    needed = largest.span * slot_bytes
-    if needed > chunk_cap:
-        biggest = max(largest.parameters, key=lambda index: specs[index].numel)
-        raise BudgetError(
-            f"the device budget is below the minimum: chunks may take {format_size(chunk_cap)} ({chunk_cap} bytes) of "
-            f"the device, the chunk of {specs[biggest].name} alone needs {format_size(needed)} ({needed} bytes); "
-            f"raise Budget(device=…), or set a smaller chunk_bytes"
-        )
-
-
-def _open_host(layout: Layout, host_bytes: int, slot_bytes: int, store: NvmeStore | None) -> tuple[HostPool, int]:
-    """The host pool, with a staging ring if some homes will be on NVMe."""
-    pool = HostPool(host_bytes)
-    if store is None:
-        pool.reserve_staging(slot_bytes, 0)
-        return pool, 0
-    slots = staging_slots([chunk.span for chunk in layout.chunks], host_bytes // slot_bytes)
-    if slots * slot_bytes > host_bytes:
-        needed = slots * slot_bytes
-        raise BudgetError(
-            f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
-            f"between NVMe and the device needs {format_size(needed)} ({needed} bytes) for the largest chunk, "
-            f"{layout.chunks[max(range(len(layout.chunks)), key=lambda i: layout.chunks[i].span)].span} slot(s) of "
-            f"{format_size(slot_bytes)} in four roles; raise Budget(host=…), or set a smaller chunk_bytes"
-        )
-    pool.reserve_staging(slot_bytes, slots)
-    return pool, slots
-
-
 def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[torch.dtype]) -> list[Chunk]:
     ends = used_ends(layout)
     return [
@@ -291,14 +238,6 @@ def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[
         )
         for spec in layout.chunks
     ]
-
-
-def used_ends(layout: Layout) -> list[int]:
-    """Per chunk, the elements up to its last parameter's end, rounded up to whole pages of any itemsize."""
-    ends = [1] * len(layout.chunks)
-    for placement in layout.placements:
-        ends[placement.chunk] = max(ends[placement.chunk], placement.offset + placement.numel)
-    return [round_up(end, PAGE_ELEMENTS) for end in ends]
 
 
 def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.plan.layout import Layout, ParameterSpec, build_layout
+from hetmem.plan.layout import Layout, ParameterSpec, build_layout, used_ends
 from hetmem.runtime.bindings import storage_references
-from hetmem.runtime.construction import reside, used_ends
+from hetmem.runtime.construction import reside
 from hetmem.runtime.gradients import is_home_gradient
 from hetmem.runtime.runtime import Runtime
 

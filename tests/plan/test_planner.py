@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan.arrangement import Capacities, NoRoom, arrange, by_first_use, state_bytes
+from hetmem.plan.arrangement import arrange, by_first_use, state_bytes
 from hetmem.plan.hardware import Rate
 from hetmem.plan.layout import ParameterSpec
+from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.planner import Variant, decide, judge
 from hetmem.plan.rehearsal import rehearse
 from hetmem.plan.trace import Tier
