@@ -264,7 +264,7 @@ class _Step:
         self, updates: list[tuple[ManagedParameter, dict[str, Any]]], opened: dict[Role, torch.Tensor]
     ) -> None:
         """Homes and gradients are on the GPU: all parameters of one group and age together."""
-        together: dict[AdamWStep, list[tuple[torch.Tensor, ...]]] = {}
+        together: dict[tuple[AdamWStep, torch.dtype], list[tuple[torch.Tensor, ...]]] = {}
         for managed, group in updates:
             state = self._state_of(managed)
             state["step"] += 1
@@ -276,8 +276,9 @@ class _Step:
                 managed.part(opened[Role.EXP_AVG]),
                 managed.part(opened[Role.EXP_AVG_SQ]),
             )
-            together.setdefault(_hyper_parameters(group, int(state["step"].item())), []).append(tensors)
-        for hyper, tensors_of in together.items():
+            hyper = _hyper_parameters(group, int(state["step"].item()))
+            together.setdefault((hyper, managed.chunk.dtype), []).append(tensors)
+        for (hyper, _), tensors_of in together.items():
             params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*tensors_of, strict=True))
             adamw_on_device(hyper, params, grads, exp_avgs, exp_avg_sqs)
 

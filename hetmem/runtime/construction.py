@@ -170,9 +170,11 @@ def build_memory(
         chunk_bytes=chunk_bytes,
     )
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
+    unpin = _nothing
     try:
         host_pool = HostPool(capacities.host_bytes)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
+        unpin = _nothing if ground.resident else device.pin(host_pool.mapping)
         memory = Memory(
             ground.layout,
             _chunks(ground.layout, list(parameters.values()), list(compute.values())),
@@ -186,11 +188,12 @@ def build_memory(
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
             ground.staging_slots,
             mixed_precision,
-            _nothing if ground.resident else device.pin(host_pool.mapping),
+            unpin,
             ground.resident,
         )
         memory.reserve(memory.chunks, Role.PARAM)
     except BaseException:
+        unpin()
         if store is not None:
             store.close()
         raise

@@ -64,7 +64,8 @@ class GradientSink:
             return
         if arrived.requires_grad or arrived.layout is not torch.strided:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
-            parameter.grad = arrived if previous is None else previous.to(arrived.dtype) + arrived
+            arrived = arrived.to(parameter)
+            parameter.grad = arrived if previous is None else previous + arrived
             return
         with self.runtime.unwatched(), torch.no_grad():
             parameter.grad = None
@@ -117,6 +118,9 @@ class GradientSink:
             if foreign:
                 assert previous is not None
                 target.copy_(previous)
+            if arrived.device == target.device and home.tier is Tier.HOST and self.runtime.traffic.engine.ordered:
+                # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
+                self.runtime.traffic.wait_for_gradients()
             self.runtime.traffic.send_gradient(home, _Accumulate(target, arrived, add=previous is not None), nbytes)
             return
         target = self._open(managed, adds=previous is managed.grad_home)

@@ -94,7 +94,8 @@ class Interception:
         runtime = self.runtime
         measured = runtime.sanitize
         if not in_backward():
-            runtime.writes.notice_all()
+            with runtime.unwatched():
+                runtime.writes.notice_all()
             for managed in runtime.parameters:
                 if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
                     self.gradients.install(managed)
@@ -258,7 +259,7 @@ _METADATA: set[Any] = {
     *(
         getattr(torch.Tensor, name)
         for name in (
-            "size dim stride numel nelement ndimension is_contiguous storage_offset register_hook "
+            "size dim numel nelement ndimension storage_offset register_hook "
             "register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ is_same_size retain_grad"
         ).split()
     ),
@@ -268,6 +269,9 @@ _METADATA: set[Any] = {
     torch.is_same_size,
 }
 """What is asked of a parameter without touching its elements."""
+
+_LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
+"""What a stand-in, which takes no memory, would say wrongly."""
 
 _PLACES = {
     *_getters("device is_cuda is_cpu"),
@@ -308,6 +312,8 @@ class OperatorFaults(TorchFunctionMode):
             result = self._run(func, args, kwargs)
             self._runtime.notice_writes_to_views()
             return result
+        if func in _LAYOUT:
+            return func(used[0].home, *args[1:], **kwargs)
         if func in _METADATA:
             return func(*args, **kwargs)
         if func == _DTYPE:

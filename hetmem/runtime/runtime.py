@@ -124,7 +124,9 @@ class Runtime:
         limit = self.memory.device_slots(non_model_bytes)
         if limit != self._limit:
             before, self._limit = self._limit, limit
+            self._look_at_allocator()
             self.traffic.limit_device(limit, before=before)
+            self.memory.device.peak_bytes()  # what was given back by this is no peak of anything else
 
     def chunk_bytes(self) -> int:
         """Device bytes that chunks hold now."""

@@ -68,6 +68,7 @@ class Writes:
         home, residency = managed.chunk.homes[Role.PARAM], self._traffic.residency
         if home.block is None:
             return False
+        self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
         step = max(1, managed.numel // (1 if home.tier is Tier.NVME else _SAMPLES))
         mine = slice(managed.offset, managed.offset + managed.numel, step)
         for tier in (Tier.DEVICE, Tier.HOST):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 
@@ -12,18 +13,14 @@ from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of
 from hetmem.units import GIB, MIB
 
 
-def resident_bytes(address: int) -> int:
-    """Physical bytes of the kernel's mapping that contains `address`."""
-    within = False
-    with open("/proc/self/smaps") as maps:
-        for line in maps:
-            first = line.split(maxsplit=1)[0]
-            if "-" in first and not first.endswith(":"):
-                start, end = (int(part, 16) for part in first.split("-"))
-                within = start <= address < end
-            elif within and first == "Rss:":
-                return int(line.split()[1]) * 1024
-    raise AssertionError(f"{address:#x} is not mapped")
+def resident_bytes(mapping: Mapping) -> int:
+    """Physical bytes of `mapping`: of its pages alone, as the kernel joins neighbours in its own lists."""
+    pages = -(-mapping.nbytes // PAGE_BYTES)
+    present = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    error = libc.mincore(ctypes.c_void_p(mapping.address), ctypes.c_size_t(mapping.nbytes), present)
+    assert error == 0, os.strerror(ctypes.get_errno())
+    return PAGE_BYTES * sum(bytes(present))
 
 
 def is_mapped(address: int) -> bool:
@@ -46,10 +43,10 @@ def test_memory_is_page_aligned_zeroed_and_exactly_as_long_as_asked(nbytes: int)
 def test_creation_touches_no_memory() -> None:
     mapping = Mapping(8 * GIB)
     view = mapping.buffer(3 * GIB, 1)
-    before = resident_bytes(mapping.address)
+    before = resident_bytes(mapping)
     view[0] = 1
     assert before < MIB
-    assert resident_bytes(mapping.address) > before
+    assert resident_bytes(mapping) > before
 
 
 def test_views_share_the_memory_and_start_at_their_offset() -> None:
@@ -74,9 +71,9 @@ def test_discard_zeroes_its_pages_gives_them_back_and_leaves_the_neighbours() ->
     mapping = Mapping(64 * PAGE_BYTES)
     view = mapping.buffer(0, mapping.nbytes)
     view[:] = b"x" * mapping.nbytes
-    before = resident_bytes(mapping.address)
+    before = resident_bytes(mapping)
     mapping.discard(PAGE_BYTES, 32 * PAGE_BYTES)
-    assert before - resident_bytes(mapping.address) == 32 * PAGE_BYTES
+    assert before - resident_bytes(mapping) == 32 * PAGE_BYTES
     assert bytes(view) == b"x" * PAGE_BYTES + bytes(32 * PAGE_BYTES) + b"x" * (31 * PAGE_BYTES)
 
 

@@ -1,0 +1,197 @@
+"""`torch.cuda` on a machine without a GPU: streams, events and the allocator's numbers, over the memory of the CPU.
+
+Compute (the default stream) runs when it is asked for. What is asked for on another stream runs at the last moment:
+when somebody waits for an event behind it, or compute is ordered behind one. Whoever forgets that reads what was there
+before. Nothing here knows hetmem, so its own calls of `torch.cuda` are what is tested.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hetmem.memory.cuda import CudaDevice
+
+
+class Event:
+    """`at` is the time at which it passed. Until it is recorded it counts as passed, as in CUDA."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self.stream: Stream | None = None
+        self.at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream, self.at = stream or current_stream(), 0.0
+        self.stream.ask(self._passes)
+
+    def query(self) -> bool:
+        return self.stream is None or self.at > 0
+
+    def synchronize(self) -> None:
+        while not self.query():
+            assert self.stream is not None
+            self.stream.run_one()
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.enable_timing and end.enable_timing, "CUDA would refuse: an event without timing"
+        assert self.at > 0 and end.at > 0, "CUDA would refuse: an event that has not passed"
+        return (end.at - self.at) * 1e3
+
+    def _passes(self) -> None:
+        self.at = time.perf_counter()
+
+
+class Stream:
+    """Work in the order in which it was asked for. Only of the default one (`late=False`) it runs at once."""
+
+    def __init__(self, device: Any = None, *, late: bool = True) -> None:
+        self.late = late
+        self.device = device
+        self.asked: deque[Callable[[], None]] = deque()
+
+    def ask(self, work: Callable[[], None]) -> None:
+        self.asked.append(work)
+        if not self.late:
+            self.run_one()
+
+    def run_one(self) -> None:
+        self.asked.popleft()()
+
+    def wait_event(self, event: Event) -> None:
+        self.ask(event.synchronize)
+
+    def synchronize(self) -> None:
+        while self.asked:
+            self.run_one()
+
+
+class Deferred(TorchDispatchMode):
+    """What operators write is written when `stream` comes to it; who asks for a value waits for the stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        written = [
+            i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write
+        ]
+        if written:
+            self._stream.ask(partial(func, *args, **kwargs))
+            return args[written[0]]
+        is_view = any(value.alias_info is not None for value in schema.returns)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if is_view or not tensors:
+            return func(*args, **kwargs)  # a view or new memory: no value is read
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor):
+            self._stream.synchronize()
+            return func(*args, **kwargs)
+        self._stream.ask(lambda: result.copy_(func(*args, **kwargs)))
+        return result
+
+
+class FakeCuda:
+    """One machine. `free_bytes` is what `mem_get_info` says, `reserved_bytes` and `peak` what the allocator says."""
+
+    def __init__(self) -> None:
+        self.default = Stream(late=False)
+        self.current = self.default
+        self.free_bytes = 1 << 30
+        self.reserved_bytes = 0
+        self.peak: Callable[[], int] = lambda: 0
+        self.pinned: dict[int, int] = {}
+        self.register_error = 0
+        self.sticky_error = 0
+        self.deferred = 0
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            if stream.late:
+                self.deferred += 1
+                with Deferred(stream):
+                    yield
+            else:
+                yield
+        finally:
+            self.current = before
+
+    def host_register(self, address: int, nbytes: int, flags: int) -> int:
+        assert address % 4096 == 0 and nbytes > 0 and address not in self.pinned
+        if self.register_error:
+            self.sticky_error = self.register_error
+            return self.register_error
+        self.pinned[address] = nbytes
+        return 0
+
+    def host_unregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+    def launch(self) -> None:
+        """What a kernel's launch does: raise the error that a refused call of the driver left behind, and clear it."""
+        error, self.sticky_error = self.sticky_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+
+_cuda = FakeCuda()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _cuda.current
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """`torch.cuda` as on a machine with one GPU."""
+    global _cuda
+    fake = _cuda = FakeCuda()
+
+    class Cudart:
+        cudaHostRegister = staticmethod(fake.host_register)  # noqa: N815
+        cudaHostUnregister = staticmethod(fake.host_unregister)  # noqa: N815
+
+    names: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "device": lambda device: nullcontext(),
+        "mem_get_info": lambda device=None: (fake.free_bytes, 2 * fake.free_bytes),
+        "memory_reserved": lambda device=None: fake.reserved_bytes,
+        "max_memory_allocated": lambda device=None: fake.peak(),
+        "reset_peak_memory_stats": lambda device=None: None,
+        "cudart": Cudart,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": fake.stream,
+        "current_stream": current_stream,
+    }
+    for name, replacement in names.items():
+        assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    return fake
+
+
+class CpuCuda(CudaDevice):
+    """A `CudaDevice` in all but where its memory is."""
+
+    def __init__(self, memory: int | str | None = None) -> None:
+        super().__init__(0, memory)
+        self.torch_device = torch.device("cpu")

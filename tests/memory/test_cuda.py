@@ -1,0 +1,144 @@
+"""The CUDA device on a machine without a GPU: the same bits as torch however late streams are, and its own limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.errors import ManageError
+from hetmem.memory.cuda import CudaDevice, CudaPool, CudaStreams
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.transfer import Link
+from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
+from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
+
+__all__ = ["cuda"]  # a fixture
+
+
+def train(fake: FakeCuda, placement: str, directory: Path, **options: Any) -> nn.Module:
+    """Three steps of `Tower` beside torch, with every loss, gradient, weight and state compared."""
+    build = partial(Tower, checkpointing=options.pop("checkpointing", None))
+    plain, managed = pair(build, placement, directory, device=CpuCuda(), **options)
+    train_both(
+        plain, managed, token_batches(6), Recipe(accumulation=2, clip=0.05, mixed=options.get("mixed_precision"))
+    )
+    assert (fake.deferred > 20) == (placement != "resident")
+    return managed
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sanitize", [True, False], ids=["sanitize", "fast"])
+def test_training_equals_torch(
+    cuda: FakeCuda, placement: str, mixed: torch.dtype | None, sanitize: bool, tmp_path: Path
+) -> None:
+    train(cuda, placement, tmp_path, mixed_precision=mixed, sanitize=sanitize)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_training_with_activation_checkpointing_equals_torch(
+    cuda: FakeCuda, placement: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    train(cuda, placement, tmp_path, mixed_precision=torch.bfloat16, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("method", ["wait_event", "synchronize"])
+def test_the_test_sees_a_wait_that_is_forgotten(
+    cuda: FakeCuda, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgetful: Callable[..., None] = lambda self, *args: None  # noqa: E731
+    monkeypatch.setattr(Stream if method == "wait_event" else Event, method, forgetful)
+    monkeypatch.setattr(Event, "query", lambda self: self.at > 0 or method == "synchronize")
+    with pytest.raises(AssertionError):
+        train(cuda, "host", tmp_path)
+    monkeypatch.undo()
+
+
+def test_all_host_memory_is_page_locked_while_the_model_is_managed(cuda: FakeCuda, tmp_path: Path) -> None:
+    managed = train(cuda, "host", tmp_path)
+    assert list(cuda.pinned.values()) == [64 << 20]
+    hetmem.release(managed)
+    assert cuda.pinned == {}
+
+
+def test_where_page_locking_is_refused_a_warning_says_so_and_the_next_launch_does_not_fail(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+
+    def launching(*args: Any, **kwargs: Any) -> torch.Tensor:
+        cuda.launch()
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", launching)
+    cuda.register_error = 2
+    device = CpuCuda()
+    with pytest.warns(UserWarning, match=r"refused to page-lock 8\.00 KiB .*CUDA error 2"):
+        unpin = device.pin(Mapping(8192))
+    device.allocate(16)
+    unpin()
+
+
+def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(cuda: FakeCuda, tmp_path: Path) -> None:
+    """24 KiB of 96 go to other things, 3 % to what an allocator wastes, so 4 slots of 16 KiB are left."""
+    pools: list[CudaPool] = []
+
+    class Counted(CpuCuda):
+        def pool(self, slot_bytes: int, slots: int) -> CudaPool:
+            pools.append(CudaPool(slot_bytes, slots, self.torch_device))
+            return pools[-1]
+
+    cuda.peak = lambda: 24 * 1024 + sum(pool.held_bytes() for pool in pools)
+    room = hetmem.Budget(device="96KiB", host="8MiB")
+    plain, managed = pair(Tower, room, tmp_path, chunk_bytes="16KiB", device=Counted(), sanitize=False)
+    train_both(plain, managed, token_batches(6), Recipe(steps=6))
+    assert 3 * 16384 <= pools[0].held_bytes() <= 4 * 16384
+
+
+def test_the_budget_is_nine_tenths_of_what_is_free_or_already_this_process_s(cuda: FakeCuda) -> None:
+    cuda.free_bytes, cuda.reserved_bytes = 700, 300
+    assert CpuCuda().available_bytes() == 900
+
+
+def test_without_a_gpu_or_with_a_wrong_index_the_user_is_told(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ManageError, match=r"there is no cuda:1: torch sees 1 GPU"):
+        CudaDevice(1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ManageError, match=r"torch sees no CUDA GPU"):
+        CudaDevice()
+
+
+def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda) -> None:
+    """CUDA says them in a float32 of milliseconds: after a day that would be 8 ms apart."""
+    streams = CudaStreams(torch.device("cpu"))
+    start, end = streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
+    streams.wait(end)
+    base = streams.when(end)
+    for second in range(0, 90_000, 100):
+        end.at = start.at + second
+        now = Event(enable_timing=True)
+        now.at = end.at
+        assert streams.when(now) == pytest.approx(base + second, abs=1e-2)
+        assert float(torch.tensor(streams._base.elapsed_time(now))) < 1e6
+
+
+def test_slots_are_taken_when_used_and_given_back_whole() -> None:
+    pool = CudaPool(64, 8, torch.device("cpu"))
+    assert pool.held_bytes() == 0
+    assert pool.prepare(0, 100) and not pool.prepare(0, 128)
+    assert pool.prepare(2, 64)
+    first = pool.flat(0, torch.float32, 4, 28)
+    assert first.untyped_storage().nbytes() == 16 and pool.holds(first.data_ptr()) and pool.held_bytes() == 192
+    assert pool.prepare(1, 64), "the two slots that lay there are gone"
+    assert pool.held_bytes() == 128
+    pool.give_back([1], keep=0)
+    assert pool.held_bytes() == 64 and pool.holds(pool.flat(2, torch.uint8, 1).data_ptr())
+    assert pool.flat(5, torch.float16, 0).numel() == 0
