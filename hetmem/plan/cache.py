@@ -94,16 +94,16 @@ class Cache:
         the optimizer scans its states round and round, where MIN's choice is always the block just used, and waiting
         for it would leave no read behind compute; there, anything needed later gives way.
         """
-        ranks, awaited = {}, 0
+        ranks, awaited, schedule = {}, 0, self.schedule
+        waits, now = self.tier is Tier.DEVICE, schedule.now()
         for block, copy in self.copies.items():
             if copy.dirty:
                 continue
-            after = self.schedule.next_use(block, needed_at)
-            sooner = self.schedule.next_use(block) < needed_at
-            if self.tier is Tier.DEVICE and (sooner or (copy.uses and block in self.schedule.now())):
-                awaited = max(awaited, after)
-            elif copy.idle and not sooner and after > needed_at:
-                ranks[block] = (after, -copy.last_use)
+            coming = schedule.next_use(block)
+            if waits and (coming < needed_at or (copy.uses and block in now)):
+                awaited = max(awaited, schedule.next_use(block, needed_at))
+            elif coming > needed_at and copy.idle:
+                ranks[block] = (coming, -copy.last_use)
         return {block: rank for block, rank in ranks.items() if rank[0] >= awaited}
 
     def victims(self, span: int, ranks: dict[int, Rank]) -> list[int]:

@@ -75,6 +75,8 @@ class Schedule:
         self.position = 0
         self._segment = segment
         self._met: set[int] = set()
+        self._now: tuple[int, ...] = ()
+        self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
         self._positions: dict[int, list[int]] = {}
         self._places: dict[tuple[int, ...], list[int]] = {}
         for index, blocks in enumerate(self.uses):
@@ -99,8 +101,11 @@ class Schedule:
         near = [at for at in (ahead, behind) if 0 <= at < self._segment]
         if not near:
             return False
-        self.position = 1 + min(near, key=lambda at: abs(at - self.position))
+        before, self.position = self.position, 1 + min(near, key=lambda at: abs(at - self.position))
+        if self.position < before:
+            self._next.clear()
         self._met.clear()
+        self._now = blocks
         return True
 
     def meet(self, block: int) -> None:
@@ -113,13 +118,19 @@ class Schedule:
         `start` is `position` if not given, and then a block of the use just reached is used there until it was met:
         it must not look far away, and be given up, while the other blocks of that use are brought in.
         """
+        if start is not None:
+            return self._first_use(block, start)
+        if self.awaits(block):
+            return self.position - 1
+        known = self._next.get(block, -1)
+        if known < self.position:
+            known = self._next[block] = self._first_use(block, self.position)
+        return known
+
+    def _first_use(self, block: int, start: int) -> int:
         where = self._positions.get(block)
         if not where:
             return NEVER
-        if start is None:
-            if self.awaits(block):
-                return self.position - 1
-            start = self.position
         lap, inside = divmod(start, len(self.uses)) if self.periodic else (0, start)
         index = bisect_left(where, inside)
         if index < len(where):
@@ -128,11 +139,11 @@ class Schedule:
 
     def awaits(self, block: int) -> bool:
         """Whether `block` belongs to the use just reached and was not met there yet."""
-        return block not in self._met and block in self.now()
+        return block in self._now and block not in self._met
 
     def now(self) -> tuple[int, ...]:
         """The blocks of the use just reached."""
-        return self.uses[(self.position - 1) % len(self.uses)] if self.position else ()
+        return self._now
 
     def upcoming(self, count: int) -> Iterator[int]:
         """The blocks of the next `count` uses, in order, repeats included."""
