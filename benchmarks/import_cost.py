@@ -4,8 +4,8 @@ Fresh interpreters in pairs, one after the other, so a slow spell of the machine
 imports torch, the other torch and then hetmem. Files are in the page cache (the first pair is thrown away),
 and byte code is cached as it is for every user: compiling 40 modules anew takes 60 ms.
 
-A full collection of the 170,000 objects that torch makes takes 70 ms and falls into one import or the next by chance: it
-is done between the two, outside of what is measured.
+A full collection of the 170,000 objects that torch makes takes 70 ms and falls into one import or the next by chance:
+it is done between the two, outside of what is measured.
 """
 
 from __future__ import annotations

@@ -120,6 +120,11 @@ class Residency:
             raise self._illegal(block, tier, "place asked for", copy)
         return copy.slot
 
+    def has_slot(self, block: int, tier: Tier) -> bool:
+        """Whether a copy of `block`, in whatever state, has a place on `tier`."""
+        copy = self._caches[tier].copies.get(block)
+        return copy is not None and copy.slot >= 0
+
     def dirty(self, block: int) -> bool:
         """Whether the HOST copy of `block` is newer than its home."""
         copy = self._caches[Tier.HOST].copies.get(block)

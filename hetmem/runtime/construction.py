@@ -96,13 +96,16 @@ class Memory:
 
     def device_slots(self, non_model_bytes: int) -> int:
         """How many slots chunks may take while everything else takes `non_model_bytes`."""
-        room = min(self.device_chunk_bytes, self.device_bytes - non_model_bytes - self._fragments())
+        room = min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes)
         room -= self.device_home_bytes
         return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
 
-    def _fragments(self) -> int:
-        """Bytes left to what an allocator cannot use, where one hands the rest of the device's memory out."""
-        return 0 if self.device.watched else int(ALLOCATOR_SHARE * self.device_bytes)
+    @property
+    def usable_bytes(self) -> int:
+        """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
+        return (
+            self.device_bytes if self.device.watched else self.device_bytes - int(ALLOCATOR_SHARE * self.device_bytes)
+        )
 
     def is_home_address(self, address: int) -> bool:
         """Whether `address` lies in host memory or a mapped file that hetmem owns."""

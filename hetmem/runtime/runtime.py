@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from hetmem.errors import CapacityError, DeviceOutOfMemoryError
+from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.transfer import TransferEngine
@@ -24,11 +24,11 @@ from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import Memory
 from hetmem.runtime.events import EventLog, MomentSeen
 from hetmem.runtime.monitor import DeviceMonitor
+from hetmem.runtime.shortage import Shortage
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import STEP, StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.writes import Writes
-from hetmem.units import format_size
 
 
 class Runtime:
@@ -55,6 +55,7 @@ class Runtime:
         self.monitor = DeviceMonitor(
             memory.is_home_address, memory.is_device_address, _WeakGrown(self), strict=sanitize
         )
+        self._shortage = Shortage(memory, residency, self.tracer)
         self._held: dict[int, ManagedParameter] = {}
         self._limit = memory.device_pool.slots
         self._first_uses = 0
@@ -146,17 +147,8 @@ class Runtime:
             while self.chunk_bytes() + live_bytes > self.memory.device_bytes and self.traffic.residency.in_flight():
                 self.traffic.wait_for_one()
         if self.chunk_bytes() + live_bytes > self.memory.device_bytes:
-            raise DeviceOutOfMemoryError(
-                f"out of device memory in {operator}: activations and other tensors take {format_size(live_bytes)} "
-                f"and chunks in use {format_size(self.chunk_bytes())}, together more than the "
-                f"{format_size(self.memory.device_bytes)} of the device budget. {self._ways_out()}"
-            )
+            raise self._shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
-
-    def _ways_out(self) -> str:
-        if self.memory.device_home_bytes:
-            return "Set Budget(device_chunks=…) lower, so that chunks are streamed, or use a smaller batch"
-        return "Raise Budget(device=…), use a smaller batch, activation checkpointing or a smaller chunk_bytes"
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -234,11 +226,9 @@ class Runtime:
         try:
             slot = self._acquire_with_more_room(param_block(managed))
         except CapacityError as error:
-            raise DeviceOutOfMemoryError(
-                f"{operator} does not fit on the device: {error}. Chunks are "
-                f"{format_size(self.memory.device_pool.slot_bytes)} each; of {format_size(self.memory.device_bytes)}, "
-                f"{self._limit} slots are left beside activations and other tensors. {self._ways_out()}"
-            ) from error
+            wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
+            live = self.monitor.live_bytes if self.memory.device.watched else self._most_non_model
+            raise self._shortage.error(operator, live, wanted) from error
         self.bindings.open_device(managed, self.memory.device_pool, slot)
 
     def _acquire_with_more_room(self, block: int) -> int:

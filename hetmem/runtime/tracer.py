@@ -109,6 +109,6 @@ class StepTracer:
         first = len(chain[0].moments) if chain else 0
         return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
-    def last_operator(self) -> str:
-        """The operator of the last moment, for messages."""
-        return self._moments[-1].operator if self._moments else "the first operator"
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks that the last moment uses."""
+        return self._moments[-1].blocks if self._moments else ()

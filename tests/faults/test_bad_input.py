@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -92,10 +93,32 @@ def test_activations_beyond_the_device_are_refused_before_the_budget_is_exceeded
     assert model[0].weight.grad is not None
 
 
+def test_a_shortage_says_who_holds_the_device_and_a_budget_that_is_enough() -> None:
+    """Each error names what its moment needs; following it leads to a budget with which the step passes."""
+    budget, told = "512KiB", []
+    for _ in range(12):
+        model = hetmem.manage(mlp(), hetmem.Budget(device=budget, host="8MiB"), device="sim", chunk_bytes="64KiB")
+        try:
+            model(torch.ones(2048, 128)).sum().backward()
+            break
+        except DeviceOutOfMemoryError as error:
+            told.append(str(error))
+            found = re.search(r"this moment needs ([0-9.]+ MiB)", told[-1])
+            assert found, told[-1]
+            budget = found[1]
+    else:
+        raise AssertionError(told)
+    assert re.search(r"in \S+ \(moment \d+ of the (forward|backward)\)", told[0])
+    assert "copies of parameters in use" in told[0]
+    assert "param of chunk" in " ".join(told)
+
+
 def test_an_operator_whose_weights_do_not_fit_together_says_so() -> None:
     model = nn.LSTM(64, 64, num_layers=4)
     hetmem.manage(model, hetmem.Budget(device="128KiB", host="8MiB"), device="sim", chunk_bytes="64KiB")
-    with pytest.raises(DeviceOutOfMemoryError, match="lstm does not fit on the device"):
+    with pytest.raises(
+        DeviceOutOfMemoryError, match=r"out of device memory in lstm \(moment 1 of the forward\).*for the chunk it uses"
+    ):
         model(torch.ones(1, 1, 64))
     assert torch.isfinite(model.weight_ih_l0).all()
 
