@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import hetmem
+from hetmem.plan.commands import Fetch
 from hetmem.plan.optimum import fewest_bytes
-from hetmem.plan.residency import Fetch
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 

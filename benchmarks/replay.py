@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.optimum import fewest_bytes
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Schedule, Tier
 
 STEPS = 10

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.policy import EvictionPolicy
-from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 
 GRADIENTS_IN_FLIGHT = 4

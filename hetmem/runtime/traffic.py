@@ -17,7 +17,8 @@ import torch
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import Finished, Link, TransferEngine
 from hetmem.plan.cache import CopyState
-from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
+from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import Memory

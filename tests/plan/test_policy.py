@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from hetmem.errors import CapacityError
 from hetmem.plan.cache import Block
+from hetmem.plan.commands import Drop, Fetch
 from hetmem.plan.optimum import fewest_bytes, fewest_fetches
 from hetmem.plan.policy import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
-from hetmem.plan.residency import Drop, Fetch, Residency
+from hetmem.plan.residency import Residency
 from hetmem.plan.trace import NEVER, Schedule, Tier
 
 single_uses = st.lists(st.integers(0, 4).map(lambda block: (block,)), max_size=12)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from benchmarks.replay import Trace, gpt, optimum, replay
 from hetmem.errors import CapacityError, StateError
 from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.policy import NextUse
-from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Schedule, Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -21,8 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hetmem.errors import CapacityError, StateError
 from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.residency import Command, Drop, Fetch, Residency, Write
+from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Schedule, Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
