@@ -84,6 +84,12 @@ MUTATIONS = {
         "copy.state = CopyState.VALID",
         STORIES + "test_a_miss_is_one_fetch_and_a_hit_is_nothing",
     ),
+    "join threads while garbage is collected": Mutation(
+        "runtime/runtime.py",
+        "    engine.abandon()\n",
+        "    engine.close()\n",
+        "tests/runtime/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread",
+    ),
     "compute before a copy has arrived": Mutation(
         "runtime/traffic.py",
         "        self.engine.order_compute_after(fetch)\n",

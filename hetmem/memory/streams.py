@@ -111,6 +111,12 @@ class StreamCopier:
                 self._streams.wait(jobs[0].end)
                 self._report(jobs.popleft())
 
+    def abandon(self) -> None:
+        """Wait for the device alone: it must not write into memory that is given back."""
+        for jobs in self._queues.values():
+            if jobs:
+                self._streams.wait(jobs[-1].end)
+
     def _report(self, ended: _InFlight) -> None:
         if self._ends.get(ended.job.tag) is ended.end:
             del self._ends[ended.job.tag]

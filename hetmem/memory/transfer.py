@@ -90,6 +90,9 @@ class Copier(Protocol):
     def close(self) -> None:
         """Wait for everything and stop. Idempotent."""
 
+    def abandon(self) -> None:
+        """Nobody will ask for anything again. Called by the garbage collector: takes no lock and joins no thread."""
+
 
 class ThreadCopier:
     """One thread for each direction. `rates` are bytes per second per link, None = as fast as memory is."""
@@ -137,6 +140,10 @@ class ThreadCopier:
         """Wait for the threads."""
         for executor in self._threads.values():
             executor.shutdown(wait=True)
+
+    def abandon(self) -> None:
+        """The threads end with their executors."""
+        self._threads = {}
 
 
 class Accelerator(Protocol):
@@ -222,6 +229,11 @@ class TransferEngine:
     def close(self) -> None:
         """Wait for what is in flight and stop the threads. Idempotent."""
         self._copier.close()
+
+    def abandon(self) -> None:
+        """As `close`, for the garbage collector: what is in flight ends by itself."""
+        self._copier.abandon()
+        self._store = None
 
     def _copied_over(self, job: Job, start: float, end: float) -> None:
         use = self._copied[job.link]

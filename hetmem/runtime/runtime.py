@@ -16,7 +16,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
@@ -62,10 +61,13 @@ class Runtime:
         self._most_non_model = 0
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
-        self._finalizer = weakref.finalize(self, _close, engine, memory.store, memory.unpin)
+        self._finalizer = weakref.finalize(self, _dropped, engine, memory.unpin)
 
     def close(self) -> None:
         """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
+        self.traffic.engine.close()
+        if self.memory.store is not None:
+            self.memory.store.close()  # views that are still held stay readable
         self._finalizer()
 
     # ---- segments and moments ----------------------------------------------------------------------------------
@@ -313,8 +315,9 @@ class _WeakGrown:
             runtime.non_model_grew(operator, live_bytes)
 
 
-def _close(engine: TransferEngine, store: NvmeStore | None, unpin: Callable[[], None]) -> None:
-    engine.close()
+def _dropped(engine: TransferEngine, unpin: Callable[[], None]) -> None:
+    """Nobody holds the runtime any more. The garbage collector calls this in the middle of anything, on any thread, so
+    it joins no thread and takes no lock: found as a thread that, while it started, collected a model and then waited
+    for itself. Threads end by themselves when what they serve is gone, and files when their last transfer is over."""
+    engine.abandon()
     unpin()
-    if store is not None:
-        store.close()  # views that are still held stay readable
