@@ -96,5 +96,5 @@ def _drive(directory: str) -> Finding:
     status = os.statvfs(directory)
     free = format_size(status.f_bavail * status.f_frsize)
     how = "O_DIRECT" if direct else "buffered I/O, as this filesystem has no O_DIRECT"
-    advice = "" if direct else "use a directory on ext4 or xfs: buffered writes run at an eighth of the drive's speed"
+    advice = "" if direct else "use a directory on ext4 or xfs: buffered writes take twice as long and more"
     return Finding("drive", f"{directory}: {free} free, {how}", advice=advice)
