@@ -6,23 +6,35 @@ Holds addresses and views; decides nothing and moves nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import ClassVar
 
 import torch
 
 from hetmem.memory.nvme import Extent
+from hetmem.memory.pools import PAGE_BYTES
 from hetmem.memory.views import Memory, elements
 from hetmem.plan.layout import ChunkSpec
 from hetmem.plan.trace import Tier
+from hetmem.units import round_up
 
 
-class Role(str, Enum):
-    """What a part of a chunk's memory is for. All roles of a chunk share one layout, so offsets agree."""
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a part of a chunk's memory is for: parameters, gradients, or the optimizer's state of that `name`.
 
-    PARAM = "param"
-    GRAD = "grad"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
+    All roles of a chunk share one layout, so offsets agree. Elements have the chunk's dtype, or `dtype`. With
+    `scale_block`, a float32 scale for every so many elements of a parameter lies behind the elements.
+    """
+
+    PARAM: ClassVar[Role]
+    GRAD: ClassVar[Role]
+
+    name: str
+    dtype: torch.dtype | None = None
+    scale_block: int = 0
+
+
+Role.PARAM, Role.GRAD = Role("param"), Role("grad")
 
 
 @dataclass(slots=True, eq=False)
@@ -52,18 +64,30 @@ class Chunk:
     numel: int
     dtype: torch.dtype
     compute_dtype: torch.dtype
+    most_parameters: int
     parameters: list[ManagedParameter] = field(default_factory=list)
     homes: dict[Role, Home] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a role at home."""
+        """Bytes of the parameters at home."""
         return self.numel * self.dtype.itemsize
 
-    @property
-    def home_nbytes(self) -> int:
-        """Bytes that a home of a role takes."""
-        return self.capacity * self.dtype.itemsize
+    def role_nbytes(self, role: Role) -> int:
+        """Bytes of `role` that move: whole pages."""
+        return self._bytes(role, self.numel)
+
+    def home_nbytes(self, role: Role) -> int:
+        """Bytes that a home of `role` takes."""
+        return self._bytes(role, self.capacity)
+
+    def _bytes(self, role: Role, count: int) -> int:
+        itemsize = (role.dtype or self.dtype).itemsize
+        return count * itemsize + (self._scales_nbytes(role) if role.scale_block else 0)
+
+    def _scales_nbytes(self, role: Role) -> int:
+        """Enough for a last, shorter block of each parameter, however many there come to be in this chunk."""
+        return round_up(4 * (self.capacity // role.scale_block + self.most_parameters), PAGE_BYTES)
 
     @property
     def compute_nbytes(self) -> int:
@@ -73,13 +97,13 @@ class Chunk:
     def flat(self, role: Role, *, whole: bool = False) -> torch.Tensor:
         """The home of `role` as a 1-D tensor (a new one at each call): what is used of it, or the `whole` of it."""
         count = self.capacity if whole else self.numel
-        return elements(self.homes[role].memory, self.dtype, count)
+        return elements(self.homes[role].memory, role.dtype or self.dtype, count)
 
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
         names = [parameter.name for parameter in self.parameters]
         more = f", … ({len(names)} parameters)" if len(names) > 2 else ""
-        return f"{role.value} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
+        return f"{role.name} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +144,7 @@ class ManagedParameter:
 
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
-        dtype = self.chunk.dtype
+        dtype = role.dtype or self.chunk.dtype
         return self.shaped(elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize))
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:

@@ -217,6 +217,10 @@ class TransferEngine:
             self._copier.poll()
         return self._finished.get()
 
+    def report(self, tag: Any, error: BaseException | None) -> None:
+        """Something that is no transfer is over: `take` gives it like one. May be called by any thread."""
+        self._finished.put(Finished(tag, error))
+
     def links(self) -> dict[Link, LinkUse]:
         """What every link has carried so far."""
         store = self._store

@@ -49,6 +49,7 @@ class Residency:
         self._caches = {Tier.DEVICE: device, Tier.HOST: host}
         self._waiting: list[tuple[Tier, int]] = []
         self._flying = 0
+        self._suspended: set[int] = set()
         self._tick = 0
         self._history: dict[int, deque[str]] = {}
 
@@ -225,6 +226,18 @@ class Residency:
         self._prefetch(tier, commands)
         return commands
 
+    def suspend(self, block: int) -> None:
+        """The home of `block` is being rewritten: until `resume` nothing brings it to the device."""
+        self._suspended.add(block)
+
+    def resume(self, block: int) -> list[Command]:
+        """The home of `block` can be read again: what waited for it goes on."""
+        self._suspended.discard(block)
+        commands: list[Command] = []
+        self._progress(commands)
+        self._prefetch(Tier.DEVICE, commands)
+        return commands
+
     def prefetch(self, block: int, tier: Tier) -> list[Command]:
         """Bring `block` to `tier` without using it, if that harms nothing more urgent."""
         commands: list[Command] = []
@@ -289,6 +302,8 @@ class Residency:
             if (tier, block) not in self._waiting:
                 continue  # feeding the device has started it meanwhile
             copy = self._caches[tier].copies[block]
+            if tier is Tier.DEVICE and block in self._suspended:
+                continue
             if not copy.load:
                 source = None
             elif self.blocks[block].home is Tier.NVME and tier is Tier.DEVICE:
@@ -393,6 +408,8 @@ class Residency:
             flying += 1
 
     def _prefetch_one(self, tier: Tier, block: int, commands: list[Command]) -> bool:
+        if tier is Tier.DEVICE and block in self._suspended:
+            return True
         home, span = self.blocks[block].home, self.blocks[block].span
         needed_at = self._caches[tier].schedule.next_use(block)
         if home <= tier:

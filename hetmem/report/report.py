@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.chunk import Chunk
 from hetmem.plan.trace import Tier
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
 from hetmem.report.step import step_section
@@ -124,12 +124,12 @@ def _block_facts(runtime: Runtime) -> list[BlockFacts]:
         for role, home in chunk.homes.items():
             if home.block is not None:
                 where = home.tier.name.lower()
-                facts[home.block] = BlockFacts(chunk.spec.index, role.value, where, chunk.nbytes, tier_bytes, shown)
+                facts[home.block] = BlockFacts(chunk.spec.index, role.name, where, chunk.role_nbytes(role), tier_bytes, shown)
     return [facts[block] for block in sorted(facts)]
 
 
 def _home_bytes(chunks: list[Chunk]) -> int:
-    return sum(chunk.nbytes for chunk in chunks for role in Role if role in chunk.homes)
+    return sum(chunk.role_nbytes(role) for chunk in chunks for role in chunk.homes)
 
 
 def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
@@ -138,7 +138,7 @@ def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
     for chunk in chunks:
         for role, home in chunk.homes.items():
             if home.tier is tier:
-                taken[role.value] += chunk.home_nbytes
+                taken[role.name] += chunk.home_nbytes(role)
     return dict(taken)
 
 

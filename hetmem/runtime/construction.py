@@ -19,7 +19,7 @@ from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block
-from hetmem.plan.layout import Layout, ParameterSpec, used_ends
+from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
 from hetmem.plan.placement import Capacities, Room, place, survey
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import stand_in, storage_references
@@ -66,33 +66,37 @@ class Memory:
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
-        sizes = [chunk.home_nbytes for chunk in chunks]
+        sizes = [chunk.home_nbytes(role) for chunk in chunks]
         if self.resident:
-            for chunk in chunks:
-                memory = self.device.allocate(chunk.home_nbytes)
+            for chunk, nbytes in zip(chunks, sizes, strict=True):
+                memory = self.device.allocate(nbytes)
                 chunk.homes[role] = Home(Tier.DEVICE, memory)
-                self._device_ranges.append(_range(memory, chunk.home_nbytes))
-                self.device_home_bytes += chunk.home_nbytes
+                self._device_ranges.append(_range(memory, nbytes))
+                self.device_home_bytes += nbytes
             return
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
-        tiers = place(sizes, Room(self.host_pool.free_bytes, nvme), f"{role.value} of {len(chunks)} chunks")
-        on_disk = [(chunk, size) for chunk, size, tier in zip(chunks, sizes, tiers, strict=True) if tier is Tier.NVME]
+        tiers = place(sizes, Room(self.host_pool.free_bytes, nvme), f"{role.name} of {len(chunks)} chunks")
+        placed = list(zip(chunks, sizes, tiers, strict=True))
+        on_disk = [(chunk, size) for chunk, size, tier in placed if tier is Tier.NVME]
         if on_disk:
             assert self.store is not None
             extents = self.store.reserve_many([size for _, size in on_disk])
-            for (chunk, _), extent in zip(on_disk, extents, strict=True):
+            for (chunk, size), extent in zip(on_disk, extents, strict=True):
                 memory = self.store.view(extent)
                 chunk.homes[role] = Home(Tier.NVME, memory, extent=extent)
-                self._home_ranges.append(_range(memory, chunk.home_nbytes))
-        for chunk, tier in zip(chunks, tiers, strict=True):
+                self._home_ranges.append(_range(memory, size))
+        for chunk, size, tier in placed:
             if tier is Tier.HOST:
-                chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes))
+                chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(size))
 
     def block(self, chunk: Chunk, role: Role) -> Block:
         """What the residency has to know of `role` of `chunk`. A copy in 16 bits is as far from a home on the device
         as from one in host memory: one step."""
         home = chunk.homes[role].tier
-        return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, chunk.spec.span)
+        span = chunk.spec.span
+        if role.dtype is not None:  # it is only ever staged, in slots that are for elements of the widest dtype
+            span = -(-chunk.home_nbytes(role) // self.host_pool.slot_bytes) if self.host_pool.slot_bytes else 1
+        return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, span)
 
     def device_slots(self, non_model_bytes: int) -> int:
         """How many slots chunks may take while everything else takes `non_model_bytes`."""
@@ -241,6 +245,7 @@ def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[
             ends[spec.index],
             parameters[spec.parameters[0]].dtype,
             compute[spec.parameters[0]],
+            min(len(parameters), spec.span * layout.chunk_elements // ALIGNMENT_ELEMENTS),
         )
         for spec in layout.chunks
     ]

@@ -8,7 +8,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,16 @@ from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
 
+class Watcher(Protocol):
+    """An optimizer that updates while backward goes on."""
+
+    def coming(self, managed: ManagedParameter) -> None:
+        """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
+
+    def arrived(self, managed: ManagedParameter) -> None:
+        """It is on its way home: `Traffic.arriving` says whether it is there."""
+
+
 class GradientSink:
     """The way of gradients from the device to their homes, for one runtime."""
 
@@ -25,6 +35,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._handles: list[Any] = []
         self._taken: dict[int, torch.Tensor | None] = {}
 
@@ -51,6 +62,8 @@ class GradientSink:
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
         parameter = managed.parameter
+        for watcher in self.watchers:
+            watcher.coming(managed)
         if id(managed) not in self._taken:
             self._taken[id(managed)] = parameter.grad
             if parameter.grad is not None:
@@ -73,6 +86,8 @@ class GradientSink:
             parameter.grad = managed.grad_home
             if _has_hooks_of_the_user(parameter):
                 self._arrive()
+            for watcher in self.watchers:
+                watcher.arrived(managed)
 
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
@@ -99,8 +114,8 @@ class GradientSink:
         """Everything that was sent is at home, also on NVMe."""
         runtime = self.runtime
         runtime.traffic.wait_for_gradients()
-        runtime.traffic.settle(chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes)
-        runtime.traffic.drain()
+        homes = [chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes]
+        runtime.traffic.wait_until_written(homes)
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""
@@ -121,7 +136,7 @@ class GradientSink:
             if arrived.device == target.device and home.tier is Tier.HOST and self.runtime.traffic.engine.ordered:
                 # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
                 self.runtime.traffic.wait_for_gradients()
-            self.runtime.traffic.send_gradient(home, _Accumulate(target, arrived, add=previous is not None), nbytes)
+            self.runtime.traffic.send_gradient(chunk, _Accumulate(target, arrived, add=previous is not None), nbytes)
             return
         target = self._open(managed, adds=previous is managed.grad_home)
         try:

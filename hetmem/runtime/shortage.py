@@ -5,8 +5,9 @@ Reads; changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hetmem.errors import DeviceOutOfMemoryError
-from hetmem.memory.chunk import Role
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.construction import Memory
@@ -14,12 +15,7 @@ from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.units import MIB, format_size, round_up
 
 _NAMED = 3
-_NAMES = {
-    Role.PARAM: "parameters",
-    Role.GRAD: "gradients",
-    Role.EXP_AVG: "first moments",
-    Role.EXP_AVG_SQ: "second moments",
-}
+_NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
 class Shortage:
@@ -61,16 +57,12 @@ class Shortage:
         return sum(residency.blocks[block].span for block in blocks) * self._memory.device_pool.slot_bytes
 
     def _homes(self) -> str:
-        found = {
-            name: sum(chunk.home_nbytes for chunk in self._memory.chunks if self._is_on_device(chunk.homes.get(role)))
-            for role, name in _NAMES.items()
-        }
-        parts = [f"{name} {format_size(nbytes)}" for name, nbytes in found.items() if nbytes]
+        found: Counter[str] = Counter()
+        for chunk in self._memory.chunks:
+            for role, home in chunk.homes.items():
+                found[role.name] += chunk.home_nbytes(role) if home.tier is Tier.DEVICE else 0
+        parts = [f"{_NAMES.get(name, name)} {format_size(nbytes)}" for name, nbytes in found.items() if nbytes]
         return f", homes on the device {', '.join(parts)}" if parts else ""
-
-    @staticmethod
-    def _is_on_device(home: object) -> bool:
-        return getattr(home, "tier", None) is Tier.DEVICE
 
     def _cap(self) -> str:
         cap = self._memory.device_chunk_bytes

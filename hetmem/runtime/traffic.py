@@ -7,7 +7,7 @@ carried out before anything else goes on, always on the thread that trains.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import Finished, Link, TransferEngine
+from hetmem.memory.views import elements
 from hetmem.plan.cache import CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.residency import Residency
@@ -26,7 +27,6 @@ from hetmem.runtime.events import CopyChange, EventLog, Fault, Span, Transfer
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
 
-_GRADIENT = "gradient"
 _GRADIENTS_IN_FLIGHT = 4
 _SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
@@ -58,7 +58,10 @@ class Traffic:
         engine.observe = partial(_observe, events)
         self._sanitize = sanitize
         self._chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
-        self._gradients = 0
+        self._gradients: Counter[Chunk] = Counter()
+        self._jobs = 0
+        self.updating: set[Chunk] = set()
+        self.give_way: list[Callable[[], bool]] = []
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
         self._fetching: dict[int, Fetch] = {}
@@ -102,9 +105,10 @@ class Traffic:
             while self.residency.state(block, tier) is not CopyState.VALID:
                 if tier is Tier.DEVICE and self._compute_ordered_after(block):
                     break
-                if not self.residency.in_flight():
+                if self.residency.in_flight() or self._jobs:
+                    self.wait_for_one()
+                elif not any([give() for give in self.give_way]):
                     raise self.residency.withdraw(block, tier)
-                self.wait_for_one()
         except BaseException:
             self._abandon(block, tier)
             raise
@@ -139,7 +143,7 @@ class Traffic:
             self.wait_for_one()
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
-        return self.copy_in(chunk, Tier.DEVICE, self.residency.slot(block, Tier.DEVICE))
+        return self.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
 
     def renew_device_copy(self, chunk: Chunk) -> None:
         """The home of `chunk` has changed: drop the device copy and start to fetch it again."""
@@ -165,7 +169,33 @@ class Traffic:
         slot = self.acquire(home.block, Tier.HOST, load=load)
         while self.residency.writing(home.block):
             self.wait_for_one()
-        return self.copy_in(chunk, Tier.HOST, slot)
+        return self.staged(chunk, role, slot)
+
+    def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
+        """Begin what `open_role` does, and do not wait: the role is there once `asked_role` has it."""
+        home = chunk.homes[role]
+        if home.tier is Tier.NVME:
+            assert home.block is not None
+            self._tracer.host_use(home.block)
+            self.residency.reach((home.block,), Tier.HOST)
+            self.execute(self.residency.acquire(home.block, Tier.HOST, load=load))
+
+    def asked_role(self, chunk: Chunk, role: Role) -> torch.Tensor | None:
+        """What `ask_role` asked for, to be closed by `close_role`; None while it is on its way."""
+        home = chunk.homes[role]
+        if home.tier is not Tier.NVME:
+            return chunk.flat(role)
+        assert home.block is not None
+        if self.residency.state(home.block, Tier.HOST) is not CopyState.VALID or self.residency.writing(home.block):
+            return None
+        return self.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
+
+    def unask_role(self, chunk: Chunk, role: Role) -> None:
+        """Take `ask_role` back."""
+        home = chunk.homes[role]
+        if home.tier is Tier.NVME:
+            assert home.block is not None
+            self._abandon(home.block, Tier.HOST)
 
     def close_role(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
         """End the use of `open_role`."""
@@ -180,6 +210,17 @@ class Traffic:
             if home.tier is Tier.NVME:
                 assert home.block is not None
                 self.execute(self.residency.settle(home.block))
+
+    def wait_until_written(self, homes: Iterable[Home]) -> None:
+        """Write the dirty ones among `homes` to NVMe, and wait for that."""
+        blocks = [home.block for home in homes if home.tier is Tier.NVME and home.block is not None]
+        for block in blocks:
+            self.execute(self.residency.settle(block))
+        for block in blocks:
+            while self.residency.dirty(block):
+                if not self.residency.writing(block):  # its write has just failed
+                    self.execute(self.residency.settle(block))
+                self.wait_for_one()
 
     def superseded(self, chunk: Chunk, role: Role) -> None:
         """The home of `role` was written to directly: no copy of it may be used any more."""
@@ -198,11 +239,52 @@ class Traffic:
             for block in self.residency.resident(tier):
                 self.execute(self.residency.invalidate(block, tier))
 
-    def copy_in(self, chunk: Chunk, tier: Tier, slot: int) -> torch.Tensor:
-        """What lies in `slot` of `tier` as a flat tensor of `chunk`'s elements."""
-        if tier is Tier.DEVICE:
-            return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
-        return torch.frombuffer(self._memory.host_pool.staged(slot, chunk.nbytes), dtype=chunk.dtype)
+    def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
+        """What lies in `slot` of the device as a flat tensor of `chunk`'s elements."""
+        return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
+
+    def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
+        """What lies in `slot` of staging as a flat tensor of the elements of `role`."""
+        memory = self._memory.host_pool.staged(slot, chunk.role_nbytes(role))
+        return elements(memory, role.dtype or chunk.dtype, chunk.numel)
+
+    # ---- updates -----------------------------------------------------------------------------------------------
+
+    def begin_update(self, chunk: Chunk, *, keep_copy: bool) -> torch.Tensor | None:
+        """The parameters of `chunk` will be written at home, by other threads: until `end_update` nothing is fetched
+        from there. With `keep_copy` the device copy stays, to be written too, and is returned if there is one."""
+        self.updating.add(chunk)
+        block = chunk.homes[Role.PARAM].block
+        if block is None:
+            return None
+        self.residency.suspend(block)
+        copy = self.device_copy(chunk)
+        if copy is not None and not keep_copy:
+            self.execute(self.residency.invalidate(block, Tier.DEVICE))
+            return None
+        return copy
+
+    def end_update(self, chunk: Chunk) -> None:
+        """The parameters of `chunk` are what they will be."""
+        self.updating.discard(chunk)
+        block = chunk.homes[Role.PARAM].block
+        if block is not None:
+            self.execute(self.residency.resume(block))
+
+    def wait_for_update(self, chunk: Chunk) -> None:
+        """No other thread writes parameters, or reads gradients, of `chunk`."""
+        while chunk in self.updating:
+            self.wait_for_one()
+
+    def expect_job(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
+        """Something begins that is no copy, and that waiting for memory may have to wait for. Returns what any thread
+        calls at its end, with its error; `done` is then called by the thread that trains."""
+        self._jobs += 1
+        return partial(self.engine.report, partial(self._job_done, done))
+
+    def _job_done(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._jobs -= 1
+        done(error)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -213,24 +295,36 @@ class Traffic:
         else:
             self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
-    def send_gradient(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes a gradient of `nbytes` to `home`: a small one at once, others behind the backward."""
+    def send_gradient(self, chunk: Chunk, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes a gradient of `nbytes` home to `chunk`: a small one at once, others behind the
+        backward."""
+        home = chunk.homes[Role.GRAD]
         if home.tier is Tier.DEVICE:
             work()
             return
         if nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST):
             self.send_home(home, work, nbytes)
             return
-        self._gradients += 1
-        self.engine.copy(_GRADIENT, Link.DEVICE_TO_HOST, work, nbytes)
-        while self._gradients > _GRADIENTS_IN_FLIGHT:
+        self._gradients[chunk] += 1
+        self.engine.copy(partial(self._gradient_arrived, chunk), Link.DEVICE_TO_HOST, work, nbytes)
+        while self._gradients.total() > _GRADIENTS_IN_FLIGHT:
             self.wait_for_one()
+
+    def _gradient_arrived(self, chunk: Chunk, error: BaseException | None) -> None:
+        self._gradients[chunk] -= 1
+        if not self._gradients[chunk]:
+            del self._gradients[chunk]
+        if error is not None:
+            raise error
+
+    def arriving(self, chunk: Chunk) -> bool:
+        """Whether gradients of `chunk` are on their way."""
+        return chunk in self._gradients
 
     def wait_for_gradients(self) -> None:
         """Every gradient has arrived at home."""
         while self._gradients:
             self.wait_for_one()
-        self.drain()
 
     # ---- carrying commands out ---------------------------------------------------------------------------------
 
@@ -285,12 +379,10 @@ class Traffic:
             self.release(block, tier)
 
     def _note(self, finished: Finished) -> None:
-        if finished.tag is _GRADIENT:
-            self._gradients -= 1
-            if finished.error is not None:
-                raise finished.error
+        command = finished.tag
+        if not isinstance(command, (Fetch, Write)):
+            command(finished.error)
             return
-        command: Fetch | Write = finished.tag
         if isinstance(command, Fetch) and command.target is Tier.DEVICE:
             self._fetching.pop(command.block, None)
         if finished.error is None:
@@ -318,7 +410,7 @@ class Traffic:
             return
         extent = chunk.homes[role].extent
         assert extent is not None, f"{chunk.label(role)} is not on NVMe"
-        memory = self._memory.host_pool.staged(command.slot, chunk.nbytes)
+        memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
         if isinstance(command, Write):
             self.engine.write(command, extent, memory)
         else:
@@ -330,9 +422,9 @@ class Traffic:
         if home.tier is not Tier.NVME:
             source = chunk.flat(Role.PARAM)
         else:
-            source = self.copy_in(chunk, Tier.HOST, self.residency.slot(command.block, Tier.HOST))
+            source = self.staged(chunk, Role.PARAM, self.residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
-        target = self.copy_in(chunk, Tier.DEVICE, command.slot)
+        target = self.on_device(chunk, command.slot)
         if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
             copy_over(target, source)
             self.execute(self.residency.done(command))

@@ -66,17 +66,18 @@ class Writes:
         Of a home on NVMe only one is read, as each may cost an access of the disk.
         """
         home, residency = managed.chunk.homes[Role.PARAM], self._traffic.residency
-        if home.block is None:
+        if home.block is None or managed.chunk in self._traffic.updating:
             return False
         self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
         step = max(1, managed.numel // (1 if home.tier is Tier.NVME else _SAMPLES))
         mine = slice(managed.offset, managed.offset + managed.numel, step)
-        for tier in (Tier.DEVICE, Tier.HOST):
-            if residency.state(home.block, tier) is CopyState.VALID:
-                copy = self._traffic.copy_in(managed.chunk, tier, residency.slot(home.block, tier))[mine].cpu()
-                if not _same_bits(copy, managed.chunk.flat(Role.PARAM)[mine].to(copy)):
-                    return True
-        return False
+        chunk, copies = managed.chunk, []
+        if residency.state(home.block, Tier.DEVICE) is CopyState.VALID:
+            copies.append(self._traffic.on_device(chunk, residency.slot(home.block, Tier.DEVICE)))
+        if residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.dirty(home.block):
+            copies.append(self._traffic.staged(chunk, Role.PARAM, residency.slot(home.block, Tier.HOST)))
+        at_home = chunk.flat(Role.PARAM)[mine]
+        return any(not _same_bits(copy[mine].cpu(), at_home.to(copy).cpu()) for copy in copies)
 
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 

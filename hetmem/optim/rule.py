@@ -1,0 +1,54 @@
+"""What an optimizer computes, apart from where its memory is: the arithmetic of one parameter's update.
+
+A rule sees flat tensors. It must not know chunks, tiers or transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hetmem.memory.chunk import Role
+
+Task = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class ParameterUpdate:
+    """One parameter's share of a step: 1-D tensors of one length, in the order of the parameter's memory.
+
+    `group` is its parameter group and `state` its entry of `optimizer.state`; what is no tensor of the parameter's
+    shape in there (a step count) is the rule's to read and write. `fresh`: it had no state before, and what `states`
+    hold is zero. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new parameter, rounded.
+    """
+
+    group: dict[str, Any]
+    state: dict[str, Any]
+    param: torch.Tensor
+    grad: torch.Tensor
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    grad_scale: float = 1.0
+    fresh: bool = False
+    copy: torch.Tensor | None = None
+
+
+class Rule(Protocol):
+    """Elementwise arithmetic: what becomes of an element depends on that element alone, and on numbers."""
+
+    emits_copy: bool
+    """Whether tasks write `ParameterUpdate.copy`."""
+
+    def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
+        """The states, beside numbers, of a parameter of `dtype` in `group`."""
+        ...
+
+    def tasks(self, update: ParameterUpdate) -> list[Task]:
+        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
+        ...
+
+    def on_device(self, updates: list[ParameterUpdate]) -> None:
+        """`updates` in the memory of a GPU, on the present stream."""
+        ...

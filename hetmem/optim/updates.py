@@ -1,0 +1,196 @@
+"""Work on chunks under way: what it needs is brought to host memory, its tiles run on the workers, and all goes back.
+
+Reads for the next chunk and writes of the last one go on meanwhile, and so may a backward or a forward. Everything but
+the tiles happens on the thread that trains, in `pump`; what a tile computes is the job's own.
+
+    queued -> opening (its roles are on their way) -> running (tiles on the workers) -> done
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from hetmem.errors import CapacityError
+from hetmem.memory.chunk import Chunk, Role
+from hetmem.optim.workers import Batch, Task, WorkerPool
+from hetmem.runtime.events import EventLog, Span
+from hetmem.runtime.traffic import Traffic
+
+_AT_ONCE = 2
+"""Jobs opening or running together: while one is computed, the next one is brought."""
+
+Opened = dict[Role, torch.Tensor]
+"""Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Work on `chunk`: `tasks` makes it of `roles` once they are open (the value: whether what they hold matters).
+
+    `done` is told when all tasks have run. If it `writes`, all roles but the gradient change, and nothing fetches the
+    parameters from their home from `Updates.add` until then.
+    """
+
+    chunk: Chunk
+    roles: dict[Role, bool]
+    tasks: Callable[[Opened], list[Task]]
+    done: Callable[[], None]
+    writes: bool
+    keeps_copy: bool = False
+    opened: Opened = field(default_factory=dict)
+    batch: Batch | None = None
+    began: float = 0.0
+
+
+class Updates:
+    """The jobs of one optimizer on one runtime, in order. An error leaves every chunk as it was or updated."""
+
+    def __init__(self, traffic: Traffic, workers: WorkerPool, events: EventLog) -> None:
+        self._traffic, self._workers, self._events = traffic, workers, events
+        self._queue: deque[Job] = deque()
+        self._opening: Job | None = None
+        self._running: list[Job] = []
+        self._pumping = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or under way."""
+        return not (self._queue or self._opening or self._running)
+
+    def add(self, job: Job) -> None:
+        """Queue `job`."""
+        if job.writes:
+            self._traffic.begin_update(job.chunk, keep_copy=job.keeps_copy)
+        self._queue.append(job)
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while (job := self._next()) is not None:
+                self._run(job)
+        finally:
+            self._pumping = False
+
+    def finish(self) -> None:
+        """Carry everything out, and lend a hand. Raises the error of a transfer or of a task, with nothing under way
+        and what was not begun forgotten."""
+        try:
+            while not self.idle:
+                self.pump()
+                if self._running:
+                    batch = self._running[0].batch
+                    assert batch is not None
+                    batch.help()
+                elif not self._traffic.busy() and self._opening is not None:
+                    raise self._cannot_open(self._opening)
+                if not self.idle:
+                    self._traffic.wait_for_one()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def give_way(self) -> bool:
+        """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
+        nothing."""
+        job, self._opening = self._opening, None
+        if job is None:
+            return False
+        for role in job.roles:
+            self._traffic.unask_role(job.chunk, role)
+        self._queue.appendleft(job)
+        return True
+
+    def cancel(self) -> None:
+        """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""
+        self.give_way()
+        while self._queue:
+            job = self._queue.popleft()
+            if job.writes:
+                self._traffic.end_update(job.chunk)
+        while self._running:
+            try:
+                self._traffic.wait_for_one()
+            except Exception:  # noqa: S112 - told to nobody: the first one is
+                continue
+
+    def _next(self) -> Job | None:
+        """The next job to run, with everything open; None if that is not so yet."""
+        if self._opening is None:
+            at_work = len(self._running) + 1 > _AT_ONCE
+            if at_work or not self._queue or self._traffic.arriving(self._queue[0].chunk):
+                return None
+            self._opening = self._queue.popleft()
+            for role, load in self._opening.roles.items():
+                self._traffic.ask_role(self._opening.chunk, role, load=load)
+        job = self._opening
+        opened = {role: self._traffic.asked_role(job.chunk, role) for role in job.roles}
+        there = {role: tensor for role, tensor in opened.items() if tensor is not None}
+        if len(there) < len(opened):
+            return None
+        job.opened, self._opening = there, None
+        return job
+
+    def _run(self, job: Job) -> None:
+        job.began = time.perf_counter()
+        try:
+            tasks = job.tasks(job.opened)
+        except BaseException:
+            self._close(job, failed=True)
+            raise
+        self._running.append(job)
+        ended = self._traffic.expect_job(partial(self._ended, job))
+        job.batch = self._workers.begin(tasks, after=ended)
+
+    def _ended(self, job: Job, error: BaseException | None) -> None:
+        self._running.remove(job)
+        try:
+            if error is not None:
+                self._once_more(job, error)
+        except BaseException:
+            self._close(job, failed=True)
+            raise
+        self._close(job, failed=False)
+        job.done()
+        self._events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, time.perf_counter()))
+        self.pump()
+
+    @staticmethod
+    def _once_more(job: Job, error: BaseException) -> None:
+        """Tiles that failed (no memory for a temporary, say) run again, alone: the others have been computed, so that
+        the chunk must not be left as it is."""
+        assert job.batch is not None
+        try:
+            for task in job.batch.failed:
+                task()
+        except BaseException as again:
+            raise error from again
+
+    def _close(self, job: Job, *, failed: bool) -> None:
+        """Give everything back. What was half computed in staging is dropped: its home is as it was."""
+        traffic, chunk = self._traffic, job.chunk
+        job.opened = {}
+        for role in job.roles:
+            changed = job.writes and role is not Role.GRAD
+            traffic.close_role(chunk, role, dirty=changed and not failed)
+            if changed and failed:
+                traffic.superseded(chunk, role)
+        if job.writes:
+            traffic.end_update(chunk)
+            if not failed:
+                traffic.settle(chunk.homes[role] for role in job.roles if role is not Role.GRAD)
+
+    def _cannot_open(self, job: Job) -> CapacityError:
+        """Nothing is under way that could make room for `job`."""
+        names = ", ".join(role.name for role in job.roles)
+        return CapacityError(
+            f"no room in host staging for {names} of chunk {job.chunk.spec.index} together: raise Budget(host=…)"
+        )
