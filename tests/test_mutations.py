@@ -109,7 +109,7 @@ MUTATIONS = {
         "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
     ),
     "round the 16-bit copy down": Mutation(
-        "optim/kernels.py",
+        "optim/kernels/loops.py",
         "build.add(odd, i32(0x7FFF))",
         "odd",
         "tests/optim/test_kernels.py::test_numba_is_what_runs_here",

@@ -1,4 +1,4 @@
-"""A small thread pool that runs the tiles of one host update.
+"""A small thread pool that runs the tiles of host updates.
 
 It must not know tensors, kernels or optimizers: a task is any callable. Tasks run in parallel only as far as they
 release the GIL, as the compiled kernels do.
@@ -9,29 +9,53 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from queue import SimpleQueue
 
 Task = Callable[[], None]
 
 
-def usable_cores() -> int:
-    """Physical cores of this machine, at most the ones that this process may run on; at least 1."""
+def usable_cores(cores: Collection[int] = ()) -> int:
+    """Physical cores of this machine, at most the ones that this process may run on (and `cores`); at least 1."""
     import psutil  # here: it costs a quarter of what `import hetmem` may take
 
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(_allowed(cores)) or os.cpu_count() or 1
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
 
-class _Batch:
-    """The tasks of one `run`, handed out one by one to whichever threads drain it."""
+def _allowed(cores: Collection[int]) -> set[int]:
+    """The CPUs that this process may run on, of `cores` if it may use any; empty where nobody can tell."""
+    all_allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cores)
+    return all_allowed & set(cores) or all_allowed
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+
+class Batch:
+    """Tasks under way, handed out one by one to whichever threads drain it."""
+
+    def __init__(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> None:
         self._tasks: Iterator[Task] = iter(tasks)
+        self._after = after
         self._unfinished = len(tasks)
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
+        if not tasks:
+            self._end()
+
+    @property
+    def done(self) -> bool:
+        """Whether every task has ended, with an error or without."""
+        return self._finished.is_set()
+
+    def join(self) -> None:
+        """Run tasks that nobody has started yet, wait until every one has ended, and raise the first error.
+
+        Any thread may join, any number of times; not a task of the same batch, which would wait for itself.
+        """
+        self.drain()
+        self._finished.wait()
+        if self._first_error is not None:
+            raise self._first_error
 
     def drain(self) -> None:
         """Run tasks until none is left to start; others may still be running elsewhere."""
@@ -43,33 +67,51 @@ class _Batch:
             error: BaseException | None = None
             try:
                 task()
-            except BaseException as caught:  # the caller of `run` gets it, whatever it is
+            except BaseException as caught:  # whoever joins gets it, whatever it is
                 error = caught
-            self._finish(error)
+            with self._lock:
+                self._first_error = self._first_error or error
+                self._unfinished -= 1
+                last = self._unfinished == 0
+            if last:
+                self._end()
 
-    def _finish(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._first_error = self._first_error or error
-            self._unfinished -= 1
-            last = self._unfinished == 0
-        if last:
-            self._finished.set()
-
-    def join(self) -> None:
-        """Wait until every task has run; raise the first error."""
-        self._finished.wait()
-        if self._first_error is not None:
-            raise self._first_error
+    def _end(self) -> None:
+        after, self._after = self._after, None
+        self._finished.set()  # first: whoever `after` wakes must find the batch done
+        if after is not None:
+            try:
+                after()
+            except BaseException as error:  # a worker must live on
+                self._first_error = self._first_error or error
 
 
-def _serve(batches: SimpleQueue[_Batch | None]) -> None:
+_Queue = SimpleQueue[Batch | None]
+
+
+def _serve(batches: _Queue, cores: Collection[int]) -> None:
     """Life of a worker thread. It holds the queue, not the pool, so a forgotten pool can be collected."""
+    if cores:
+        _bind_this_thread(cores)
     while (batch := batches.get()) is not None:
         batch.drain()
         del batch  # an idle worker must not keep a chunk's memory alive
 
 
-def _stop(batches: SimpleQueue[_Batch | None], threads: list[threading.Thread]) -> None:
+def _bind_this_thread(cores: Collection[int]) -> None:
+    """Keep this thread on `cores`, as far as the process may use them. Unbound it works as well, only slower."""
+    import psutil
+
+    try:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, _allowed(cores))
+        else:
+            psutil.Process(threading.get_native_id()).cpu_affinity(list(cores))
+    except (OSError, ValueError, AttributeError, psutil.Error):
+        pass
+
+
+def _stop(batches: _Queue, threads: list[threading.Thread]) -> None:
     for _ in threads:
         batches.put(None)
 
@@ -77,16 +119,18 @@ def _stop(batches: SimpleQueue[_Batch | None], threads: list[threading.Thread]) 
 class WorkerPool:
     """Runs the tasks of a batch on `threads` threads, the calling one included.
 
-    `threads=None` takes `usable_cores()`. Workers start with the first batch that can use them and are daemons, so
-    they never hold up the interpreter's exit. The caller works too and needs no worker to finish, therefore `run`
-    may be called from several threads, from a task, after `close`, or in a forked child.
+    `threads=None` takes `usable_cores(cores)`. Workers bind to `cores` (numbers of CPUs, those near the memory, say)
+    where that is possible. They start with the first batch that can use them and are daemons, so they never hold up
+    the interpreter's exit. Who runs or joins a batch works too and needs no worker to finish it, therefore `run` may
+    be called from several threads, from a task, after `close`, or in a forked child.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, cores: Collection[int] | None = None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"a worker pool needs at least 1 thread, got {threads}")
-        self.threads = usable_cores() if threads is None else threads
-        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._cores = frozenset(cores or ())
+        self.threads = usable_cores(self._cores) if threads is None else threads
+        self._batches: _Queue = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
         weakref.finalize(self, _stop, self._batches, self._workers).atexit = False
@@ -96,18 +140,23 @@ class WorkerPool:
 
         If tasks raise, the others run all the same and then the first error is raised. The pool stays usable.
         """
-        helpers = min(self.threads, len(tasks)) - 1
-        if helpers > 0 and not self._workers:
-            self._start()
-        batch = _Batch(tasks)
-        for _ in range(helpers):
-            self._batches.put(batch)
-        if tasks:
-            batch.drain()
-            batch.join()
+        batch = Batch(tasks)
+        self._share(batch, min(self.threads, len(tasks)) - 1)
+        batch.join()
+
+    def begin(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> Batch:
+        """`run` that returns at once. Batches start in the order in which they were begun.
+
+        The caller goes on with something else, so all but one of `threads` work, and at least one. `after` is called
+        once when the batch is done, on the thread that ended it (the caller's if there are no tasks); it must be short
+        and must not raise: its error is the batch's if no task failed, for those who join later.
+        """
+        batch = Batch(tasks, after)
+        self._share(batch, min(max(1, self.threads - 1), len(tasks)))
+        return batch
 
     def close(self) -> None:
-        """Join the workers. Call it when no `run` is under way; a later `run` starts new ones."""
+        """Finish what was begun and join the workers. Call it when no `run` is under way; a later one starts new ones."""
         with self._lock:
             workers = self._workers.copy()
             _stop(self._batches, workers)
@@ -115,12 +164,18 @@ class WorkerPool:
                 worker.join()
             self._workers.clear()
 
+    def _share(self, batch: Batch, helpers: int) -> None:
+        if helpers > 0 and not self._workers:
+            self._start()
+        for _ in range(helpers):
+            self._batches.put(batch)
+
     def _start(self) -> None:
         with self._lock:
             if self._workers:
                 return
-            for index in range(1, self.threads):
+            for index in range(1, max(2, self.threads)):
                 name = f"hetmem-worker-{index}"
-                worker = threading.Thread(target=_serve, args=(self._batches,), name=name, daemon=True)
+                worker = threading.Thread(target=_serve, args=(self._batches, self._cores), name=name, daemon=True)
                 worker.start()
                 self._workers.append(worker)

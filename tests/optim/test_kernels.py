@@ -1,25 +1,18 @@
-"""The host AdamW is torch's fused one, bit for bit, and its worker pool keeps its promises."""
+"""The host AdamW is torch's fused one, bit for bit."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import os
 import subprocess
 import sys
-import threading
-import time
-import weakref
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from hetmem.optim import kernels
-from hetmem.optim.kernels import AdamWStep, adamw, kernel_name
+from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, update
 from hetmem.optim.workers import WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -36,9 +29,9 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "numba", None)
-    kernels._verified_loop.cache_clear()
+    update._verified_loop.cache_clear()
     yield
-    kernels._verified_loop.cache_clear()
+    update._verified_loop.cache_clear()
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
@@ -99,7 +92,7 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_numba_is_what_runs_here(grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
     """A loop that rounds wrongly gives way to torch's kernel, which nobody would notice elsewhere."""
     assert kernel_name() == "numba"
-    assert not isinstance(kernels._verified_loop(torch.float32, grad_dtype, copy_dtype), str)
+    assert not isinstance(update._verified_loop(torch.float32, grad_dtype, copy_dtype), str)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 31, 1000])
@@ -141,7 +134,7 @@ def test_bias_correction_equals_torch_late_in_training(pool: WorkerPool, step: i
     mine = [randn(160), randn(160) * 3, randn(160) / 5, randn(160).square()]
     torchs = [tensor.clone() for tensor in mine]
     adamw(pool, hyper, *mine)
-    kernels._adamw_torch(hyper, *torchs)
+    update._adamw_torch(hyper, *torchs)
     for actual, expected in zip(mine, torchs, strict=True):
         assert_same_bits(actual, expected)
 
@@ -186,21 +179,21 @@ def test_a_dtype_without_a_loop_still_equals_torch(pool: WorkerPool) -> None:
 
 def test_without_numba_torch_gives_the_same_bits(pool: WorkerPool, without_numba: None) -> None:
     assert kernel_name().startswith("torch (ModuleNotFoundError")
-    numel = kernels.TILE_ELEMENTS + 1003
+    numel = TILE_ELEMENTS + 1003
     check_against_torch(pool, randn(numel), gradients(numel, 2, torch.bfloat16), copy_dtype=torch.bfloat16)
 
 
 def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernels._LOOPS, None, lambda scalars, param, grad, exp_avg, exp_avg_sq: None)
-    kernels._verified_loop.cache_clear()
+    monkeypatch.setattr(loops, "adamw", lambda scalars, param, grad, exp_avg, exp_avg_sq, copy: None)
+    update._verified_loop.cache_clear()
     assert kernel_name() == "torch (this build of torch rounds differently)"
-    kernels._verified_loop.cache_clear()
+    update._verified_loop.cache_clear()
 
 
 def test_a_cpu_without_fma_and_f16c_gives_the_same_bits() -> None:
     # With LLVM's own cast to float16 this process died: the cast became a call to a function that nothing links.
-    loop = "kernels._verified_loop(torch.float32, torch.bfloat16, torch.float16)"
-    code = f"import torch; from hetmem.optim import kernels; assert callable({loop})"
+    loop = "update._verified_loop(torch.float32, torch.bfloat16, torch.float16)"
+    code = f"import torch; from hetmem.optim.kernels import update; assert callable({loop})"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, cwd=ROOT)
 
 
@@ -215,148 +208,3 @@ def test_elements_outside_the_given_views_are_untouched(pool: WorkerPool) -> Non
 def test_lengths_that_differ_are_refused(pool: WorkerPool) -> None:
     with pytest.raises(AssertionError, match="15 elements beside 16"):
         adamw(pool, STEP, torch.zeros(16), torch.zeros(16), torch.zeros(16), torch.zeros(15))
-
-
-def workers_alive() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetmem-worker")]
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_every_task_runs_once(threads: int) -> None:
-    pool, ran = WorkerPool(threads), [0] * 100
-
-    def task(index: int) -> None:
-        ran[index] += 1
-
-    for _ in range(50):
-        pool.run([partial(task, index) for index in range(100)])
-    pool.close()
-    assert ran == [50] * 100
-
-
-def test_tasks_run_on_as_many_threads_as_asked() -> None:
-    pool, meeting = WorkerPool(3), threading.Barrier(3)
-    pool.run([lambda: meeting.wait(30) and None] * 3)  # a third thread missing breaks the barrier
-    pool.close()
-
-
-def test_threads_start_with_the_first_batch_that_needs_them_and_end_with_close() -> None:
-    pool = WorkerPool(3)
-    pool.run([])
-    pool.run([lambda: None])
-    assert workers_alive() == []
-    pool.run([lambda: None] * 2)
-    assert workers_alive() == ["hetmem-worker-1", "hetmem-worker-2"]
-    pool.close()
-    assert workers_alive() == []
-    pool.close()
-    pool.run([lambda: None] * 2)
-    assert workers_alive() == ["hetmem-worker-1", "hetmem-worker-2"]
-    pool.close()
-    assert workers_alive() == []
-
-
-def test_one_thread_means_the_callers() -> None:
-    seen: set[int] = set()
-    WorkerPool(1).run([lambda: seen.add(threading.get_ident())] * 10)
-    assert seen == {threading.get_ident()}
-    assert workers_alive() == []
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_first_error_is_raised_after_all_tasks_have_run(threads: int) -> None:
-    pool, ran = WorkerPool(threads), []
-
-    def task(index: int) -> None:
-        ran.append(index)
-        if index == 3:
-            raise KeyError("three")
-
-    for _ in range(2):
-        ran.clear()
-        with pytest.raises(KeyError, match="three"):
-            pool.run([partial(task, index) for index in range(10)])
-        assert sorted(ran) == list(range(10))
-    pool.close()
-
-
-def test_an_error_in_a_worker_reaches_the_caller() -> None:
-    pool, meeting = WorkerPool(2), threading.Barrier(2)
-
-    def task() -> None:
-        meeting.wait(30)  # one of the two runs in the worker
-        if threading.current_thread() is not threading.main_thread():
-            raise OSError("in a worker")
-
-    with pytest.raises(OSError, match="in a worker"):
-        pool.run([task] * 2)
-    pool.run([lambda: None] * 2)
-    pool.close()
-
-
-def test_idle_workers_hold_no_memory_even_after_an_error() -> None:
-    pool, meeting = WorkerPool(2), threading.Barrier(2)
-
-    class Memory:
-        def touch(self) -> None:
-            meeting.wait(30)
-            raise ValueError("its traceback holds the task")
-
-    memory = Memory()
-    released = weakref.ref(memory)
-    with contextlib.suppress(ValueError):
-        pool.run([memory.touch] * 2)
-    del memory
-    deadline = time.monotonic() + 30  # the worker may still be on its way from the task to its queue
-    while released() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-        gc.collect()
-    assert released() is None
-    pool.close()
-
-
-def test_run_returns_after_the_slowest_task() -> None:
-    pool, meeting, ended = WorkerPool(2), threading.Barrier(2), []
-
-    def task() -> None:
-        meeting.wait(30)  # one of the two runs in the worker
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.1)
-        ended.append(True)
-
-    pool.run([task] * 2)
-    assert len(ended) == 2
-    pool.close()
-
-
-def test_runs_from_several_threads_and_from_tasks_do_not_mix() -> None:
-    pool, sums = WorkerPool(2), [0] * 4
-
-    def add(index: int) -> None:
-        sums[index] += 1
-
-    def caller(index: int) -> None:
-        for _ in range(100):
-            pool.run([lambda: pool.run([partial(add, index)] * 2)])
-
-    callers = [threading.Thread(target=caller, args=(index,)) for index in range(4)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join(30)
-    pool.close()
-    assert sum(sums) == 800
-
-
-def test_a_forgotten_pool_ends_its_threads() -> None:
-    pool = WorkerPool(2)
-    pool.run([lambda: None] * 2)
-    (worker,) = [thread for thread in threading.enumerate() if thread.name == "hetmem-worker-1"]
-    del pool
-    worker.join(30)
-    assert not worker.is_alive()
-
-
-def test_a_pool_without_threads_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 thread, got 0"):
-        WorkerPool(0)
