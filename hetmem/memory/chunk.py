@@ -49,6 +49,8 @@ class Home:
     memory: Memory
     block: int | None = None
     extent: Extent | None = None
+    written: bool = False
+    """Whether anything that counts was ever put there (of an optimizer's state)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -217,9 +217,9 @@ class TransferEngine:
             self._copier.poll()
         return self._finished.get()
 
-    def report(self, tag: Any, error: BaseException | None) -> None:
+    def report(self, tag: Any) -> None:
         """Something that is no transfer is over: `take` gives it like one. May be called by any thread."""
-        self._finished.put(Finished(tag, error))
+        self._finished.put(Finished(tag))
 
     def links(self) -> dict[Link, LinkUse]:
         """What every link has carried so far."""

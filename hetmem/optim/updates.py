@@ -8,6 +8,7 @@ the tiles happens on the thread that trains, in `pump`; what a tile computes is 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -33,17 +34,20 @@ Opened = dict[Role, torch.Tensor]
 class Job:
     """Work on `chunk`: `tasks` makes it of `roles` once they are open (the value: whether what they hold matters).
 
-    `done` is told when all tasks have run. If it `writes`, all roles but the gradient change, and nothing fetches the
-    parameters from their home from `Updates.add` until then.
+    `done` is told once, at the end: True, or False if the job failed or was cancelled. If it `writes`, all roles but
+    the gradient change, and nothing fetches the parameters from their home from `Updates.add` until then; the copy on
+    the device is given up and fetched again, or, if it `keeps_copy`, is written by the tasks too: it is `copy`.
     """
 
     chunk: Chunk
     roles: dict[Role, bool]
-    tasks: Callable[[Opened], list[Task]]
-    done: Callable[[], None]
+    tasks: Callable[[Job], list[Task]]
+    done: Callable[[bool], None]
     writes: bool
     keeps_copy: bool = False
     opened: Opened = field(default_factory=dict)
+    copy: torch.Tensor | None = None
+    had_copy: bool = False
     batch: Batch | None = None
     began: float = 0.0
 
@@ -66,7 +70,7 @@ class Updates:
     def add(self, job: Job) -> None:
         """Queue `job`."""
         if job.writes:
-            self._traffic.begin_update(job.chunk, keep_copy=job.keeps_copy)
+            job.had_copy = self._traffic.begin_update(job.chunk, keep_copy=job.keeps_copy)
         self._queue.append(job)
 
     def pump(self) -> None:
@@ -89,7 +93,7 @@ class Updates:
                 if self._running:
                     batch = self._running[0].batch
                     assert batch is not None
-                    batch.help()
+                    batch.drain()
                 elif not self._traffic.busy() and self._opening is not None:
                     raise self._cannot_open(self._opening)
                 if not self.idle:
@@ -116,11 +120,10 @@ class Updates:
             job = self._queue.popleft()
             if job.writes:
                 self._traffic.end_update(job.chunk)
+            job.done(False)
         while self._running:
-            try:
+            with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
-            except Exception:  # noqa: S112 - told to nobody: the first one is
-                continue
 
     def _next(self) -> Job | None:
         """The next job to run, with everything open; None if that is not so yet."""
@@ -142,7 +145,8 @@ class Updates:
     def _run(self, job: Job) -> None:
         job.began = time.perf_counter()
         try:
-            tasks = job.tasks(job.opened)
+            job.copy = self._traffic.hold_copy(job.chunk) if job.keeps_copy else None
+            tasks = job.tasks(job)
         except BaseException:
             self._close(job, failed=True)
             raise
@@ -150,26 +154,25 @@ class Updates:
         ended = self._traffic.expect_job(partial(self._ended, job))
         job.batch = self._workers.begin(tasks, after=ended)
 
-    def _ended(self, job: Job, error: BaseException | None) -> None:
+    def _ended(self, job: Job) -> None:
         self._running.remove(job)
+        assert job.batch is not None
         try:
-            if error is not None:
-                self._once_more(job, error)
+            if job.batch.error is not None:
+                self._once_more(job.batch, job.batch.error)
         except BaseException:
             self._close(job, failed=True)
             raise
         self._close(job, failed=False)
-        job.done()
         self._events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, time.perf_counter()))
         self.pump()
 
     @staticmethod
-    def _once_more(job: Job, error: BaseException) -> None:
+    def _once_more(batch: Batch, error: BaseException) -> None:
         """Tiles that failed (no memory for a temporary, say) run again, alone: the others have been computed, so that
         the chunk must not be left as it is."""
-        assert job.batch is not None
         try:
-            for task in job.batch.failed:
+            for task in batch.failed:
                 task()
         except BaseException as again:
             raise error from again
@@ -177,16 +180,19 @@ class Updates:
     def _close(self, job: Job, *, failed: bool) -> None:
         """Give everything back. What was half computed in staging is dropped: its home is as it was."""
         traffic, chunk = self._traffic, job.chunk
-        job.opened = {}
+        if job.copy is not None:
+            traffic.let_go_of_copy(chunk)
+        job.opened, job.copy = {}, None
         for role in job.roles:
             changed = job.writes and role is not Role.GRAD
             traffic.close_role(chunk, role, dirty=changed and not failed)
             if changed and failed:
                 traffic.superseded(chunk, role)
         if job.writes:
-            traffic.end_update(chunk)
+            traffic.end_update(chunk, renew=job.had_copy and not job.keeps_copy)
             if not failed:
                 traffic.settle(chunk.homes[role] for role in job.roles if role is not Role.GRAD)
+        job.done(not failed)
 
     def _cannot_open(self, job: Job) -> CapacityError:
         """Nothing is under way that could make room for `job`."""

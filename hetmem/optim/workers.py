@@ -39,6 +39,8 @@ class Batch:
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
+        self.failed: list[Task] = []
+        """The tasks that raised."""
         if not tasks:
             self._end()
 
@@ -46,6 +48,11 @@ class Batch:
     def done(self) -> bool:
         """Whether every task has ended, with an error or without."""
         return self._finished.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error so far."""
+        return self._first_error
 
     def join(self) -> None:
         """Run tasks that nobody has started yet, wait until every one has ended, and raise the first error.
@@ -71,6 +78,8 @@ class Batch:
                 error = caught
             with self._lock:
                 self._first_error = self._first_error or error
+                if error is not None:
+                    self.failed.append(task)
                 self._unfinished -= 1
                 last = self._unfinished == 0
             if last:

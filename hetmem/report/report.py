@@ -124,7 +124,8 @@ def _block_facts(runtime: Runtime) -> list[BlockFacts]:
         for role, home in chunk.homes.items():
             if home.block is not None:
                 where = home.tier.name.lower()
-                facts[home.block] = BlockFacts(chunk.spec.index, role.name, where, chunk.role_nbytes(role), tier_bytes, shown)
+                nbytes = chunk.role_nbytes(role)
+                facts[home.block] = BlockFacts(chunk.spec.index, role.name, where, nbytes, tier_bytes, shown)
     return [facts[block] for block in sorted(facts)]
 
 

@@ -84,7 +84,7 @@ class GradientSink:
             parameter.grad = None
             self._send(managed, arrived, previous)
             parameter.grad = managed.grad_home
-            if _has_hooks_of_the_user(parameter):
+            if has_hooks_of_the_user(parameter):
                 self._arrive()
             for watcher in self.watchers:
                 watcher.arrived(managed)
@@ -175,7 +175,8 @@ def honour_written_gradients(runtime: Runtime, chunk: Chunk) -> None:
         runtime.traffic.superseded(chunk, Role.GRAD)
 
 
-def _has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
+def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
+    """Whether somebody else hooks into the arrival of gradients of `parameter`, and may change them."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     return len(hooks) > 1
 

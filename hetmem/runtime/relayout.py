@@ -19,7 +19,7 @@ from hetmem.runtime.construction import reside
 from hetmem.runtime.gradients import is_home_gradient
 from hetmem.runtime.runtime import Runtime
 
-_NEEDED = (Role.GRAD, Role.EXP_AVG, Role.EXP_AVG_SQ)
+_SCRATCH = 2
 
 
 def arrange_by_use(runtime: Runtime) -> bool:
@@ -28,7 +28,7 @@ def arrange_by_use(runtime: Runtime) -> bool:
     Nothing is changed if the order is that already, or if somebody holds a view of a home (a `state_dict`, say), which
     would show other weights afterwards. Call it between a backward and the first update, with nothing in flight.
     """
-    movable = [chunk for chunk in runtime.chunks if all(role in chunk.homes for role in _NEEDED)]
+    movable = [chunk for chunk in runtime.chunks if Role.GRAD in chunk.homes and len(_scratch(chunk)) >= _SCRATCH]
     groups: dict[str, list[Chunk]] = {}
     for chunk in (chunk for chunk in movable if chunk.spec.span == 1):
         groups.setdefault(chunk.spec.group, []).append(chunk)
@@ -44,6 +44,11 @@ def arrange_by_use(runtime: Runtime) -> bool:
     runtime.parameters = [managed for chunk in runtime.chunks for managed in chunk.parameters]
     runtime.relearn()
     return True
+
+
+def _scratch(chunk: Chunk) -> list[Role]:
+    """Roles of states that are as large as parameters."""
+    return [role for role in chunk.homes if role not in (Role.PARAM, Role.GRAD) and role.dtype is None]
 
 
 def _plan(runtime: Runtime, chunks: Sequence[Chunk]) -> tuple[list[ManagedParameter], Layout] | None:
@@ -69,7 +74,7 @@ def _is_held(managed: ManagedParameter) -> bool:
 def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout, device: torch.device) -> None:
     """Gather parameters and gradients in the empty homes of the states, then put them into place."""
     live = {id(managed) for managed in order if managed.parameter.grad is not None}
-    for role, scratch in ((Role.PARAM, Role.EXP_AVG), (Role.GRAD, Role.EXP_AVG_SQ)):
+    for role, scratch in zip((Role.PARAM, Role.GRAD), _scratch(chunks[0]), strict=False):
         for placement in layout.placements:
             managed, target = order[placement.parameter], chunks[placement.chunk]
             if role is Role.PARAM or id(managed) in live:

@@ -48,7 +48,7 @@ class Segments:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._pending: tuple[Hashable, ...] = ()
-        self._in_backward = False
+        self.in_backward = False
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
         self.backward_began: Callable[[], None] = lambda: None
@@ -72,9 +72,9 @@ class Segments:
 
     def on_backward(self) -> None:
         """Something happened within a backward."""
-        if self._in_backward or not in_backward():
+        if self.in_backward or not in_backward():
             return
-        self._in_backward = True
+        self.in_backward = True
         key = self._backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched)
@@ -87,8 +87,8 @@ class Segments:
 
     def settle(self) -> None:
         """The backward, if there was one, is over (also one that raised)."""
-        if self._in_backward:
-            self._in_backward = False
+        if self.in_backward:
+            self.in_backward = False
             with self._runtime.unwatched():
                 self.backward_ended()
             self._runtime.events.end_segment()  # what the user does before the step is no compute

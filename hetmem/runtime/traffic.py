@@ -7,13 +7,15 @@ carried out before anything else goes on, always on the thread that trains.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import Finished, Link, TransferEngine
 from hetmem.memory.views import elements
@@ -31,6 +33,17 @@ _GRADIENTS_IN_FLIGHT = 4
 _SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
 _PLACED = (CopyState.VALID, CopyState.LOADING)
+
+
+class Worker(Protocol):
+    """Does something with chunks behind everything else, on other threads."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+
+    def give_way(self) -> bool:
+        """Let go of memory that is held but not worked with yet; False if there is none."""
+        ...
 
 
 class Traffic:
@@ -61,7 +74,7 @@ class Traffic:
         self._gradients: Counter[Chunk] = Counter()
         self._jobs = 0
         self.updating: set[Chunk] = set()
-        self.give_way: list[Callable[[], bool]] = []
+        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
         self._fetching: dict[int, Fetch] = {}
@@ -105,9 +118,9 @@ class Traffic:
             while self.residency.state(block, tier) is not CopyState.VALID:
                 if tier is Tier.DEVICE and self._compute_ordered_after(block):
                     break
-                if self.residency.in_flight() or self._jobs:
+                if self.busy():
                     self.wait_for_one()
-                elif not any([give() for give in self.give_way]):
+                elif not any(worker.give_way() for worker in self.workers):
                     raise self.residency.withdraw(block, tier)
         except BaseException:
             self._abandon(block, tier)
@@ -250,41 +263,70 @@ class Traffic:
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
-    def begin_update(self, chunk: Chunk, *, keep_copy: bool) -> torch.Tensor | None:
+    def begin_update(self, chunk: Chunk, *, keep_copy: bool) -> bool:
         """The parameters of `chunk` will be written at home, by other threads: until `end_update` nothing is fetched
-        from there. With `keep_copy` the device copy stays, to be written too, and is returned if there is one."""
+        from there. The device copy is given up, or with `keep_copy` stays, to be written too; whether there is one."""
+        self.wait_for_update(chunk)
         self.updating.add(chunk)
         block = chunk.homes[Role.PARAM].block
         if block is None:
-            return None
+            return False
         self.residency.suspend(block)
-        copy = self.device_copy(chunk)
-        if copy is not None and not keep_copy:
+        found = self.device_copy(chunk) is not None
+        if found and not keep_copy:
             self.execute(self.residency.invalidate(block, Tier.DEVICE))
-            return None
-        return copy
+        return found
 
-    def end_update(self, chunk: Chunk) -> None:
-        """The parameters of `chunk` are what they will be."""
+    def end_update(self, chunk: Chunk, *, renew: bool = False) -> None:
+        """The parameters of `chunk` are what they will be; with `renew` a copy on the device is wanted again."""
         self.updating.discard(chunk)
         block = chunk.homes[Role.PARAM].block
         if block is not None:
             self.execute(self.residency.resume(block))
+            if renew:
+                self.execute(self.residency.prefetch(block, Tier.DEVICE))
+
+    def hold_copy(self, chunk: Chunk) -> torch.Tensor | None:
+        """The device copy of `chunk`, if there is one, in use until `let_go_of_copy`."""
+        copy = self.device_copy(chunk)
+        if copy is not None:
+            block = chunk.homes[Role.PARAM].block
+            assert block is not None
+            self.execute(self.residency.acquire(block, Tier.DEVICE))
+        return copy
+
+    def let_go_of_copy(self, chunk: Chunk) -> None:
+        """End the use of `hold_copy`."""
+        block = chunk.homes[Role.PARAM].block
+        assert block is not None
+        self.release(block, Tier.DEVICE)
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """No other thread writes parameters, or reads gradients, of `chunk`."""
         while chunk in self.updating:
-            self.wait_for_one()
+            if self.busy():
+                self.wait_for_one()
+            elif not any(worker.give_way() for worker in self.workers):
+                raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 
-    def expect_job(self, done: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
+    def wait_for_updates(self) -> None:
+        """No other thread writes any parameter."""
+        while self.updating:
+            self.wait_for_update(next(iter(self.updating)))
+
+    def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
         """Something begins that is no copy, and that waiting for memory may have to wait for. Returns what any thread
-        calls at its end, with its error; `done` is then called by the thread that trains."""
+        calls at its end; `done` is then called by the thread that trains."""
         self._jobs += 1
         return partial(self.engine.report, partial(self._job_done, done))
 
-    def _job_done(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+    def _job_done(self, done: Callable[[], None], _: BaseException | None) -> None:
         self._jobs -= 1
-        done(error)
+        done()
+
+    def busy(self) -> bool:
+        """Whether anything is under way that `wait_for_one` can wait for."""
+        return bool(self.residency.in_flight() or self._jobs or self._gradients)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -332,6 +374,8 @@ class Traffic:
         """Take note of what has finished meanwhile."""
         while (finished := self.engine.take(wait=False)) is not None:
             self._note(finished)
+        for worker in self.workers:
+            worker.pump()
 
     def drain(self) -> None:
         """Wait until nothing is in flight; an error of a transfer is raised here."""
@@ -339,7 +383,11 @@ class Traffic:
             self.wait_for_one()
 
     def wait_for_one(self) -> None:
-        """Wait until one transfer has finished. Its error is raised here, with the residency told."""
+        """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
+        for worker in self.workers:
+            worker.pump()
+        if not self.busy():
+            return
         start = time.perf_counter()
         finished = self.engine.take(wait=True)
         self._stalled(start)

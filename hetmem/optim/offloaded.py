@@ -1,0 +1,289 @@
+"""A torch optimizer whose states live on hetmem's tiers: what users see of it.
+
+Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, and how it gets here, the runtime's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from hetmem.errors import BudgetError, ManageError
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.optim.kernels import total
+from hetmem.optim.overlap import Overlap
+from hetmem.optim.rule import Rule
+from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
+from hetmem.optim.stepper import Stepper, Work
+from hetmem.optim.workers import WorkerPool
+from hetmem.runtime import registry
+from hetmem.runtime.interception import Interception
+from hetmem.runtime.relayout import arrange_by_use
+
+
+class OffloadedOptimizer(Optimizer):
+    """Base of hetmem's optimizers: chunk by chunk, states streamed from and to their tier.
+
+    Parameter groups, schedulers, closures, hooks and `state_dict` are torch's own. `state[p]` holds the states' homes.
+    A parameter whose `grad` is None is not touched. Creating it reserves memory for gradients and states.
+
+    `max_grad_norm`: gradients are scaled down where the norm of all of them is greater, within the pass that updates;
+    `grad_norm` is the norm of the last step. `loss_scale`: gradients are those of `scale(loss)`; a step whose gradients
+    are not all finite changes nothing. `overlap`: see `Overlap`; the bits do not depend on it.
+
+    Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
+    for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
+    update, and its home readable; `step` called again, with the same gradients, does the rest.
+    """
+
+    writes_homes = True
+    """Tells hetmem that it knows what this optimizer writes."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        rule: Rule,
+        *,
+        overlap: str = "off",
+        max_grad_norm: float | None = None,
+        scale: LossScale | float | str | None = None,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}")
+        self.overlap = Overlap(overlap)
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale = loss_scale(scale)
+        self.grad_norm: float | None = None
+        self.rule = rule
+        self._begin_empty()
+        super().__init__(params, defaults)
+
+    def _begin_empty(self) -> None:
+        self.workers = WorkerPool()
+        self._steppers: dict[Interception, Stepper] = {}
+        self._versions: dict[tuple[int, str], int] = {}
+
+    # ---- what torch's optimizers have --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """By parameter, its states as tensors at home. Waits until all updates have arrived there."""
+        self.synchronize()
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the parameters must be managed, and their gradients and states get homes here."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._reserve(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._arrange_by_use()
+        work = self._work()
+        for stepper in work:
+            stepper.begin()
+        grad_scale = self._grad_scale(work)
+        for stepper, chunks in work.items():
+            if grad_scale is None:
+                stepper.skip()
+            else:
+                stepper.update(chunks, grad_scale)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch."""
+        if not set_to_none:
+            self.synchronize()  # an update that is under way reads them
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home."""
+        self.synchronize()
+        super().load_state_dict(state_dict)
+        for parameter, state in self._state.items():
+            _, managed = self._managed(parameter)
+            for role in self._roles_of(managed):
+                if role.name in state:
+                    home = managed.view(role)
+                    home.copy_(state[role.name])
+                    managed.chunk.homes[role].written = True
+                    state[role.name] = home
+                    self._versions[id(managed), role.name] = -1  # whatever is staged of it is old
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        own = {name: self.__dict__[name] for name in ("overlap", "max_grad_norm", "loss_scale", "grad_norm", "rule")}
+        return {"defaults": self.defaults, "state": self._state, "param_groups": self.param_groups, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "state" in state:
+            self._state = state.pop("state")
+        if "workers" not in self.__dict__:
+            self._begin_empty()
+        super().__setstate__(state)
+
+    # ---- what hetmem's have beside that ------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until everything is updated and at home, also on NVMe. An error of that is raised here."""
+        for stepper in self._steppers.values():
+            stepper.synchronize()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the present `loss_scale`: what to call `backward` on."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
+
+    # ---- what the stepper asks ---------------------------------------------------------------------------------
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether the factor of gradients depends on all of them."""
+        return self.max_grad_norm is not None or self.loss_scale is not None
+
+    def expected_scale(self) -> float:
+        """The factor of gradients if nothing is clipped."""
+        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
+
+    def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by its `id`."""
+        return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+    def state_of(self, managed: ManagedParameter) -> dict[str, Any]:
+        """The entry of `managed` in `state`, empty if it was never updated."""
+        found: dict[str, Any] = self._state[managed.parameter]
+        return found
+
+    def show_state(self, managed: ManagedParameter, role: Role) -> None:
+        """`role` of `managed` is being made: its home is what users see."""
+        home = managed.view(role)
+        self._state[managed.parameter][role.name] = home
+        self._versions[id(managed), role.name] = home._version
+
+    def states_written(self, chunk: Chunk, role: Role) -> bool:
+        """Whether the user has written to states in `role` of `chunk` since this was asked last."""
+        written = False
+        for managed in chunk.parameters:
+            tensor = self._state.get(managed.parameter, {}).get(role.name)
+            if tensor is None:
+                continue
+            home = managed.view(role)
+            if tensor.data_ptr() != home.data_ptr():
+                home.copy_(tensor)
+                self._state[managed.parameter][role.name] = tensor = home
+                self._versions[id(managed), role.name] = -1
+            if self._versions.get((id(managed), role.name)) != tensor._version:
+                self._versions[id(managed), role.name] = tensor._version
+                written = True
+        return written
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _reserve(self, group: dict[str, Any]) -> None:
+        chunks: dict[Interception, dict[Chunk, None]] = {}
+        for parameter in group["params"]:
+            found = registry.of_parameter(parameter)
+            if found is None:
+                raise ManageError(
+                    f"{self._name()} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "
+                    f"hetmem.manage(model, …) before making the optimizer, or use torch's for this one"
+                )
+            if not parameter.dtype.is_floating_point:
+                raise ManageError(f"{self._name()} cannot update {found[1].name} of dtype {parameter.dtype}")
+            if found[0] not in self._steppers:
+                self._steppers[found[0]] = Stepper(self, found[0])
+            if parameter.requires_grad:
+                chunks.setdefault(found[0], {})[found[1].chunk] = None
+        for interception, used in chunks.items():
+            memory, traffic = interception.runtime.memory, interception.runtime.traffic
+            if memory.streams:  # on the device gradients stay autograd's own
+                traffic.ensure_homes(used, (Role.GRAD,))
+            for chunk in used:
+                _check_staging(memory.staging_slots, chunk, len(self.rule.roles(group, chunk.dtype)))
+            for dtype in {chunk.dtype for chunk in used}:
+                roles = self.rule.roles(group, dtype)
+                traffic.ensure_homes([chunk for chunk in used if chunk.dtype is dtype], roles)
+
+    def _roles_of(self, managed: ManagedParameter) -> tuple[Role, ...]:
+        group = self.groups_by_parameter()[id(managed.parameter)]
+        return self.rule.roles(group, managed.chunk.dtype)
+
+    def _work(self) -> dict[Stepper, Work]:
+        work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.layout is not torch.strided:
+                    raise RuntimeError(f"{self._name()} does not support sparse gradients")
+                stepper, managed = self._managed(parameter)
+                work.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, group))
+        return work
+
+    def _grad_scale(self, work: dict[Stepper, Work]) -> float | None:
+        """The factor of all gradients; None if they are not all finite and the step is to be skipped."""
+        if not self.needs_all_gradients:
+            return 1.0
+        sums = [sums for stepper, chunks in work.items() for sums in stepper.square_sums(chunks)]
+        unscale = self.expected_scale()
+        self.grad_norm = total(sums) ** 0.5 * unscale
+        if self.loss_scale is not None:
+            finite = self.grad_norm - self.grad_norm == 0
+            self.loss_scale.update(finite=finite)
+            if not finite:
+                return None
+        return unscale * clip_factor(self.grad_norm, self.max_grad_norm)
+
+    def _arrange_by_use(self) -> None:
+        """Before the first update: chunks in order of use, as the first forward showed it."""
+        for interception in list(self._steppers):
+            if not interception.arranged and interception.runtime.memory.streams:
+                interception.arranged = True
+                if not any(managed.parameter in self._state for managed in interception.runtime.parameters):
+                    interception.reset()
+                    interception.segments.settle()
+                    arrange_by_use(interception.runtime)
+
+    def _managed(self, parameter: torch.Tensor) -> tuple[Stepper, ManagedParameter]:
+        found = registry.of_parameter(parameter)
+        if found is None:
+            raise ManageError(
+                f"{self._name()} cannot step a parameter of shape {tuple(parameter.shape)} that is not managed any "
+                f"more (its model was released): make an ordinary optimizer and load this one's state_dict into it"
+            )
+        interception, managed = found
+        if interception not in self._steppers:
+            self._steppers[interception] = Stepper(self, interception)
+        return self._steppers[interception], managed
+
+    def _name(self) -> str:
+        return f"hetmem.{type(self).__name__}"
+
+
+def _check_staging(slots: int, chunk: Chunk, states: int) -> None:
+    needed = (2 + states) * chunk.spec.span
+    if 0 < slots < needed:
+        raise BudgetError(
+            f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "
+            f"{states} states needs {needed} at once: raise Budget(host=…), or set a smaller chunk_bytes"
+        )
+
+
