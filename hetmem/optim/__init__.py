@@ -1,1 +1,6 @@
-"""See the modules."""
+"""Optimizers whose states live on hetmem's tiers."""
+
+from hetmem.optim.adamw import AdamW
+from hetmem.optim.scaling import LossScale
+
+__all__ = ["AdamW", "LossScale"]

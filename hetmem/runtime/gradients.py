@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
@@ -171,8 +172,27 @@ def honour_written_gradients(runtime: Runtime, chunk: Chunk) -> None:
         if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
             managed.grad_version = managed.grad_home._version
             written = True
-    if written:
+    if written or _staged_differs(runtime, chunk):
         runtime.traffic.superseded(chunk, Role.GRAD)
+
+
+def _staged_differs(runtime: Runtime, chunk: Chunk) -> bool:
+    """Whether the home of gradients on NVMe was written to without counting a version, as `GradScaler.unscale_` does:
+    then an element that is not zero in staging has another value at home. One is read of each parameter, as each may
+    cost an access of the disk."""
+    home, residency = chunk.homes.get(Role.GRAD), runtime.traffic.residency
+    if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
+        return False
+    if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
+        return False
+    staged = runtime.traffic.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
+    at_home = chunk.flat(Role.GRAD)
+    for managed in chunk.parameters:
+        if is_home_gradient(managed) and managed.numel:
+            at = managed.offset + int(managed.part(staged).abs().argmax())
+            if not torch.equal(staged[at : at + 1].view(torch.uint8), at_home[at : at + 1].view(torch.uint8)):
+                return True
+    return False
 
 
 def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:

@@ -54,6 +54,7 @@ class Interception:
         for part in module.modules():
             self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(part.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_state_dict_pre_hook(BeforeStateDict(self)))
         self._buffers = weakref.WeakMethod(module.buffers)
         if runtime.memory.streams:
             for managed in runtime.parameters:
@@ -236,6 +237,21 @@ class AfterForward:
         interception = self._interception()
         if interception is not None:
             interception.after_forward(module, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class BeforeStateDict:
+    """A state-dict pre-hook beside them: what users read is what the last step made."""
+
+    def __init__(self, interception: Interception | None = None) -> None:
+        self._interception = weakref.ref(interception) if interception is not None else _nothing
+
+    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        interception = self._interception()
+        if interception is not None:
+            interception.runtime.traffic.wait_for_updates()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())

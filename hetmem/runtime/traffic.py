@@ -118,9 +118,7 @@ class Traffic:
             while self.residency.state(block, tier) is not CopyState.VALID:
                 if tier is Tier.DEVICE and self._compute_ordered_after(block):
                     break
-                if self.busy():
-                    self.wait_for_one()
-                elif not any(worker.give_way() for worker in self.workers):
+                if not self._go_on():
                     raise self.residency.withdraw(block, tier)
         except BaseException:
             self._abandon(block, tier)
@@ -240,7 +238,8 @@ class Traffic:
         block = chunk.homes[role].block
         if block is None:
             return
-        for tier in (Tier.DEVICE, Tier.HOST):
+        self.wait_until_written([chunk.homes[role]])
+        for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
             while self.residency.state(block, tier) in _LOADING and self.residency.in_flight():
                 self.wait_for_one()
             self.execute(self.residency.invalidate(block, tier))
@@ -304,15 +303,14 @@ class Traffic:
     def wait_for_update(self, chunk: Chunk) -> None:
         """No other thread writes parameters, or reads gradients, of `chunk`."""
         while chunk in self.updating:
-            if self.busy():
-                self.wait_for_one()
-            elif not any(worker.give_way() for worker in self.workers):
+            if not self._go_on():
                 raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 
     def wait_for_updates(self) -> None:
-        """No other thread writes any parameter."""
+        """All parameters are at home, also on NVMe, as the last step made them."""
         while self.updating:
             self.wait_for_update(next(iter(self.updating)))
+        self.wait_until_written([chunk.homes[Role.PARAM] for chunk in self._memory.chunks])
 
     def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
         """Something begins that is no copy, and that waiting for memory may have to wait for. Returns what any thread
@@ -374,8 +372,7 @@ class Traffic:
         """Take note of what has finished meanwhile."""
         while (finished := self.engine.take(wait=False)) is not None:
             self._note(finished)
-        for worker in self.workers:
-            worker.pump()
+        self._pump()
 
     def drain(self) -> None:
         """Wait until nothing is in flight; an error of a transfer is raised here."""
@@ -384,15 +381,23 @@ class Traffic:
 
     def wait_for_one(self) -> None:
         """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
-        for worker in self.workers:
-            worker.pump()
-        if not self.busy():
-            return
         start = time.perf_counter()
         finished = self.engine.take(wait=True)
         self._stalled(start)
         assert finished is not None
         self._note(finished)
+
+    def _go_on(self) -> bool:
+        """Wait for something that is under way, or have somebody give memory up; False if there is neither."""
+        self._pump()
+        if self.busy():
+            self.wait_for_one()
+            return True
+        return any(worker.give_way() for worker in self.workers)
+
+    def _pump(self) -> None:
+        for worker in self.workers:
+            worker.pump()
 
     def execute(self, commands: list[Command], urgent: int | None = None) -> None:
         """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is

@@ -68,6 +68,8 @@ class Writes:
         home, residency = managed.chunk.homes[Role.PARAM], self._traffic.residency
         if home.block is None or managed.chunk in self._traffic.updating:
             return False
+        if residency.dirty(home.block):
+            return False  # what is at home is older than every copy
         self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
         step = max(1, managed.numel // (1 if home.tier is Tier.NVME else _SAMPLES))
         mine = slice(managed.offset, managed.offset + managed.numel, step)
