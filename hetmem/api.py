@@ -160,6 +160,7 @@ def release(module: torch.nn.Module) -> None:
     interception.remove()
     runtime = interception.runtime
     try:
+        runtime.traffic.end_workers()
         runtime.traffic.wait_for_updates()
         runtime.traffic.drain()
     finally:

@@ -113,6 +113,11 @@ class Updates:
         self._queue.appendleft(job)
         return True
 
+    def close(self) -> None:
+        """Carry everything out and end the threads; later work starts new ones."""
+        self.finish()
+        self._workers.close()
+
     def cancel(self) -> None:
         """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""
         self.give_way()
@@ -164,7 +169,7 @@ class Updates:
             self._close(job, failed=True)
             raise
         self._close(job, failed=False)
-        self._events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, time.perf_counter()))
+        self._events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, job.batch.ended))
         self.pump()
 
     @staticmethod

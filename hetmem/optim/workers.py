@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from queue import SimpleQueue
@@ -39,6 +40,7 @@ class Batch:
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
+        self.ended = 0.0  # in seconds of `time.perf_counter`
         self.failed: list[Task] = []
         """The tasks that raised."""
         if not tasks:
@@ -87,6 +89,7 @@ class Batch:
 
     def _end(self) -> None:
         after, self._after = self._after, None
+        self.ended = time.perf_counter()
         self._finished.set()  # first: whoever `after` wakes must find the batch done
         if after is not None:
             try:

@@ -2,7 +2,7 @@
 
 Note "terms": a step takes at least the longest of {compute, host to device, device to host, host optimizer, NVMe read,
 NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward without the stalls in it;
-the host optimizer is the time of updates without the stalls in them; a link's term is the union of the intervals in
+the host optimizer is the time in which tiles of updates ran or waited for a worker; a link's term is the union of the intervals in
 which a transfer was in flight on it, clipped to the step (for NVMe an interval begins when the transfer is asked for).
 """
 
@@ -60,18 +60,18 @@ def busy_intervals(window: Window) -> dict[str, list[Interval]]:
     """When each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
     stalled = union((span.start, span.end) for span in window.stalls)
 
-    def working(spans: Iterable[Span]) -> list[Interval]:
-        return without(union(clip(((s.start, s.end) for s in spans), window.start, window.end)), stalled)
+    def spent(spans: Iterable[Span]) -> list[Interval]:
+        return union(clip(((s.start, s.end) for s in spans), window.start, window.end))
 
     def crossing(link: Link) -> list[Interval]:
         moved = ((t.start, t.end) for t in window.transfers if t.link is link)
         return union(clip(moved, window.start, window.end))
 
     return {
-        "compute": working(span for span in window.segments if span.what in TRAINING),
+        "compute": without(spent(span for span in window.segments if span.what in TRAINING), stalled),
         "host_to_device": crossing(Link.HOST_TO_DEVICE),
         "device_to_host": crossing(Link.DEVICE_TO_HOST),
-        "host_optimizer": working(window.updates),
+        "host_optimizer": spent(window.updates),
         "nvme_read": crossing(Link.NVME_READ),
         "nvme_write": crossing(Link.NVME_WRITE),
     }

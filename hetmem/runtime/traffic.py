@@ -45,6 +45,9 @@ class Worker(Protocol):
         """Let go of memory that is held but not worked with yet; False if there is none."""
         ...
 
+    def close(self) -> None:
+        """Carry everything out and end all threads."""
+
 
 class Traffic:
     """Every copy between tiers. `residency` says what, `engine` does it; here is the order in which it happens."""
@@ -140,6 +143,11 @@ class Traffic:
         self.execute(self.residency.limit(Tier.DEVICE, slots))
         if slots < before:
             self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
+
+    def end_workers(self) -> None:
+        """Nothing is done behind training any more."""
+        for worker in self.workers:
+            worker.close()
 
     def give_back_free(self) -> None:
         """Return the memory of all slots that nobody has."""
