@@ -44,9 +44,7 @@ class AdamW(OffloadedOptimizer):
             if not fine:
                 raise ValueError(f"Invalid {name}: {value}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params, defaults, AdamWRule(), overlap=overlap, max_grad_norm=max_grad_norm, scale=loss_scale
-        )
+        super().__init__(params, defaults, AdamWRule(), overlap=overlap, max_grad_norm=max_grad_norm, scale=loss_scale)
 
 
 class AdamWRule:

@@ -121,7 +121,7 @@ class OffloadedOptimizer(Optimizer):
         for parameter, state in self._state.items():
             _, managed = self._managed(parameter)
             for role in self._roles_of(managed):
-                if role.name in state:
+                if state.get(role.name) is not None:
                     home = managed.view(role)
                     home.copy_(state[role.name])
                     managed.chunk.homes[role].written = True
@@ -171,6 +171,11 @@ class OffloadedOptimizer(Optimizer):
         """The entry of `managed` in `state`, empty if it was never updated."""
         found: dict[str, Any] = self._state[managed.parameter]
         return found
+
+    def forget_empty(self, managed: ManagedParameter) -> None:
+        """torch shows no entry for a parameter of which it keeps nothing."""
+        if not self._state.get(managed.parameter, True):
+            del self._state[managed.parameter]
 
     def show_state(self, managed: ManagedParameter, role: Role) -> None:
         """`role` of `managed` is being made: its home is what users see."""
@@ -285,5 +290,3 @@ def _check_staging(slots: int, chunk: Chunk, states: int) -> None:
             f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "
             f"{states} states needs {needed} at once: raise Budget(host=…), or set a smaller chunk_bytes"
         )
-
-

@@ -21,8 +21,8 @@ class ParameterUpdate:
     """One parameter's share of a step: 1-D tensors of one length, in the order of the parameter's memory.
 
     `group` is its parameter group and `state` its entry of `optimizer.state`; what is no tensor of the parameter's
-    shape in there (a step count) is the rule's to read and write. `fresh`: it had no state before, and what `states`
-    hold is zero. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new parameter, rounded.
+    shape in there (a step count) is the rule's to read and write. The `fresh` ones
+    among `states` were never made; they are zero. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new parameter, rounded.
     """
 
     group: dict[str, Any]
@@ -31,7 +31,7 @@ class ParameterUpdate:
     grad: torch.Tensor
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_scale: float = 1.0
-    fresh: bool = False
+    fresh: frozenset[str] = frozenset()
     copy: torch.Tensor | None = None
 
 

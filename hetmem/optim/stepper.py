@@ -74,8 +74,11 @@ class Progress:
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def of(self, parts: list[Part]) -> bool:
-        """Whether it is of `parts`, as they are now."""
-        return len(parts) == len(self.parts) and all(map(Part.same, self.parts, parts))
+        """Whether it is of `parts`, in whatever order, as they are now."""
+        theirs = {part.managed: part for part in parts}
+        return len(theirs) == len(self.parts) and all(
+            part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
+        )
 
     def remember_numbers(self, states: Iterable[dict[str, Any]]) -> None:
         """Keep what an update changes beside chunks: step counts and the like."""
@@ -307,11 +310,10 @@ class Stepper:
         managed = part.managed
         state, roles = self._optimizer.state_of(managed), self._state_roles([part])
         states = {role.name: managed.part(job.opened[role]) for role in roles}
-        fresh = not state
-        if fresh:
-            for role in roles:
-                states[role.name].zero_()
-                self._optimizer.show_state(managed, role)
+        fresh = [role for role in roles if state.get(role.name) is None]
+        for role in fresh:
+            states[role.name].zero_()
+            self._optimizer.show_state(managed, role)
         return ParameterUpdate(
             part.group,
             state,
@@ -319,7 +321,7 @@ class Stepper:
             self._flat_gradient(part, job.opened),
             states,
             grad_scale,
-            fresh,
+            frozenset(role.name for role in fresh),
             None if job.copy is None else managed.part(job.copy),
         )
 
@@ -328,6 +330,9 @@ class Stepper:
         if not done:
             progress.begun = False
             progress.restore_numbers()
+        for part in progress.parts:
+            self._optimizer.forget_empty(part.managed)
+        if not done:
             return
         for role in self._state_roles(progress.parts):
             chunk.homes[role].written = True

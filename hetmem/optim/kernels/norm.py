@@ -59,7 +59,13 @@ def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], Array]:
 def total(partials: Iterable[Array]) -> float:
     """The exact sum of all numbers in `partials`, rounded once; inf or NaN if one of them is."""
     numbers = [number for array in partials for number in array.tolist()]
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan if any(map(math.isnan, numbers)) else math.inf
+    return (
+        math.fsum(numbers)
+        if all(map(math.isfinite, numbers))
+        else math.nan
+        if any(map(math.isnan, numbers))
+        else math.inf
+    )
 
 
 def _store(loop: loops.Loop, values: object, partials: Array, index: int) -> None:

@@ -1,0 +1,195 @@
+"""Any elementwise optimizer of torch, tile by tile: `offload(torch.optim.SGD, …)`.
+
+The arithmetic is torch's own: its `step` runs on flat tiles that stand for parameters. So the bits are torch's too, as
+long as what becomes of an element depends on that element alone; that is tried on small tensors before anything else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from hetmem.errors import ManageError
+from hetmem.memory.chunk import Role
+from hetmem.optim.kernels import Task
+from hetmem.optim.kernels.tiles import one_torch_thread, tiles_of
+from hetmem.optim.offloaded import OffloadedOptimizer
+from hetmem.optim.rule import ParameterUpdate
+from hetmem.optim.scaling import LossScale
+
+_TRIAL = (4, 32)
+_TRIAL_STEPS = 3
+
+
+def offload(
+    optimizer: type[Optimizer],
+    params: Any,
+    *,
+    max_grad_norm: float | None = None,
+    loss_scale: LossScale | float | str | None = None,
+    overlap: str = "off",
+    **options: Any,
+) -> OffloadedOptimizer:
+    """`optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers.
+
+    `optimizer` is a class like `torch.optim.SGD`, and `options` are its own. The bits are those of
+    `optimizer(…, foreach=False)`. Checkpoints interchange with it. The other keywords: see `OffloadedOptimizer`.
+
+    Raises `ManageError` where an element's update depends on other elements, or needs more than gradients (LBFGS, Muon,
+    Adafactor), and what `optimizer` itself raises for its options.
+    """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise ManageError(f"expected a class like torch.optim.SGD, got {optimizer!r}")
+    if issubclass(optimizer, OffloadedOptimizer):
+        raise ManageError(f"{optimizer.__name__} is hetmem's own already: call it directly")
+    for name in ("capturable", "differentiable", "fused", "foreach"):
+        if options.get(name):
+            raise ManageError(f"{optimizer.__name__}({name}=True) cannot run tile by tile: leave {name} out")
+    rule = TorchRule(optimizer)
+    defaults = rule.optimizer_of([torch.zeros(1)], options).defaults
+    return OffloadedOptimizer(params, defaults, rule, overlap=overlap, max_grad_norm=max_grad_norm, scale=loss_scale)
+
+
+class TorchRule:
+    """The arithmetic of `optimizer`, a class of torch's. It writes no copies."""
+
+    emits_copy = False
+
+    def __init__(self, optimizer: type[Optimizer]) -> None:
+        self._optimizer = optimizer
+        self._known: dict[Any, tuple[Role, ...]] = {}
+
+    def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
+        """What `optimizer` keeps of an element with the options of `group`: found by running it."""
+        options = self._options(group)
+        key = (dtype, tuple(sorted((name, repr(value)) for name, value in options.items() if name != "lr")))
+        if key not in self._known:
+            self._known[key] = tuple(Role(name) for name in self._try(options, dtype))
+        return self._known[key]
+
+    def tasks(self, update: ParameterUpdate) -> list[Task]:
+        """One run of torch's `step` for each tile; the first one also counts the step."""
+        numbers = {name: value for name, value in update.state.items() if name not in update.states}
+        tiles = tiles_of(update.param.numel()) or [slice(0)]
+        return [self._tile(update, numbers, tile, tile.start in (0, None)) for tile in tiles]
+
+    def on_device(self, updates: list[ParameterUpdate]) -> None:
+        """As on the host, in one tile."""
+        for update in updates:
+            numbers = {name: value for name, value in update.state.items() if name not in update.states}
+            self._tile(update, numbers, slice(None), True)()
+
+    def optimizer_of(self, tensors: list[torch.Tensor], options: dict[str, Any]) -> Optimizer:
+        """torch's optimizer over `tensors`. Raises `ManageError` if it will not have them."""
+        parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
+        try:
+            return self._optimizer(parameters, **options)
+        except ValueError as error:
+            if "2D" in str(error) or "dim" in str(error):
+                raise ManageError(f"{self._name()} works on whole matrices, not element by element: {error}") from error
+            raise
+
+    def _tile(self, update: ParameterUpdate, numbers: dict[str, Any], tile: slice, first: bool) -> Callable[[], None]:
+        mine = {name: _copied(value) for name, value in numbers.items()}
+        mine |= {name: state[tile] for name, state in update.states.items() if name not in update.fresh}
+
+        def run() -> None:
+            with torch.no_grad(), one_torch_thread():
+                after = self._step(update.group, update.param[tile], _scaled(update, tile), mine)
+                for name, state in update.states.items():
+                    value = after.pop(name, None)
+                    if value is not None and value.data_ptr() != state[tile].data_ptr():
+                        state[tile].copy_(value)
+                if first:
+                    update.state.update(after)
+
+        return run
+
+    def _step(
+        self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """One step of torch's optimizer on `param`, in place; returns its state, in which tensors were updated."""
+        optimizer = self.optimizer_of([param.detach()], self._options(group))
+        parameter = optimizer.param_groups[0]["params"][0]
+        parameter.grad = grad
+        if state:
+            optimizer.state[parameter] = state
+        optimizer.step()
+        after: dict[str, Any] = optimizer.state[parameter]
+        return dict(after)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options in `group` that the class takes; `foreach=False`, whose bits are the same one tensor at a time."""
+        options = {name: value for name, value in group.items() if name in _keywords(self._optimizer)}
+        if "foreach" in _keywords(self._optimizer):
+            options["foreach"] = False
+        return options
+
+    def _try(self, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
+        """The names of the elementwise states; `ManageError` if something is not elementwise."""
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(_TRIAL, generator=generator).to(dtype)
+        grads = [torch.randn(_TRIAL, generator=generator).to(dtype) for _ in range(_TRIAL_STEPS)]
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            whole, states = self._trial(options, start, grads)
+            half = _TRIAL[0] // 2
+            halves = (slice(half), slice(half, None))
+            parts = [self._trial(options, start[rows], [g[rows] for g in grads])[0] for rows in halves]
+            flat = self._trial(options, start.flatten(), [g.flatten() for g in grads])[0]
+        if not (torch.equal(whole, torch.cat(parts)) and torch.equal(whole.flatten(), flat)):
+            raise ManageError(
+                f"{self._name()} is not elementwise: the update of an element depends on others of its tensor, which "
+                f"lie in other tiles here. Use torch's own optimizer; it works on managed parameters too, slower"
+            )
+        return states
+
+    def _trial(
+        self, options: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[str]]:
+        optimizer = self.optimizer_of([start.clone()], options)
+        parameter = optimizer.param_groups[0]["params"][0]
+        for grad in grads:
+            parameter.grad = grad.clone()
+            try:
+                optimizer.step()
+            except (TypeError, RuntimeError) as error:  # it wants a closure, sparse gradients, …
+                raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
+        names = []
+        for name, value in optimizer.state[parameter].items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                continue
+            if value.shape != start.shape or value.dtype != start.dtype:
+                raise ManageError(
+                    f"{self._name()} is not elementwise: its state {name!r} of a parameter of shape "
+                    f"{tuple(start.shape)} and {start.dtype} has shape {tuple(value.shape)} and {value.dtype}"
+                )
+            names.append(name)
+        return parameter.detach(), names
+
+    def _name(self) -> str:
+        return f"{self._optimizer.__module__.split('.')[0]}.{self._optimizer.__name__}"
+
+
+@cache
+def _keywords(optimizer: type[Optimizer]) -> frozenset[str]:
+    import inspect
+
+    return frozenset(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
+
+
+def _scaled(update: ParameterUpdate, tile: slice) -> torch.Tensor:
+    """The gradient as torch's optimizer wants it."""
+    grad = update.grad[tile]
+    if update.grad_scale != 1.0:
+        grad = grad.float().mul(update.grad_scale)
+    return grad.to(update.param.dtype)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
