@@ -172,11 +172,11 @@ def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.d
     param, grad, exp_avg, exp_avg_sq = (angles.add(shift).sin().float() for shift in range(4))
     copy = None if copy_dtype is None else torch.empty_like(param, dtype=copy_dtype)
     tensors = (param, grad.to(grad_dtype), exp_avg, exp_avg_sq.square(), copy)
-    expected = tuple(None if tensor is None else tensor.clone() for tensor in tensors)
+    given = [tensor for tensor in tensors if tensor is not None]
+    expected = [tensor.clone() for tensor in given]
     _adamw_torch(step, *expected)
     loop(scalars_of(step), *(None if tensor is None else as_array(tensor) for tensor in tensors))
-    pairs = zip(tensors, expected, strict=True)
-    return all(actual is None or torch.equal(actual, wanted) for actual, wanted in pairs)
+    return all(map(torch.equal, given, expected))
 
 
 def _adamw_torch(
