@@ -158,7 +158,7 @@ def test_tasks_of_several_updates_run_in_any_order_and_hold_their_memory(pool: W
     for numel in (5, TILE_ELEMENTS + 35, 64):
         mine = [randn(numel), randn(numel) * 3, randn(numel) / 5, randn(numel).square()]
         expected = [tensor.clone() for tensor in mine]
-        update._adamw_torch(STEP, *expected)
+        update.update_by_torch(STEP, *expected)
         made = adamw_tasks(STEP, *mine)
         assert len(made) == {5: 1, TILE_ELEMENTS + 35: 3, 64: 1}[numel]  # tiles, and the elements after the last 16
         tasks += made
@@ -189,7 +189,7 @@ def test_bias_correction_equals_torch_late_in_training(pool: WorkerPool, step: i
     mine = [randn(160), randn(160) * 3, randn(160) / 5, randn(160).square()]
     torchs = [tensor.clone() for tensor in mine]
     adamw(pool, hyper, *mine)
-    update._adamw_torch(hyper, *torchs)
+    update.update_by_torch(hyper, *torchs)
     for actual, expected in zip(mine, torchs, strict=True):
         assert_same_bits(actual, expected)
 
