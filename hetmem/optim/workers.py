@@ -168,7 +168,7 @@ class WorkerPool:
         return batch
 
     def close(self) -> None:
-        """Finish what was begun and join the workers. Call it when no `run` is under way; a later one starts new ones."""
+        """Finish what was begun and join the workers. Call it when no `run` is under way; a later one starts anew."""
         with self._lock:
             workers = self._workers.copy()
             _stop(self._batches, workers)

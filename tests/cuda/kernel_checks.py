@@ -17,7 +17,7 @@ from hetmem.cuda.gather import GATHERS, gather_rows
 from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out, sum_partials
 from hetmem.cuda.quantise import Format, dequantise, quantise, scales_numel
 from hetmem.cuda.segments import TILE_ELEMENTS, Segments
-from hetmem.optim import kernels
+from hetmem.optim.kernels import AdamWStep, update
 from tests.cuda.vectors import BITS, HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----
@@ -160,9 +160,9 @@ def check_gradient_sum_is_exact_enough_and_the_same_for_every_grid(place: Place)
 # ---- AdamW. ----
 
 STEPS = {
-    "first": kernels.AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1),
-    "late, to maximize": kernels.AdamWStep(3e-4, 0.9, 0.95, 1e-8, 0.1, step=1000, maximize=True),
-    "from the other end": kernels.AdamWStep(lr=0.1, beta1=0.3, beta2=0.5, eps=1e-3, weight_decay=0.0, step=7),
+    "first": AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1),
+    "late, to maximize": AdamWStep(3e-4, 0.9, 0.95, 1e-8, 0.1, step=1000, maximize=True),
+    "from the other end": AdamWStep(lr=0.1, beta1=0.3, beta2=0.5, eps=1e-3, weight_decay=0.0, step=7),
 }
 
 
@@ -177,7 +177,7 @@ def check_adamw(place: Place) -> None:
                     (0, (0,) * 5),
                 ):
                     what = f"{name}, {grad_dtype}, {copy_dtype}, {numel}"
-                    run_adamw(place, kernels._scalars(step), numel, grad_dtype, copy_dtype, shifts, what)
+                    run_adamw(place, update.scalars_of(step), numel, grad_dtype, copy_dtype, shifts, what)
 
 
 def run_adamw(
@@ -223,9 +223,9 @@ def check_adamw_equals_the_host(place: Place) -> None:
         tensors = [ordinary(numel, seed=seed) for seed in range(3)] + [ordinary(numel, seed=3).square()]
         tensors.append(torch.zeros(numel, dtype=torch.bfloat16))
         buffers = [place.buffer(tensor) for tensor in tensors]
-        adamw(place.backend, kernels._scalars(step), *(buffer.view for buffer in buffers))
+        adamw(place.backend, update.scalars_of(step), *(buffer.view for buffer in buffers))
         place.synchronize()
-        kernels._adamw_torch(step, *tensors)
+        update.update_by_torch(step, *tensors)
         for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=True):
             assert_same(buffer.result(), expected, f"{name}: {role}")
 

@@ -20,7 +20,7 @@ from hetmem.cuda.gather import gather_rows
 from hetmem.cuda.gradient import gradient_out, sum_partials
 from hetmem.cuda.quantise import BLOCK_ELEMENTS, Format, dequantise, quantise
 from hetmem.cuda.segments import TILE_ELEMENTS, Segments
-from hetmem.optim import kernels
+from hetmem.optim.kernels import AdamWStep, update
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.shim import ROOT, SOURCES
 from tests.cuda.vectors import Place
@@ -150,8 +150,8 @@ def test_importing_the_launchers_does_not_import_cupy() -> None:
 
 
 def test_the_host_prepares_the_scalars_in_the_order_of_the_kernel() -> None:
-    step = kernels.AdamWStep(lr=0.5, beta1=0.75, beta2=0.5, eps=0.125, weight_decay=0.25, step=1, maximize=True)
-    scalars = dict(zip(SCALARS, map(float, kernels._scalars(step)), strict=True))
+    step = AdamWStep(lr=0.5, beta1=0.75, beta2=0.5, eps=0.125, weight_decay=0.25, step=1, maximize=True)
+    scalars = dict(zip(SCALARS, map(float, update.scalars_of(step)), strict=True))
     assert scalars == {
         "sign": -1.0,
         "decay": 0.875,

@@ -6,13 +6,16 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, update
+from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, norm, update
+from hetmem.optim.kernels.norm import square_sum_tasks
+from hetmem.optim.kernels.tiles import one_torch_thread
 from hetmem.optim.workers import WorkerPool
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +32,11 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "numba", None)
-    update._verified_loop.cache_clear()
+    for kernel in (update, norm):
+        kernel._verified_loop.cache_clear()
     yield
-    update._verified_loop.cache_clear()
+    for kernel in (update, norm):
+        kernel._verified_loop.cache_clear()
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
@@ -61,7 +66,7 @@ def check_against_torch(
     hyper: AdamWStep = STEP,
     copy_dtype: torch.dtype | None = None,
 ) -> None:
-    """After every step p, m, v and the copy hold the bits of `torch.optim.AdamW(fused=True)`."""
+    """After every step p, m, v and the copy hold the bits of `torch.optim.AdamW(fused=True)` on scaled gradients."""
     reference = torch.nn.Parameter(param.clone())
     optimizer = torch.optim.AdamW(
         [reference], lr=hyper.lr, betas=(hyper.beta1, hyper.beta2), eps=hyper.eps,
@@ -73,7 +78,8 @@ def check_against_torch(
         given = grad.clone()
         adamw(pool, dataclasses.replace(hyper, step=count), param, given, m, v, copy)
         assert_same_bits(given, grad, "gradient, only read")
-        reference.grad = grad.to(param.dtype)
+        scaled = grad if hyper.grad_scale == 1 else grad.float().mul(hyper.grad_scale)
+        reference.grad = scaled.to(param.dtype)
         optimizer.step()
         state = optimizer.state[reference]
         assert_same_bits(param, reference.detach(), f"p of step {count}")
@@ -87,8 +93,8 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
-@pytest.mark.parametrize("copy_dtype", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("copy_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_numba_is_what_runs_here(grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
     """A loop that rounds wrongly gives way to torch's kernel, which nobody would notice elsewhere."""
     assert kernel_name() == "numba"
@@ -96,7 +102,7 @@ def test_numba_is_what_runs_here(grad_dtype: torch.dtype, copy_dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 31, 1000])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_twenty_steps_equal_torch_for_every_length_of_the_tail(
     pool: WorkerPool, numel: int, grad_dtype: torch.dtype
 ) -> None:
@@ -122,6 +128,55 @@ def test_twenty_five_steps_equal_torch_for_every_hyper_parameter(pool: WorkerPoo
     check_against_torch(pool, randn(1003), gradients(1003, 25, torch.float32), hyper)
 
 
+# Scales as loss scaling and clipping make them; some products are subnormal, some infinite, some are not a number.
+@pytest.mark.parametrize("scale", [1 / 65536, 0.3, 1.0000001, 3e38, 1e-45, -0.7, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scaled_gradients_equal_torch_on_gradients_scaled_before(
+    pool: WorkerPool, dtype: torch.dtype, scale: float
+) -> None:
+    hyper = dataclasses.replace(STEP, grad_scale=scale, maximize=scale == 0.3)
+    check_against_torch(pool, randn(1003), gradients(1003, 5, dtype), hyper, torch.bfloat16)
+
+
+def test_a_scale_is_rounded_to_float32_first(pool: WorkerPool) -> None:
+    grad = torch.full((64,), 9.0)
+    scale = 0.1  # 9 * 0.1 in float64 rounds to another float32 than 9 * float32(0.1)
+    assert torch.tensor(9 * scale).item() != grad.mul(scale)[0].item()
+    check_against_torch(pool, torch.ones(64), [grad], dataclasses.replace(STEP, grad_scale=scale))
+
+
+def test_every_float16_gradient_is_widened_exactly(pool: WorkerPool) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    m = torch.zeros(2**16)
+    # With beta1 = 0 the first moment is the gradient.
+    adamw(pool, AdamWStep(0.0, 0.0, 0.999, 1e-8, 0.0, step=1), m.clone(), every, m, m.clone())
+    assert_same_bits(m, torch.where(every.isinf(), torch.nan, every.float()))  # lerp makes inf * 0 of an infinity
+
+
+def test_tasks_of_several_updates_run_in_any_order_and_hold_their_memory(pool: WorkerPool) -> None:
+    tasks, kept = [], []
+    for numel in (5, TILE_ELEMENTS + 35, 64):
+        mine = [randn(numel), randn(numel) * 3, randn(numel) / 5, randn(numel).square()]
+        expected = [tensor.clone() for tensor in mine]
+        update.update_by_torch(STEP, *expected)
+        made = adamw_tasks(STEP, *mine)
+        assert len(made) == {5: 1, TILE_ELEMENTS + 35: 3, 64: 1}[numel]  # tiles, and the elements after the last 16
+        tasks += made
+        kept.append((mine, expected))
+        del mine
+    pool.run(tasks[::-1])
+    for mine, expected in kept:
+        for actual, wanted in zip(mine, expected, strict=True):
+            assert_same_bits(actual, wanted)
+
+
+def test_making_tasks_writes_nothing() -> None:
+    mine = [randn(1003) for _ in range(4)]
+    before = [tensor.clone() for tensor in mine]
+    adamw_tasks(STEP, *mine)
+    assert all(map(torch.equal, mine, before))
+
+
 def test_weight_decay_is_rounded_where_torch_rounds_it(pool: WorkerPool) -> None:
     # 1 - lr * wd rounds to another float32 when the product is first rounded to float64.
     hyper = dataclasses.replace(STEP, lr=0.9222109257625241, weight_decay=3.231616717028657e-08)
@@ -134,7 +189,7 @@ def test_bias_correction_equals_torch_late_in_training(pool: WorkerPool, step: i
     mine = [randn(160), randn(160) * 3, randn(160) / 5, randn(160).square()]
     torchs = [tensor.clone() for tensor in mine]
     adamw(pool, hyper, *mine)
-    update._adamw_torch(hyper, *torchs)
+    update.update_by_torch(hyper, *torchs)
     for actual, expected in zip(mine, torchs, strict=True):
         assert_same_bits(actual, expected)
 
@@ -173,14 +228,64 @@ def test_other_dtypes_equal_torch_in_that_dtype(pool: WorkerPool, dtype: torch.d
     check_against_torch(pool, randn(1003, dtype), gradients(1003, 20, dtype), copy_dtype=torch.bfloat16)
 
 
-def test_a_dtype_without_a_loop_still_equals_torch(pool: WorkerPool) -> None:
-    check_against_torch(pool, randn(1003), gradients(1003, 5, torch.float16), copy_dtype=torch.float64)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_a_dtype_without_a_loop_still_equals_torch(pool: WorkerPool, scale: float) -> None:
+    hyper = dataclasses.replace(STEP, grad_scale=scale)
+    check_against_torch(pool, randn(1003), gradients(1003, 5, torch.float16), hyper, copy_dtype=torch.float64)
+    check_against_torch(pool, randn(1003, torch.bfloat16), gradients(1003, 5, torch.bfloat16), hyper)
+
+
+def test_a_float64_gradient_is_scaled_in_float64(pool: WorkerPool) -> None:
+    param, grad = torch.ones(3, dtype=torch.float64), torch.full((3,), 1 + 2.0**-40, dtype=torch.float64)
+    m, v = torch.zeros_like(param), torch.zeros_like(param)
+    adamw(pool, dataclasses.replace(STEP, beta1=0.0, grad_scale=0.5), param, grad, m, v)
+    assert m.eq(grad / 2).all()
 
 
 def test_without_numba_torch_gives_the_same_bits(pool: WorkerPool, without_numba: None) -> None:
     assert kernel_name().startswith("torch (ModuleNotFoundError")
     numel = TILE_ELEMENTS + 1003
-    check_against_torch(pool, randn(numel), gradients(numel, 2, torch.bfloat16), copy_dtype=torch.bfloat16)
+    hyper = dataclasses.replace(STEP, grad_scale=0.3)
+    check_against_torch(pool, randn(numel), gradients(numel, 2, torch.bfloat16), hyper, torch.bfloat16)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the threads that Linux lists")
+def test_torchs_kernel_on_a_worker_starts_no_threads_and_changes_no_setting(without_numba: None) -> None:
+    """Every thread that runs torch's operators may start a team of its own: cores times cores threads in all."""
+    assert torch.get_num_threads() > 1
+    pool = WorkerPool(1)
+    tensors = [randn(TILE_ELEMENTS) for _ in range(4)]
+    counts: list[int] = []
+
+    def count() -> None:
+        counts.append(len(os.listdir("/proc/self/task")))
+
+    for kernel in (adamw_tasks(STEP, *tensors), square_sum_tasks(tensors[0])[0]):
+        ended = threading.Event()
+        pool.begin([count, *kernel, count, lambda: counts.append(torch.get_num_threads())], ended.set)
+        assert ended.wait(30)  # without a join, so all ran on the worker
+    pool.close()
+    before, after, threads = counts[:3]
+    assert after == before
+    assert counts[4] == counts[3]
+    assert threads == counts[5] == torch.get_num_threads()  # restored there, untouched here
+    seen: list[int] = []
+    late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    late.start()
+    late.join()
+    assert seen == [torch.get_num_threads()]  # and in threads that start later
+
+
+def test_one_torch_thread_means_this_threads_operators() -> None:
+    before, inside = torch.get_num_threads(), []
+    with one_torch_thread():
+        inside.append(torch.get_num_threads())
+        other = threading.Thread(target=lambda: inside.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+    assert before > 1
+    assert inside == [1, before]
+    assert torch.get_num_threads() == before
 
 
 def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The loops that Numba compiles, and the operations among them that only LLVM can say.
 
-They know flat numpy arrays; they must not know torch, hyper-parameters by name or threads. All in one file: Numba's
-cache on disk notices a change of the loop's own file only. bfloat16 comes as uint16 and float16 as int16: the bits.
+They know flat numpy arrays; they must not know torch, hyper-parameters by name or threads.
+bfloat16 comes as uint16 and float16 as int16: the bits.
 
 A loop over elements keeps no state from one to the next, so that LLVM may take as many at once as the CPU can.
 """
@@ -9,17 +9,24 @@ A loop over elements keeps no state from one to the next, so that LLVM may take 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 Loop = Callable[..., Any]
 
+GROUP = 256
+"""Elements with one scale in `adamw_8_bit`; as in hetmem.cuda.quantise."""
+
 LANES = 64
 ROWS = 4
-"""`square_sum` adds up in LANES sums, ROWS * LANES elements at a time."""
+BLOCK = ROWS * LANES
+"""`square_sum` adds up in LANES sums, a BLOCK at a time."""
 
 
 # ---- AdamW ----
@@ -44,40 +51,118 @@ def adamw(scalars: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, co
             copy[i] = _narrow(p, copy[i])
 
 
+# ---- AdamW on smaller states, rounded by chance: see `hetmem.optim.kernels.compact`. ----
+
+
+def adamw_compact(
+    scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any
+) -> None:
+    """`element` over arrays of float32 or bfloat16; element 0 is the parameter's element `first`."""
+    for i in range(param.size):
+        state = _widen(param[i]), _widen(grad[i]), _widen(exp_avg[i]), _widen(exp_avg_sq[i])
+        p, m, v = element(scalars, *state)
+        chance = _mix(first + i, keys[0], keys[1])
+        exp_avg[i] = _dither(m, exp_avg[i], chance)
+        exp_avg_sq[i] = _dither(v, exp_avg_sq[i], _upper(chance))
+        stored = _dither(p, param[i], _mix(first + i, keys[2], keys[3]))
+        param[i] = stored
+        if copy is not None:
+            copy[i] = _narrow(_widen(stored), copy[i])
+
+
+def adamw_8_bit(
+    scalars: Any,
+    keys: Any,
+    first: Any,
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_scales: Any,
+    roots: Any,
+    roots_scales: Any,
+    copy: Any,
+) -> None:
+    """`element` over moments in codes of 8 bits, GROUP of them to a scale; of the second moment it is the root."""
+    means, deviations = np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
+    for group in range(exp_avg_scales.size):
+        here = slice(group * GROUP, min((group + 1) * GROUP, param.size))
+        p, g, m, r = param[here], grad[here], exp_avg[here], roots[here]
+        for i in range(p.size):
+            means[i] = np.float32(m[i]) * exp_avg_scales[group]
+            deviations[i] = np.float32(r[i]) * roots_scales[group]
+        most_mean, most_deviation = np.int32(0), np.int32(0)
+        for i in range(p.size):
+            chance = _mix(first + here.start + i, keys[2], keys[3])
+            new, mean, square = element(scalars, _widen(p[i]), _widen(g[i]), means[i], deviations[i] * deviations[i])
+            means[i], deviations[i] = mean, math.sqrt(square)
+            most_mean = max(most_mean, _magnitude(means[i]))
+            most_deviation = max(most_deviation, _magnitude(deviations[i]))
+            p[i] = _dither(new, p[i], chance)
+        exp_avg_scales[group] = _scale(most_mean, np.float32(127))
+        roots_scales[group] = _scale(most_deviation, np.float32(255))
+        for i in range(p.size):
+            chance = _mix(first + here.start + i, keys[0], keys[1])
+            m[i] = _code(means[i], exp_avg_scales[group], chance, m[i])
+            r[i] = _code(deviations[i], roots_scales[group], _upper(chance), r[i])
+        if copy is not None:
+            c = copy[here]
+            for i in range(p.size):
+                c[i] = _narrow(_widen(p[i]), c[i])
+
+
 # ---- The norm ----
 
 
-def square_sum(values: Any) -> float:
-    """The sum of squares in float64, always in the order written here, whatever the CPU's vectors hold."""
+def square_sum(values: Any) -> Any:
+    """The sum of squares of float32 in float64: element i goes to lane i % LANES, and the lanes are added in order.
+
+    So it is the same sum whatever the CPU's vectors hold. A square is exact: a float32 has 24 bits, a float64 53.
+    """
     lanes = np.zeros(LANES)
-    block = ROWS * LANES
-    whole = values.size // block * block
-    for start in range(0, whole, block):
-        part = values[start : start + block]
-        for lane in range(LANES):
-            total = _square(part[lane])
-            for row in range(1, ROWS):
-                total += _square(part[lane + row * LANES])
-            lanes[lane] += total
+    whole = values.size // BLOCK * BLOCK
+    blocks = values[:whole].reshape(-1, ROWS, LANES)
+    for index in range(blocks.shape[0]):
+        _add_squares(lanes, blocks[index])
+    return _add_lanes(lanes, values[whole:])
+
+
+def square_sum_16_bits(values: Any) -> Any:
+    """`square_sum` of bfloat16 or float16. LLVM widens a block at a time faster than element by element."""
+    lanes, wide = np.zeros(LANES), np.empty((ROWS, LANES), np.float32)
+    whole = values.size // BLOCK * BLOCK
+    blocks = values[:whole].reshape(-1, ROWS, LANES)
+    for index in range(blocks.shape[0]):
+        for row in range(ROWS):
+            for lane in range(LANES):
+                wide[row, lane] = _widen(blocks[index, row, lane])
+        _add_squares(lanes, wide)
+    return _add_lanes(lanes, values[whole:])
+
+
+def _add_squares(lanes: Any, block: Any) -> None:
+    for lane in range(LANES):
+        total = lanes[lane]
+        for row in range(ROWS):
+            x = np.float64(block[row, lane])
+            total = _fma(x, x, total)
+        lanes[lane] = total
+
+
+def _add_lanes(lanes: Any, rest: Any) -> Any:
+    for i in range(rest.size):
+        x = np.float64(_widen(rest[i]))
+        lanes[i % LANES] += x * x
     total = 0.0
     for lane in range(LANES):
         total += lanes[lane]
-    for i in range(whole, values.size):
-        total += _square(values[i])
     return total
-
-
-def _square(x: Any) -> Any:
-    """Exact: a float32 has 24 bits and a float64 53."""
-    wide = np.float64(_widen(x))
-    return wide * wide
 
 
 # ---- Operations that Python lacks. Only compiled code calls them: `_teach_numba` says what they are in LLVM. ----
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c in float32, rounded once."""
+    """a * b + c in float32 or float64, rounded once."""
     raise NotImplementedError
 
 
@@ -91,82 +176,85 @@ def _narrow(x: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
+def _mix(index: Any, key: Any, other_key: Any) -> Any:
+    """32 bits of chance (uint32) that depend on nothing but an index and two keys (uint32)."""
+    raise NotImplementedError
+
+
+def _upper(chance: Any) -> Any:
+    """The upper 16 bits of a uint32 as the lower ones."""
+    raise NotImplementedError
+
+
+def _dither(x: Any, like: Any, chance: Any) -> Any:
+    """A float32 rounded to the type of `like`, to the farther neighbour with the probability of the nearness to it.
+
+    To bfloat16: the lower 16 bits of `chance` are added below the last bit kept. To float32: as it is.
+    """
+    raise NotImplementedError
+
+
+def _magnitude(x: Any) -> Any:
+    """|x| of a float32 as int32 bits, which have the order of the numbers; infinities and NaNs are above all."""
+    raise NotImplementedError
+
+
+def _scale(magnitude: Any, largest: Any) -> Any:
+    """The float32 of these bits / `largest`; NaN if it is not finite."""
+    raise NotImplementedError
+
+
+def _code(x: Any, scale: Any, chance: Any, like: Any) -> Any:
+    """x / scale + 16 bits of `chance` as a fraction, rounded down: of the type of `like`, int8 ≥ -127 or uint8.
+
+    0 where the scale is 0 or NaN. A number above 0 is not 0 in uint8.
+    """
+    raise NotImplementedError
+
+
 @cache
 def _teach_numba() -> None:
     """Give Numba the signature and the LLVM code of the operations above, and leave to inline what loops call."""
     from numba import types
     from numba.extending import lower_builtin, register_jitable, type_callable
 
-    f32, bf16, f16 = types.float32, types.uint16, types.int16
-    type_callable(_fma)(lambda context: lambda a, b, c: f32)
-    type_callable(_widen)(lambda context: lambda x: f32)
-    type_callable(_narrow)(lambda context: lambda x, like: like)
+    from hetmem.optim.kernels import llvm
+
+    f64, f32, bf16, f16 = types.float64, types.float32, types.uint16, types.int16
+    u32, i32, integer = types.uint32, types.int32, types.Integer
+    for operation, typing in (
+        (_fma, lambda a, b, c: c),
+        (_widen, lambda x: f32),
+        (_narrow, lambda x, like: like),
+        (_mix, lambda index, key, other_key: u32),
+        (_upper, lambda chance: u32),
+        (_dither, lambda x, like, chance: like),
+        (_magnitude, lambda x: i32),
+        (_scale, lambda magnitude, largest: f32),
+        (_code, lambda x, scale, chance, like: like),
+    ):
+        type_callable(operation)(lambda context, typing=typing: typing)
     for operation, operands, emit in (
         (_fma, (f32, f32, f32), lambda build, a, b, c: build.fma(a, b, c)),
+        (_fma, (f64, f64, f64), lambda build, a, b, c: build.fma(a, b, c)),
         (_widen, (f32,), lambda build, x: x),
-        (_widen, (bf16,), _widen_bfloat16_llvm),
-        (_widen, (f16,), _widen_float16_llvm),
+        (_widen, (bf16,), llvm.widen_bfloat16),
+        (_widen, (f16,), llvm.widen_float16),
         (_narrow, (f32, f32), lambda build, x, like: x),
-        (_narrow, (f32, bf16), _round_bfloat16_llvm),
-        (_narrow, (f32, f16), _round_float16_llvm),
+        (_narrow, (f32, bf16), llvm.round_bfloat16),
+        (_narrow, (f32, f16), llvm.round_float16),
+        (_mix, (integer, u32, u32), llvm.mix),
+        (_upper, (u32,), llvm.upper),
+        (_dither, (f32, f32, u32), lambda build, x, like, chance: x),
+        (_dither, (f32, bf16, u32), llvm.dither_bfloat16),
+        (_magnitude, (f32,), llvm.magnitude),
+        (_scale, (i32, f32), llvm.scale),
+        (_code, (f32, f32, u32, types.int8), llvm.code_int8),
+        (_code, (f32, f32, u32, types.uint8), llvm.code_uint8),
     ):
         lower_builtin(operation, *operands)(lambda context, build, sig, args, emit=emit: emit(build, *args))
-    for function in (element, _square):
+    for function in (element, _add_squares, _add_lanes):
         register_jitable(function)
-
-
-# LLVM's own casts between these types call library functions on CPUs without F16C, which nothing links: bits, then.
-
-
-def _widen_bfloat16_llvm(build: Any, x: Any) -> Any:
-    from llvmlite import ir
-
-    i32 = ir.IntType(32)
-    return build.bitcast(build.shl(build.zext(x, i32), i32(16)), ir.FloatType())
-
-
-def _widen_float16_llvm(build: Any, x: Any) -> Any:
-    from llvmlite import ir
-
-    i32, f32 = ir.IntType(32), ir.FloatType()
-    bits = build.zext(x, i32)
-    magnitude = build.shl(build.and_(bits, i32(0x7FFF)), i32(13))
-    normal = build.add(magnitude, i32((127 - 15) << 23))
-    # A subnormal is a fraction of 2**-14 without the leading 1: put one there, and take it away again.
-    one = build.bitcast(build.add(magnitude, i32(113 << 23)), f32)
-    subnormal = build.bitcast(build.fsub(one, build.bitcast(i32(113 << 23), f32)), i32)
-    special = build.or_(magnitude, i32(0xFF << 23))
-    finite = build.select(build.icmp_unsigned("<", magnitude, i32(1 << 23)), subnormal, normal)
-    wide = build.select(build.icmp_unsigned("<", magnitude, i32(31 << 23)), finite, special)
-    return build.bitcast(build.or_(wide, build.shl(build.and_(bits, i32(0x8000)), i32(16))), f32)
-
-
-def _round_bfloat16_llvm(build: Any, x: Any, like: Any) -> Any:
-    from llvmlite import ir
-
-    i16, i32 = ir.IntType(16), ir.IntType(32)
-    bits = build.bitcast(x, i32)
-    odd = build.and_(build.lshr(bits, i32(16)), i32(1))
-    rounded = build.lshr(build.add(bits, build.add(odd, i32(0x7FFF))), i32(16))
-    return build.trunc(build.select(build.fcmp_unordered("uno", x, x), i32(0x7FC0), rounded), i16)
-
-
-def _round_float16_llvm(build: Any, x: Any, like: Any) -> Any:
-    from llvmlite import ir
-
-    i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
-    bits = build.bitcast(x, i32)
-    magnitude = build.and_(bits, i32(0x7FFF_FFFF))
-    odd = build.and_(build.lshr(magnitude, i32(13)), i32(1))
-    rebias = i32(((15 - 127) << 23) + 0xFFF)
-    normal = build.lshr(build.add(build.add(magnitude, rebias), odd), i32(13))
-    # The least bit of 0.5 weighs 2**-24, as a float16 subnormal's does: the addition rounds to it.
-    subnormal = build.sub(build.bitcast(build.fadd(build.bitcast(magnitude, f32), f32(0.5)), i32), i32(126 << 23))
-    special = build.select(build.fcmp_unordered("uno", x, x), i32(0x7E00), i32(0x7C00))
-    finite = build.select(build.icmp_unsigned("<", magnitude, i32((127 - 14) << 23)), subnormal, normal)
-    rounded = build.select(build.icmp_unsigned("<", magnitude, i32((127 + 16) << 23)), finite, special)
-    sign = build.and_(build.lshr(bits, i32(16)), i32(0x8000))
-    return build.trunc(build.or_(sign, rounded), i16)
 
 
 def compile_loop(loop: Loop) -> Loop:
@@ -178,8 +266,23 @@ def compile_loop(loop: Loop) -> Loop:
 
     _teach_numba()
     options = {"nogil": True, "fastmath": False, "error_model": "numpy"}  # error_model: no check for x / 0, so SIMD
+    loop = _named_after_its_operations(loop)
     try:
         compiled: Loop = njit(cache=True, **options)(loop)
     except RuntimeError:  # neither the package's directory nor the user's cache can be written
         compiled = njit(**options)(loop)
     return compiled
+
+
+def _named_after_its_operations(loop: Loop) -> Loop:
+    """A copy with a checksum of llvm.py in its name, which names its file in Numba's cache.
+
+    That cache notices a change of the loop's own file only.
+    """
+    from hetmem.optim.kernels import llvm
+
+    assert isinstance(loop, FunctionType) and llvm.__file__ is not None
+    name = f"{loop.__name__}_{zlib.crc32(Path(llvm.__file__).read_bytes()):08x}"
+    renamed = FunctionType(loop.__code__, loop.__globals__, name)
+    renamed.__qualname__ = name
+    return renamed

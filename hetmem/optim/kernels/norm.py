@@ -59,13 +59,8 @@ def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], Array]:
 def total(partials: Iterable[Array]) -> float:
     """The exact sum of all numbers in `partials`, rounded once; inf or NaN if one of them is."""
     numbers = [number for array in partials for number in array.tolist()]
-    return (
-        math.fsum(numbers)
-        if all(map(math.isfinite, numbers))
-        else math.nan
-        if any(map(math.isnan, numbers))
-        else math.inf
-    )
+    finite = all(map(math.isfinite, numbers))  # fsum refuses some of the others
+    return math.fsum(numbers) if finite else max(numbers, key=lambda number: (math.isnan(number), number))
 
 
 def _store(loop: loops.Loop, values: object, partials: Array, index: int) -> None:
@@ -82,7 +77,7 @@ def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
         return f"no loop for {grad}"
     try:
         with _compile_lock:
-            loop = loops.compile_loop(loops.square_sum)
+            loop = loops.compile_loop(loops.square_sum if grad == torch.float32 else loops.square_sum_16_bits)
             values = torch.linspace(0, 700, 1500, dtype=torch.float64, device="cpu").sin().to(grad)
             same = loop(as_array(values)) == _square_sum_numpy(values)
             return loop if same else "the compiled loop sums in another order"
@@ -93,9 +88,7 @@ def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
 def _square_sum_numpy(values: torch.Tensor) -> float:
     """`loops.square_sum` of one tile in numpy, with the same bits: `accumulate` adds one after the other."""
     with one_torch_thread():
-        squares = values.double().square_().numpy()
-    block = loops.ROWS * loops.LANES
-    whole = squares.size // block * block
-    rows = squares[:whole].reshape(-1, loops.ROWS, loops.LANES)
-    lanes = np.add.accumulate(np.add.accumulate(rows, axis=1)[:, -1], axis=0)[-1:].ravel()
-    return float(np.add.accumulate(np.concatenate([np.zeros(1), lanes, squares[whole:]]))[-1])
+        squares = values.double().square().numpy()
+    lanes = np.zeros((-(-squares.size // loops.LANES) + 1, loops.LANES))  # the first row is 0, what is left over too
+    lanes[1:].ravel()[: squares.size] = squares
+    return float(np.add.accumulate(np.add.accumulate(lanes)[-1])[-1])

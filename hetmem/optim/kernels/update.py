@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 # every width divides 16, so torch's kernel treats the last `numel % 16` elements alike alone and within the whole.
 _WIDEST_VECTOR = 16
 
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-_COPIES = (None, *_GRADIENTS)
+# What the loops read and write beside the states.
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+COPIES = (None, *GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,13 @@ def adamw_tasks(
     loop = _verified_loop(param.dtype, grad.dtype, copy_dtype)
     tensors = (param, grad, exp_avg, exp_avg_sq, compute_copy)
     if isinstance(loop, str):
-        return [partial(_adamw_torch, step, *cut(tensors, tile)) for tile in tiles_of(param.numel())]
+        return [partial(update_by_torch, step, *cut(tensors, tile)) for tile in tiles_of(param.numel())]
     body = round_down(param.numel(), _WIDEST_VECTOR)
     arrays = tuple(None if tensor is None else as_array(tensor) for tensor in tensors)
     scalars = scalars_of(step)
     tasks: list[Task] = [partial(loop, scalars, *cut(arrays, tile)) for tile in tiles_of(body)]
     if body < param.numel():
-        tasks.append(partial(_adamw_torch, step, *cut(tensors, slice(body, None))))
+        tasks.append(partial(update_by_torch, step, *cut(tensors, slice(body, None))))
     return tasks
 
 
@@ -155,7 +156,7 @@ _compile_lock = threading.Lock()
 @cache
 def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dtype | None) -> loops.Loop | str:
     """The compiled loop for these dtypes once it has given torch's bits, or why torch's kernel must run."""
-    if param != torch.float32 or grad not in _GRADIENTS or compute_copy not in _COPIES:
+    if param != torch.float32 or grad not in GRADIENTS or compute_copy not in COPIES:
         return f"no loop for {param}, {grad}, {compute_copy}"
     try:
         with _compile_lock:
@@ -172,14 +173,14 @@ def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.d
     param, grad, exp_avg, exp_avg_sq = (angles.add(shift).sin().float() for shift in range(4))
     copy = None if copy_dtype is None else torch.empty_like(param, dtype=copy_dtype)
     tensors = (param, grad.to(grad_dtype), exp_avg, exp_avg_sq.square(), copy)
-    expected = tuple(None if tensor is None else tensor.clone() for tensor in tensors)
-    _adamw_torch(step, *expected)
+    given = [tensor for tensor in tensors if tensor is not None]
+    expected = [tensor.clone() for tensor in given]
+    update_by_torch(step, *expected)
     loop(scalars_of(step), *(None if tensor is None else as_array(tensor) for tensor in tensors))
-    pairs = zip(tensors, expected, strict=True)
-    return all(actual is None or torch.equal(actual, wanted) for actual, wanted in pairs)
+    return all(map(torch.equal, given, expected))
 
 
-def _adamw_torch(
+def update_by_torch(
     step: AdamWStep,
     param: torch.Tensor,
     grad: torch.Tensor,

@@ -1,0 +1,121 @@
+"""Operations of the loops in LLVM's own terms: on one element here, on a vector of them after LLVM's vectoriser.
+
+It must not know what they are used for. Importing it needs llvmlite, which comes with Numba.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+
+_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+@cache
+def _has_f16c() -> bool:
+    """Whether code is made for CPUs with F16C.
+
+    Without it LLVM's casts to and from float16 become calls of library functions that nothing links. With a target set
+    by hand nobody can tell.
+    """
+    from llvmlite.binding import get_host_cpu_features
+    from numba import config
+
+    by_hand = config.CPU_NAME is not None or config.CPU_FEATURES is not None
+    return not by_hand and bool(get_host_cpu_features().get("f16c"))
+
+
+def widen_bfloat16(build: Any, x: Any) -> Any:
+    return build.bitcast(build.shl(build.zext(x, _I32), _I32(16)), _F32)
+
+
+def widen_float16(build: Any, x: Any) -> Any:
+    if _has_f16c():
+        return build.fpext(build.bitcast(x, ir.HalfType()), _F32)
+    bits = build.zext(x, _I32)
+    magnitude = build.shl(build.and_(bits, _I32(0x7FFF)), _I32(13))
+    normal = build.add(magnitude, _I32((127 - 15) << 23))
+    # A subnormal is a fraction of 2**-14 without the leading 1: put one there, and take it away again.
+    one = build.bitcast(build.add(magnitude, _I32(113 << 23)), _F32)
+    subnormal = build.bitcast(build.fsub(one, build.bitcast(_I32(113 << 23), _F32)), _I32)
+    special = build.or_(magnitude, _I32(0xFF << 23))
+    finite = build.select(build.icmp_unsigned("<", magnitude, _I32(1 << 23)), subnormal, normal)
+    wide = build.select(build.icmp_unsigned("<", magnitude, _I32(31 << 23)), finite, special)
+    return build.bitcast(build.or_(wide, build.shl(build.and_(bits, _I32(0x8000)), _I32(16))), _F32)
+
+
+def round_bfloat16(build: Any, x: Any, like: Any) -> Any:
+    bits = build.bitcast(x, _I32)
+    odd = build.and_(build.lshr(bits, _I32(16)), _I32(1))
+    rounded = build.lshr(build.add(bits, build.add(odd, _I32(0x7FFF))), _I32(16))
+    return build.trunc(build.select(build.fcmp_unordered("uno", x, x), _I32(0x7FC0), rounded), _I16)
+
+
+def round_float16(build: Any, x: Any, like: Any) -> Any:
+    if _has_f16c():
+        return build.bitcast(build.fptrunc(x, ir.HalfType()), _I16)
+    bits = build.bitcast(x, _I32)
+    magnitude = build.and_(bits, _I32(0x7FFF_FFFF))
+    odd = build.and_(build.lshr(magnitude, _I32(13)), _I32(1))
+    rebias = _I32(((15 - 127) << 23) + 0xFFF)
+    normal = build.lshr(build.add(build.add(magnitude, rebias), odd), _I32(13))
+    # The least bit of 0.5 weighs 2**-24, as a float16 subnormal's does: the addition rounds to it.
+    subnormal = build.sub(build.bitcast(build.fadd(build.bitcast(magnitude, _F32), _F32(0.5)), _I32), _I32(126 << 23))
+    special = build.select(build.fcmp_unordered("uno", x, x), _I32(0x7E00), _I32(0x7C00))
+    finite = build.select(build.icmp_unsigned("<", magnitude, _I32((127 - 14) << 23)), subnormal, normal)
+    rounded = build.select(build.icmp_unsigned("<", magnitude, _I32((127 + 16) << 23)), finite, special)
+    sign = build.and_(build.lshr(bits, _I32(16)), _I32(0x8000))
+    return build.trunc(build.or_(sign, rounded), _I16)
+
+
+def mix(build: Any, index: Any, key: Any, other_key: Any) -> Any:
+    """A mixer of 32 bits after Wellons's lowbias32, with a second key between its two multiplications.
+
+    With one key only, the numbers of two keys would be one sequence seen from two places.
+    """
+    x = build.add(build.trunc(index, _I32), key)
+    x = build.mul(build.xor(x, build.lshr(x, _I32(16))), _I32(0x7FEB352D))
+    x = build.xor(x, other_key)
+    x = build.mul(build.xor(x, build.lshr(x, _I32(15))), _I32(0x846CA68B))
+    return build.xor(x, build.lshr(x, _I32(16)))
+
+
+def upper(build: Any, chance: Any) -> Any:
+    return build.lshr(chance, _I32(16))
+
+
+def dither_bfloat16(build: Any, x: Any, like: Any, chance: Any) -> Any:
+    bits = build.add(build.bitcast(x, _I32), build.and_(chance, _I32(0xFFFF)))
+    rounded = build.lshr(bits, _I32(16))  # an infinity has no bits below that could carry
+    return build.trunc(build.select(build.fcmp_unordered("uno", x, x), _I32(0x7FC0), rounded), _I16)
+
+
+def magnitude(build: Any, x: Any) -> Any:
+    return build.and_(build.bitcast(x, _I32), _I32(0x7FFF_FFFF))
+
+
+def scale(build: Any, bits: Any, largest: Any) -> Any:
+    finite = build.icmp_unsigned("<", bits, _I32(0xFF << 23))
+    return build.select(finite, build.fdiv(build.bitcast(bits, _F32), largest), _F32(float("nan")))
+
+
+def code_int8(build: Any, x: Any, scale: Any, chance: Any, like: Any) -> Any:
+    return _code(build, x, scale, chance, _F32(-127.0), _F32(127.0))
+
+
+def code_uint8(build: Any, x: Any, scale: Any, chance: Any, like: Any) -> Any:
+    least = build.select(build.fcmp_ordered(">", x, _F32(0.0)), _F32(1.0), _F32(0.0))
+    return _code(build, x, scale, chance, least, _F32(255.0))
+
+
+def _code(build: Any, x: Any, scale: Any, chance: Any, least: Any, most: Any) -> Any:
+    usable = build.fcmp_ordered(">", scale, _F32(0.0))
+    fraction = build.fmul(build.uitofp(build.and_(chance, _I32(0xFFFF)), _F32), _F32(2.0**-16))
+    shifted = build.fadd(build.fdiv(x, scale), fraction)
+    floor = build.module.declare_intrinsic("llvm.floor", [_F32])
+    code = build.call(floor, [shifted])
+    code = build.select(build.fcmp_ordered("<", code, most), code, most)
+    code = build.select(build.fcmp_ordered(">", code, least), code, least)
+    return build.trunc(build.fptosi(build.select(usable, code, _F32(0.0)), _I32), _I8)

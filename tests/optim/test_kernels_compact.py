@@ -1,0 +1,365 @@
+"""Small states: the arithmetic is AdamW's in float32, and chance depends on key, step, element and state alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetmem.cuda import reference
+from hetmem.optim.kernels import (
+    GROUP_ELEMENTS,
+    TILE_ELEMENTS,
+    AdamWStep,
+    Codes8Bit,
+    adamw_8_bit_tasks,
+    adamw_compact_tasks,
+    adamw_tasks,
+    compact,
+    compact_torch,
+    loops,
+    update,
+)
+from hetmem.optim.workers import WorkerPool
+
+ROOT = Path(__file__).parents[2]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+KEY = 12345
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+def clear() -> None:
+    compact._compact_kernel.cache_clear()
+    compact._8_bit_kernel.cache_clear()
+
+
+@pytest.fixture(params=["numba", "torch"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both kernels in turn."""
+    if request.param == "torch":
+        monkeypatch.setitem(sys.modules, "numba", None)
+        clear()
+    yield request.param
+    if request.param == "torch":
+        clear()
+
+
+def randn(numel: int, dtype: torch.dtype = F32, seed: int = 7) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return (torch.randn(numel, generator=random) * torch.randn(numel, generator=random).mul(3).exp()).to(dtype)
+
+
+# ---- What is meant, written in Python's own numbers. ----
+
+
+def chance_of(key: int, step: int, element: int) -> tuple[int, int, int]:
+    """16 bits each for the first moment, the second and the weight."""
+
+    def mix(one: int, other: int) -> int:
+        x = (element + one) % 2**32
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32 ^ other
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    digest = hashlib.blake2b(f"{key} {step} {element >> 32}".encode(), digest_size=16).digest()
+    a, b, c, d = (int.from_bytes(digest[at : at + 4], "little") for at in (0, 4, 8, 12))
+    return mix(a, b) & 0xFFFF, mix(a, b) >> 16, mix(c, d) & 0xFFFF
+
+
+def chances(key: int, step: int, first: int, numel: int) -> torch.Tensor:
+    return torch.tensor([chance_of(key, step, first + i) for i in range(numel)], dtype=torch.float64).view(-1, 3).T
+
+
+def by_chance(x: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """`x` as the bfloat16 below it in magnitude, or the next if the share of the way to it plus chance reaches 1."""
+    below = (x.view(torch.int32) & -65536).view(F32)
+    next_up = ((x.view(torch.int32) & -65536) + 65536).view(F32)
+    share = (x.double() - below.double()) / (next_up.double() - below.double())
+    up = share + chance / 65536 >= 1
+    rounded = torch.where(up, next_up, below)
+    return torch.where(x.isfinite(), rounded, x).to(BF16)
+
+
+def expected_compact(step: AdamWStep, first: int, states: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """p, m and v after one step, each in its dtype."""
+    wide = [state.to(F32, copy=True) for state in states]
+    reference.adamw(update.scalars_of(step), wide[0], grad.float(), wide[1], wide[2], None)
+    of_m, of_v, of_p = chances(KEY, step.step, first, grad.numel())
+    return [
+        new if state.dtype is F32 else by_chance(new, chance)
+        for state, new, chance in zip(states, wide, (of_p, of_m, of_v), strict=True)
+    ]
+
+
+def assert_equal(actual: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert actual.dtype == wanted.dtype
+    same = (actual == wanted) | (actual.isnan() & wanted.isnan())
+    assert same.all(), f"{what}: {(~same).sum()} of {same.numel()} differ, first at {(~same).nonzero()[0].item()}"
+
+
+# ---- bfloat16 ----
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((F32, BF16), repeat=3)), ids=str)
+def test_five_steps_are_the_float32_update_rounded_by_chance(
+    pool: WorkerPool, kernel: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    numel, first = 333, 2**32 - 100  # over the edge of the hash's 32 bits
+    states = [randn(numel, dtypes[0]), torch.zeros(numel, dtype=dtypes[1]), torch.zeros(numel, dtype=dtypes[2])]
+    for count, grad_dtype in enumerate((F32, BF16, F16, F32, BF16), start=1):
+        step = dataclasses.replace(STEP, step=count, grad_scale=0.3)
+        grad = randn(numel, grad_dtype, seed=count)
+        scaled = dataclasses.replace(step, grad_scale=1.0)
+        wanted = expected_compact(scaled, first, states, grad.float().mul(0.3))
+        copy = torch.full((numel,), 7.0, dtype=grad_dtype)
+        p, m, v = states
+        pool.run(adamw_compact_tasks(step, p, grad, m, v, copy, key=KEY, first=first))
+        for actual, wanted_state, what in zip(states, wanted, "pmv", strict=True):
+            assert_equal(actual, wanted_state, f"{what} of step {count}")
+        assert_equal(copy, p.to(grad_dtype), "copy")
+
+
+@pytest.mark.parametrize("param_dtype", [F32, BF16])
+@pytest.mark.parametrize("grad_dtype", [F32, BF16, F16])
+def test_numba_is_what_runs_here(param_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    for copy_dtype in (None, BF16):
+        assert "compiled" in str(compact._compact_kernel((param_dtype, grad_dtype, BF16, BF16, copy_dtype)))
+        assert "compiled" in str(compact._8_bit_kernel((param_dtype, grad_dtype, copy_dtype)))
+
+
+def test_states_in_float32_are_the_ordinary_update(pool: WorkerPool) -> None:
+    mine = [randn(1008, seed=seed) for seed in range(3)] + [randn(1008, seed=9).square()]
+    other = [tensor.clone() for tensor in mine]
+    pool.run(adamw_compact_tasks(STEP, *mine, key=KEY))
+    pool.run(adamw_tasks(STEP, *other))
+    assert all(map(torch.equal, mine, other))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_neither_threads_nor_the_cut_into_parts_change_a_bit(threads: int) -> None:
+    pool, numel, cuts = WorkerPool(threads), TILE_ELEMENTS + 3000, [0, 700, 701, TILE_ELEMENTS + 5]
+    whole = [randn(numel, BF16, seed) for seed in range(3)] + [randn(numel, BF16, 9).abs()]
+    parts = [tensor.clone() for tensor in whole]
+    pool.run(adamw_compact_tasks(STEP, *whole, key=KEY))
+    tasks = []
+    for start, end in itertools.pairwise([*cuts, numel]):
+        tasks += adamw_compact_tasks(STEP, *(tensor[start:end] for tensor in parts), key=KEY, first=start)
+    pool.run(tasks[::-1])
+    pool.close()
+    assert all(map(torch.equal, whole, parts))
+
+
+def test_chance_differs_by_key_step_element_and_state() -> None:
+    """Every pair of streams agrees in half of the bits, as coins do; 6 sigma of 16 * 4096 coins are 1.2 %."""
+    numel = 4096
+    streams = {}
+    for key, step, first in ((1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, numel), (1, 1, 2**32)):
+        for state, values in enumerate(chances(key, step, first, numel).long()):
+            streams[key, step, first, state] = torch.stack([values >> bit & 1 for bit in range(16)])
+    for (name, one), (other_name, other) in itertools.combinations(streams.items(), 2):
+        assert abs((one == other).double().mean() - 0.5) < 0.012, f"{name} and {other_name}"
+    for name, bits in streams.items():
+        assert abs(bits.double().mean() - 0.5) < 0.012, name
+        assert abs((bits[:, 1:] == bits[:, :-1]).double().mean() - 0.5) < 0.012, f"neighbours of {name}"
+
+
+def test_the_mean_over_keys_is_the_unrounded_update(pool: WorkerPool, kernel: str) -> None:
+    start = [randn(64, BF16), randn(64, BF16, 2), randn(64, BF16, 3).abs()]
+    grad, count = randn(64, seed=4), 400
+    exact = [state.to(F32, copy=True) for state in start]
+    reference.adamw(update.scalars_of(STEP), exact[0], grad, exact[1], exact[2], None)
+    sums = [torch.zeros(64, dtype=torch.float64) for _ in start]
+    for key in range(count):
+        p, m, v = (state.clone() for state in start)
+        pool.run(adamw_compact_tasks(STEP, p, grad, m, v, key=key))
+        for total, state in zip(sums, (p, m, v), strict=True):
+            total += state.double()
+    for total, wanted in zip(sums, exact, strict=True):
+        ulp = torch.maximum(wanted.abs().double(), torch.tensor(1e-30)) * 2**-7  # at least the distance of neighbours
+        assert ((total / count - wanted).abs() < 5 * ulp / 2 / math.sqrt(count)).all()  # 5 sigma
+
+
+def test_the_second_moment_falls_as_it_should_and_would_not_to_nearest(pool: WorkerPool) -> None:
+    """b2 = 0.999 without gradients: 1000 steps leave 1/e. To nearest, nothing would ever change."""
+    numel, v = 2048, torch.ones(2048, dtype=BF16)
+    assert torch.equal(v.float().mul(0.999).to(BF16), v)
+    p, m, grad = torch.zeros(numel), torch.zeros(numel, dtype=BF16), torch.zeros(numel)
+    for count in range(1, 1001):
+        pool.run(adamw_compact_tasks(dataclasses.replace(STEP, step=count), p, grad, m, v, key=KEY))
+    assert v.float().mean().item() == pytest.approx(math.exp(-1), rel=0.01)
+
+
+def test_extreme_values_stay_what_they_are(pool: WorkerPool, kernel: str) -> None:
+    grad = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45, torch.finfo(F32).max, 1.0])
+    p, m, v = torch.ones(8, dtype=BF16), torch.zeros(8, dtype=BF16), torch.zeros(8, dtype=BF16)
+    wanted = expected_compact(STEP, 0, [p, m, v], grad)
+    pool.run(adamw_compact_tasks(STEP, p, grad, m, v, key=KEY))
+    for actual, wanted_state in zip((p, m, v), wanted, strict=True):
+        assert_equal(actual, wanted_state, "state")
+    assert v[:3].isinf().tolist() == [True, True, False] and v[2].isnan()
+
+
+def test_other_dtypes_of_states_are_refused() -> None:
+    states = [torch.zeros(4, dtype=dtype) for dtype in (F32, F32, F16, F32)]
+    with pytest.raises(AssertionError, match=r"float32 or bfloat16, got torch.float16"):
+        adamw_compact_tasks(STEP, *states, key=KEY)
+
+
+# ---- 8 bits ----
+
+
+def make_codes(numel: int) -> tuple[Codes8Bit, Codes8Bit]:
+    groups = -(-numel // GROUP_ELEMENTS)
+    return (
+        Codes8Bit(torch.zeros(numel, dtype=torch.int8), torch.zeros(groups)),
+        Codes8Bit(torch.zeros(numel, dtype=torch.uint8), torch.zeros(groups)),
+    )
+
+
+def decode(moment: Codes8Bit) -> torch.Tensor:
+    wide = torch.empty(moment.codes.numel())
+    form = "snorm8" if moment.codes.dtype is torch.int8 else "unorm8"
+    reference.dequantise(form, wide, moment.codes, moment.scales)
+    return wide
+
+
+def check_codes(actual: Codes8Bit, x: torch.Tensor, chance: torch.Tensor) -> None:
+    """The scales are those of `hetmem.cuda.quantise`; a code is x / scale + chance rounded down, within the range."""
+    nearest = Codes8Bit(torch.empty_like(actual.codes), torch.empty_like(actual.scales))
+    form, largest = ("snorm8", 127) if actual.codes.dtype is torch.int8 else ("unorm8", 255)
+    reference.quantise(form, x, nearest.codes, nearest.scales)
+    assert_equal(actual.scales, nearest.scales, "scales")
+    scale = actual.scales.repeat_interleave(GROUP_ELEMENTS)[: x.numel()]
+    ratio = (x / scale + (chance / 65536).float()).floor().clamp(-largest if largest == 127 else 0, largest)
+    wanted = torch.where(scale > 0, ratio, 0.0)
+    if largest == 255:
+        wanted = torch.where((scale > 0) & (x > 0), wanted.clamp(min=1), wanted)
+    assert_equal(actual.codes, wanted.to(actual.codes.dtype), "codes")
+    distance = (actual.codes.int() - nearest.codes.int()).abs()
+    assert distance.max() <= 1  # the neighbour at most
+
+
+@pytest.mark.parametrize("param_dtype", [F32, BF16])
+@pytest.mark.parametrize("numel", [1, GROUP_ELEMENTS, 2 * GROUP_ELEMENTS + 77])
+def test_five_steps_are_the_float32_update_in_codes_by_chance(
+    pool: WorkerPool, kernel: str, numel: int, param_dtype: torch.dtype
+) -> None:
+    first = 2**32 - GROUP_ELEMENTS
+    p, (m, root) = randn(numel, param_dtype), make_codes(numel)
+    for count, grad_dtype in enumerate((F32, BF16, F16, F32, BF16), start=1):
+        step = dataclasses.replace(STEP, step=count)
+        grad = randn(numel, grad_dtype, seed=count)
+        wide = [p.to(F32, copy=True), decode(m), decode(root).square()]
+        reference.adamw(update.scalars_of(step), wide[0], grad.float(), wide[1], wide[2], None)
+        copy = torch.full((numel,), 7.0, dtype=grad_dtype)
+        pool.run(adamw_8_bit_tasks(step, p, grad, m, root, copy, key=KEY, first=first))
+        of_m, of_v, of_p = chances(KEY, count, first, numel)
+        assert_equal(p, wide[0] if param_dtype is F32 else by_chance(wide[0], of_p), "p")
+        assert_equal(copy, p.to(grad_dtype), "copy")
+        check_codes(m, wide[1], of_m)
+        check_codes(root, wide[2].double().sqrt().float(), of_v)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_neither_threads_nor_parts_change_a_code(threads: int) -> None:
+    pool, numel, cut = WorkerPool(threads), TILE_ELEMENTS + 3000, 5 * GROUP_ELEMENTS
+    p, grad = randn(numel, BF16), randn(numel, seed=3)
+    parts_p, (m, root), (parts_m, parts_root) = p.clone(), make_codes(numel), make_codes(numel)
+    for count in (1, 2):
+        step = dataclasses.replace(STEP, step=count)
+        pool.run(adamw_8_bit_tasks(step, p, grad, m, root, key=KEY))
+        for part, groups in ((slice(0, cut), slice(0, 5)), (slice(cut, numel), slice(5, None))):
+            moments = (Codes8Bit(moment.codes[part], moment.scales[groups]) for moment in (parts_m, parts_root))
+            pool.run(adamw_8_bit_tasks(step, parts_p[part], grad[part], *moments, key=KEY, first=part.start))
+    pool.close()
+    assert torch.equal(p, parts_p)
+    for one, other in ((m, parts_m), (root, parts_root)):
+        assert torch.equal(one.codes, other.codes)
+        assert torch.equal(one.scales, other.scales)
+
+
+def test_a_group_with_an_infinity_is_nan_from_then_on_and_its_neighbours_are_not(pool: WorkerPool, kernel: str) -> None:
+    numel = 3 * GROUP_ELEMENTS
+    p, grad, (m, root) = torch.ones(numel), torch.ones(numel), make_codes(numel)
+    grad[GROUP_ELEMENTS + 3] = math.inf
+    pool.run(adamw_8_bit_tasks(STEP, p, grad, m, root, key=KEY))
+    for moment in (m, root):
+        assert decode(moment).isnan().view(3, -1).all(dim=1).tolist() == [False, True, False]
+        assert decode(moment).isnan().view(3, -1).any(dim=1).tolist() == [False, True, False]
+
+
+def test_zero_gradients_leave_zero_moments(pool: WorkerPool, kernel: str) -> None:
+    p, (m, root) = torch.ones(300), make_codes(300)
+    pool.run(adamw_8_bit_tasks(dataclasses.replace(STEP, weight_decay=0.0), p, torch.zeros(300), m, root, key=KEY))
+    assert p.eq(1).all()
+    assert not any(moment.codes.any() or moment.scales.any() for moment in (m, root))
+
+
+def test_a_second_moment_above_zero_never_becomes_zero(pool: WorkerPool, kernel: str) -> None:
+    """A zero under the fraction would make a step of m / eps."""
+    numel = GROUP_ELEMENTS
+    grad = torch.full((numel,), 1e-6)
+    grad[0] = 1.0
+    p, (m, root) = torch.zeros(numel), make_codes(numel)
+    pool.run(adamw_8_bit_tasks(STEP, p, grad, m, root, key=KEY))
+    assert root.codes.min() == 1
+
+
+def test_a_first_moment_of_8_bits_falls_to_zero_and_would_not_to_nearest(pool: WorkerPool) -> None:
+    """The group's first element keeps the scale; the others decay by 0.9 a step, which nearest stops at code 5."""
+    numel = GROUP_ELEMENTS
+    m, root = make_codes(numel)
+    m.codes.fill_(10)
+    m.codes[0], m.scales[:] = 127, 1 / 127
+    p, grad = torch.zeros(numel), torch.zeros(numel)
+    grad[0] = 1.0
+    for count in range(1, 61):
+        pool.run(adamw_8_bit_tasks(dataclasses.replace(STEP, step=count), p, grad, m, root, key=KEY))
+    assert m.codes[0] == 127
+    assert m.codes[1:].float().mean() < 0.5
+    nearest = 10
+    for _ in range(60):
+        nearest = round(nearest * 0.9)
+    assert nearest >= 4
+
+
+def test_a_part_that_begins_within_a_group_is_refused() -> None:
+    m, root = make_codes(8)
+    with pytest.raises(AssertionError, match="element 8 does not begin a group of 256"):
+        adamw_8_bit_tasks(STEP, torch.zeros(8), torch.zeros(8), m, root, key=KEY, first=8)
+
+
+# ---- The choice ----
+
+
+def test_a_loop_that_differs_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear()
+    wrong = lambda step, keys, first, param, grad, exp_avg, exp_avg_sq, copy: None  # noqa: E731
+    monkeypatch.setattr(loops, "compile_loop", lambda loop: wrong)
+    assert compact._compact_kernel((F32, F32, BF16, BF16, None)) is compact_torch.adamw_compact_torch
+    clear()
+
+
+def test_a_cpu_without_fma_gives_the_same_bits() -> None:
+    code = (
+        "import torch; from hetmem.optim.kernels import compact as c; b, f = torch.bfloat16, torch.float16\n"
+        "assert 'compiled' in str(c._compact_kernel((b, f, b, b, f)))\n"
+        "assert 'compiled' in str(c._8_bit_kernel((b, f, f)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, cwd=ROOT)
