@@ -24,7 +24,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ ENGINES = ("libaio", "io_uring", "psync")
 BLOCKS_MIB = (1, 4, 16)
 DEPTHS = (1, 2, 4, 8)
 DIRECTIONS = ("read", "write", "both")
+
+Move = Callable[[Extent, memoryview], Future[int]]
 
 
 @dataclass(frozen=True)
@@ -91,28 +93,28 @@ class Hetmem:
     def run(self, direction: str) -> Sample:
         """All extents once; in both directions at once one half is read and the other written."""
         half = len(self._extents) // 2
-        ways = {
+        ways: dict[str, list[tuple[Move, list[Extent]]]] = {
             "read": [(self.store.read, self._extents)],
             "write": [(self.store.write, self._extents)],
             "both": [(self.store.read, self._extents[:half]), (self.store.write, self._extents[half:])],
-        }[direction]
+        }
         used, start = _cpu_seconds(), time.perf_counter()
-        streams = [_stream(move, extents, self._memory[n::2]) for n, (move, extents) in enumerate(ways)]
+        streams = [_stream(move, extents, self._memory[n::2]) for n, (move, extents) in enumerate(ways[direction])]
         for _ in itertools.zip_longest(*streams):
             pass
         seconds, used = time.perf_counter() - start, _cpu_seconds() - used
-        moved = sum(extent.nbytes for _, extents in ways for extent in extents)
+        moved = sum(extent.nbytes for _, extents in ways[direction] for extent in extents)
         return Sample(moved / seconds, used / (moved / GIB))
 
 
-def _stream(move: object, extents: Sequence[Extent], memory: Sequence[memoryview]) -> Iterator[None]:
+def _stream(move: Move, extents: Sequence[Extent], memory: Sequence[memoryview]) -> Iterator[None]:
     """Move `extents` through `memory`, as many under way as there is memory for; yields whenever it has waited."""
     under_way: deque[Future[int]] = deque()
     for extent, part in zip(extents, itertools.cycle(memory)):
         if len(under_way) == len(memory):
             under_way.popleft().result()
             yield
-        under_way.append(move(extent, part))  # type: ignore[operator]
+        under_way.append(move(extent, part))
     for future in under_way:
         future.result()
         yield
@@ -146,9 +148,9 @@ def compare(ours: Hetmem, file: Path, best: dict[str, Fio], nbytes: int, rounds:
     for direction in DIRECTIONS:
         pairs = []
         for turn in range(rounds):
-            runs = [lambda: ours.run(direction), lambda: best[direction].run(file, direction, nbytes)]  # noqa: B023
-            first, second = (run() for run in (runs if turn % 2 else reversed(runs)))
-            pairs.append((first, second) if turn % 2 else (second, first))
+            mine = ours.run(direction) if turn % 2 else None  # who goes first changes
+            theirs = best[direction].run(file, direction, nbytes)
+            pairs.append((mine or ours.run(direction), theirs))
         ratios = _quartiles([mine.rate / theirs.rate for mine, theirs in pairs])
         rates = [_gb(statistics.median(sample.rate for sample in column)) for column in zip(*pairs, strict=True)]
         cpu = [f"{statistics.median(sample.cpu for sample in column):.3f}" for column in zip(*pairs, strict=True)]
