@@ -188,27 +188,21 @@ class NvmeStore:
         Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if one has had no answer for `timeout_seconds`.
         Its transfer goes on: the future is settled, and the memory may be touched, when the disk answers.
         """
-        waits = [link.overdue(self.timeout_seconds) for link in (self._reads, self._writes)]
-        for wait in waits:
-            if isinstance(wait, StoreError):
-                raise wait
-        return min(wait for wait in waits if not isinstance(wait, StoreError))
+        return min(link.patience_seconds(self.timeout_seconds) for link in (self._reads, self._writes))
 
     def close(self) -> None:
         """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent.
 
-        Raises `StoreError` for a request without an answer for `timeout_seconds`; its file then closes when that ends.
+        Raises `StoreError` for a request without an answer for `timeout_seconds`, and may be called again.
         """
         with self._lock:
             self._closed = True
-        hanging = [link.join(self.timeout_seconds) for link in (self._reads, self._writes)]
+        for link in (self._reads, self._writes):
+            link.join(self.timeout_seconds)
         with self._lock:
-            for file in self._files if not any(hanging) else ():
+            for file in self._files:
                 file.close()
             self._files = []  # and with them the mappings that nobody views
-        for error in hanging:
-            if error is not None:
-                raise error
 
     def _start(self, link: Link, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
         flat = _block_aligned(memory)

@@ -84,7 +84,8 @@ class StoreFile:
         os.ftruncate(self.buffered, self.reserved_bytes)
 
     def transfer(self, verb: str, move: Move, memory: memoryview, position: int) -> None:
-        """Move all of `memory` from or to `position`, however little each call moves; `StoreError` if not."""
+        """Move all of `memory` from or to `position`, however little each call moves; `StoreError` if not, whatever it
+        was that went wrong: who waits must learn where."""
         done = 0
         try:
             while done < memory.nbytes:
@@ -96,10 +97,12 @@ class StoreFile:
                 done += moved
             if not self.is_direct:
                 self._drop_behind(position, memory.nbytes, written=verb == "write")
-        except OSError as error:
-            raise StoreError(
-                error.errno, f"{self.failure(verb, memory.nbytes, position)}: {error.strerror} after {done} bytes"
-            ) from error
+        except Exception as error:
+            number, reason = errno.EIO, repr(error)
+            if isinstance(error, OSError):
+                number, reason = error.errno or errno.EIO, error.strerror or reason
+            what = self.failure(verb, memory.nbytes, position)
+            raise StoreError(number, f"{what}: {reason} after {done} bytes") from error
 
     def failure(self, verb: str, nbytes: int, position: int) -> str:
         """The beginning of an error's message."""
@@ -112,7 +115,7 @@ class StoreFile:
         were. It is no replacement for the write: the system may lose what it cannot write out.
         """
         done = 0
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             while done < memory.nbytes and (moved := move(self.buffered, [memory[done:]], position + done)):
                 done += moved
         return done == memory.nbytes

@@ -75,8 +75,11 @@ class Link:
             with self._lock:
                 del self._running[request]
 
-    def overdue(self, timeout_seconds: float) -> StoreError | float:
-        """An error that names the oldest request without an answer for `timeout_seconds`, or how long none will be."""
+    def patience_seconds(self, timeout_seconds: float) -> float:
+        """How long the system has for the oldest request that it has not answered; all of the timeout if there is none.
+
+        Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if that time is over.
+        """
         with self._lock:
             oldest = next(iter(self._running.items()), None)
         if oldest is None:
@@ -85,24 +88,20 @@ class Link:
         waited = time.perf_counter() - start
         if waited < timeout_seconds:
             return timeout_seconds - waited
-        return StoreError(
+        raise StoreError(
             errno.ETIMEDOUT,
             f"{request.file.failure(self.verb, request.memory.nbytes, request.position)}: no answer for {waited:.0f} "
             f"seconds, the limit is {timeout_seconds:g} (HETMEM_NVME_TIMEOUT). The disk hangs; the memory of this "
             "request stays in use until the disk answers, and then training can go on",
         )
 
-    def join(self, timeout_seconds: float) -> StoreError | None:
-        """Let the threads end once nothing is queued, and wait for them: no longer than for one overdue request."""
+    def join(self, timeout_seconds: float) -> None:
+        """Let the threads end once nothing is queued, and wait for them. Raises as `patience_seconds` does."""
         for threads in self._threads:
             threads.stop()
         for threads in self._threads:
-            while not threads.join(0.0):
-                patience = self.overdue(timeout_seconds)
-                if isinstance(patience, StoreError):
-                    return patience
-                threads.join(patience)
-        return None
+            while not threads.join(self.patience_seconds(timeout_seconds)):
+                pass
 
 
 class Threads:

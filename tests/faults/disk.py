@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +22,7 @@ class FaultyDisk:
     def __init__(self) -> None:
         self.fault: Fault = healthy
         self.calls: list[tuple[str, int, int]] = []
+        self.stores: list[NvmeStore] = []
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
         return self._move("read", os.preadv, fd, buffers, offset)
@@ -45,10 +46,14 @@ class FaultyDisk:
                 os.close(fd)
         return call(fd, [memory[:nbytes]], offset)
 
-    def used_by(self, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+    def used_by(self, monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
         """Models managed from now on keep their NVMe tier on this disk."""
-        store = partial(NvmeStore, io=self, **options)  # type: ignore[arg-type]
-        monkeypatch.setattr("hetmem.runtime.construction.NvmeStore", store)
+
+        def make(directories: list[Path], nbytes: int) -> NvmeStore:
+            self.stores.append(NvmeStore(directories, nbytes, io=self, **options))
+            return self.stores[-1]
+
+        monkeypatch.setattr("hetmem.runtime.construction.NvmeStore", make)
 
 
 def healthy(_: str, __: int, nbytes: int) -> int:

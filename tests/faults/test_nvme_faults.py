@@ -264,15 +264,20 @@ def test_a_file_cut_short_by_someone_else_is_an_error_and_never_a_short_read(tmp
     store.close()
 
 
-def test_an_unexpected_exception_reaches_the_one_who_waits(store: NvmeStore, disk: FaultyDisk) -> None:
-    extent = store.reserve(EXTENT_BYTES)
+def test_an_exception_in_a_thread_reaches_the_one_who_waits_and_says_where(
+    store: NvmeStore, disk: FaultyDisk, tmp_path: Path
+) -> None:
+    _, extent = store.reserve_many([BLOCK_BYTES, EXTENT_BYTES])
 
     def fault(_: int, __: int) -> int:
         raise RuntimeError("a bug")
 
     disk.fault = fault
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(StoreError) as caught:
         store.read(extent, random_memory(EXTENT_BYTES, 0)).result(timeout=30)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    for part in (f"cannot read {REQUEST_BYTES} bytes at offset {BLOCK_BYTES} ", str(tmp_path), "RuntimeError('a bug')"):
+        assert part in str(caught.value)
 
 
 def test_a_failure_keeps_neither_the_transfer_nor_the_memory_alive(tmp_path: Path, disk: FaultyDisk) -> None:
