@@ -71,9 +71,29 @@ class Budget:
         return tuple(Path(directory) for directory in self.nvme_dir)
 
 
+def cache_directory() -> Path:
+    """What hetmem keeps between runs: below XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetmem"
+
+
 def kernel_cache_directory() -> Path:
-    """Where compiled kernels are kept: below XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetmem" / "kernels"
+    """Where compiled kernels are kept."""
+    return cache_directory() / "kernels"
+
+
+def nvme_timeout_seconds() -> float:
+    """How long a disk may leave one request without an answer: HETMEM_NVME_TIMEOUT, by default 120.
+
+    Raises `BudgetError` if that is no number of seconds above 0.
+    """
+    text = os.environ.get("HETMEM_NVME_TIMEOUT") or "120"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise BudgetError(f"HETMEM_NVME_TIMEOUT must be a number of seconds above 0, got {text!r}")
+    return seconds
 
 
 def _free_bytes(directory: Path) -> int:

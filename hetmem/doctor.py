@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,13 +89,15 @@ def _locked_memory() -> Iterator[Finding]:
 def _drive(directory: str) -> Finding:
     """A small file is made there, as a managed model would, and is gone again."""
     try:
-        store = NvmeStore([Path(directory)], 2 * MIB)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is said below
+            store = NvmeStore([Path(directory)], 2 * MIB)
     except BudgetError as error:
         return Finding("drive", directory, False, str(error))
-    direct = all(store.direct)
+    direct, settings = all(store.direct), store.settings[0]
     store.close()
     status = os.statvfs(directory)
     free = format_size(status.f_bavail * status.f_frsize)
     how = "O_DIRECT" if direct else "buffered I/O, as this filesystem has no O_DIRECT"
     advice = "" if direct else "use a directory on ext4 or xfs: buffered writes take twice as long and more"
-    return Finding("drive", f"{directory}: {free} free, {how}", advice=advice)
+    return Finding("drive", f"{directory}: {free} free, {how}; {settings}", advice=advice)

@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 
+from hetmem.memory import disks
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import Extent, NvmeStore
 from hetmem.optim.kernels import AdamWStep, adamw
@@ -29,21 +30,24 @@ _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20
 _ALLOCATOR_SHARE = 0.03  # what a run keeps free for torch's allocator
 _DISK_BYTES = 256 * MIB
-_DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 4), (16 * MIB, 1), (16 * MIB, 4))
+_DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 2), (4 * MIB, 4), (4 * MIB, 8), (16 * MIB, 1), (16 * MIB, 2), (16 * MIB, 4))
 
 
 def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> HardwareProfile:
     """A profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
 
     Without a GPU the device is the simulated one, and its rates are those of this machine's cores. `quick` measures on
-    a sixteenth of the bytes: for tests and demonstrations. Raises `StoreError` if the directory cannot be written to.
+    a sixteenth of the bytes: for tests and demonstrations. Otherwise the best way to ask the disk is kept in the cache
+    directory, and every later NVMe store on that disk takes it. Raises `BudgetError` if the directory cannot be
+    written to.
     """
     scale = 16 if quick else 1
     host = _host(scale)
-    samples = _disk(Path(nvme_dir or tempfile.gettempdir()), _DISK_BYTES // scale)
+    directory = Path(nvme_dir or tempfile.gettempdir())
+    samples = _disk(directory, _DISK_BYTES // scale)
     best_read = max(sample.read_bytes_per_second for sample in samples)
     best_write = max(sample.write_bytes_per_second for sample in samples)
-    latency = _seconds_of_a_small_read(Path(nvme_dir or tempfile.gettempdir()))
+    latency = _seconds_of_a_small_read(directory)
     device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
     measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
     return HardwareProfile(
@@ -55,7 +59,7 @@ def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False
         Rate(best_read, latency),
         Rate(best_write, latency),
         both,
-        {"all": measured},
+        {"all": measured} if quick else {"all": measured, "disk_samples": _keep(directory, samples)},
         tuple(samples),
     )
 
@@ -102,18 +106,24 @@ def _update_rate(elements: int) -> float:
 def _disk(directory: Path, nbytes: int) -> list[DiskSample]:
     samples = []
     for block, depth in _DISK_POINTS:
-        block = min(block, nbytes // 4)
+        block = min(block, nbytes // depth)
         store = NvmeStore([directory], nbytes, threads=depth, request_bytes=block)
         try:
-            extents = store.reserve_many([block] * (nbytes // block))
+            extents = store.reserve_many([block * depth] * (nbytes // (block * depth)))
             memory = Mapping(nbytes)
-            parts = [memory.buffer(index * block, block) for index in range(len(extents))]
+            parts = [memory.buffer(index * block * depth, block * depth) for index in range(len(extents))]
             written = seconds(lambda: _settle(store.write, extents, parts), 3)  # noqa: B023 - called at once
             read = seconds(lambda: _settle(store.read, extents, parts), 3)  # noqa: B023 - called at once
         finally:
             store.close()
         samples.append(DiskSample(block, depth, nbytes / read, nbytes / written))
     return samples
+
+
+def _keep(directory: Path, samples: list[DiskSample]) -> str:
+    """Let later stores ask the disk as was best here; says so."""
+    settings, path = disks.remember(os.fspath(directory), samples)
+    return f"best: {settings}; " + (f"kept in {path}" if path else "not kept, as the cache cannot be written to")
 
 
 def _settle(move: Callable[[Extent, memoryview], Future[int]], extents: list[Extent], parts: list[memoryview]) -> None:

@@ -6,6 +6,7 @@ bytes cross between host and device is the device's: on threads (`ThreadCopier`)
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -206,7 +207,11 @@ class TransferEngine:
         self._submit(tag, self._nvme().write(extent, source), Link.NVME_WRITE, len(source))
 
     def take(self, *, wait: bool) -> Finished | None:
-        """One finished job; None if there is none yet, or with `wait` as soon as there is one."""
+        """One finished job; None if there is none yet, or with `wait` as soon as there is one.
+
+        Raises `StoreError` instead of waiting for a disk that hangs; see `NvmeStore.patience_seconds`. The job is not
+        over then: its memory stays its own, and its end is reported when the disk answers.
+        """
         self._copier.poll()
         try:
             return self._finished.get_nowait()
@@ -215,7 +220,10 @@ class TransferEngine:
                 return None
         if self._copier.wait():
             self._copier.poll()
-        return self._finished.get()
+        while True:
+            patience = None if self._store is None else self._store.patience_seconds()
+            with contextlib.suppress(queue.Empty):
+                return self._finished.get(timeout=patience)
 
     def report(self, tag: Any) -> None:
         """Something that is no transfer is over: `take` gives it like one. May be called by any thread."""

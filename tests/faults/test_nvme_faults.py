@@ -120,9 +120,9 @@ def test_no_request_is_issued_after_a_failure(tmp_path: Path, disk: FaultyDisk) 
     store = NvmeStore([tmp_path], MIB, threads=1, request_bytes=REQUEST_BYTES, io=disk)
     extent = store.reserve(EXTENT_BYTES)
     disk.fault = failing_at(REQUEST_BYTES, errno.EIO)
-    assert store.write(extent, random_memory(EXTENT_BYTES, 0)).exception() is not None
+    assert store.read(extent, random_memory(EXTENT_BYTES, 0)).exception() is not None
     assert disk.offsets == [0, REQUEST_BYTES]
-    assert store.bytes_written == REQUEST_BYTES
+    assert store.bytes_read == REQUEST_BYTES
     store.close()
 
 
@@ -264,15 +264,20 @@ def test_a_file_cut_short_by_someone_else_is_an_error_and_never_a_short_read(tmp
     store.close()
 
 
-def test_an_unexpected_exception_reaches_the_one_who_waits(store: NvmeStore, disk: FaultyDisk) -> None:
-    extent = store.reserve(EXTENT_BYTES)
+def test_an_exception_in_a_thread_reaches_the_one_who_waits_and_says_where(
+    store: NvmeStore, disk: FaultyDisk, tmp_path: Path
+) -> None:
+    _, extent = store.reserve_many([BLOCK_BYTES, EXTENT_BYTES])
 
     def fault(_: int, __: int) -> int:
         raise RuntimeError("a bug")
 
     disk.fault = fault
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(StoreError) as caught:
         store.read(extent, random_memory(EXTENT_BYTES, 0)).result(timeout=30)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    for part in (f"cannot read {REQUEST_BYTES} bytes at offset {BLOCK_BYTES} ", str(tmp_path), "RuntimeError('a bug')"):
+        assert part in str(caught.value)
 
 
 def test_a_failure_keeps_neither_the_transfer_nor_the_memory_alive(tmp_path: Path, disk: FaultyDisk) -> None:
@@ -296,7 +301,7 @@ def test_the_link_is_busy_while_transfers_overlap_and_not_in_between(
     tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 0.0
-    monkeypatch.setattr("hetmem.memory.nvme.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("hetmem.memory.nvme_requests.time.perf_counter", lambda: clock)
     store = NvmeStore([tmp_path], MIB, threads=2, request_bytes=REQUEST_BYTES, io=disk)
     extents = store.reserve_many([REQUEST_BYTES, REQUEST_BYTES])
     go_on = {extent.offset: threading.Event() for extent in extents}
@@ -372,6 +377,6 @@ def test_a_reservation_that_fails_half_way_takes_no_blocks_on_any_disk(
     assert store.reserved_bytes == 2 * BLOCK_BYTES
     assert [bytes(store.view(extent)) for extent in kept] == [b"k" * BLOCK_BYTES] * 2
     extents = store.reserve_many([MIB, MIB])
-    assert [(extent.file, extent.offset) for extent in extents] == [(0, BLOCK_BYTES), (1, BLOCK_BYTES)]
+    assert [(extent.file, extent.offset) for extent in extents] == [(1, BLOCK_BYTES), (0, BLOCK_BYTES)]
     assert all(bytes(store.view(extent)) == bytes(MIB) for extent in extents)
     store.close()

@@ -372,7 +372,9 @@ def test_the_store_works_where_there_is_neither_o_tmpfile_nor_o_direct(
         return real_open(path, flags, *args)
 
     monkeypatch.setattr(os, "open", old_open)
-    store = NvmeStore([tmp_path], MIB)
+    with pytest.warns(RuntimeWarning, match=f"no O_DIRECT in '{tmp_path}'") as warned:
+        store = NvmeStore([tmp_path], MIB)
+    assert [warning.filename for warning in warned] == [__file__]
     assert store.direct == (False,)
     assert os.listdir(tmp_path) == []
     status = os.fstat(store._files[0].buffered)

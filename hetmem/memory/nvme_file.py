@@ -1,0 +1,150 @@
+"""One file of the NVMe store: without a name, sparse, mapped, and read and written with O_DIRECT where that works.
+
+Knows descriptors, blocks and the page cache. Must not know threads, futures, extents or other files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from hetmem.errors import BudgetError, StoreError
+from hetmem.memory.mapping import Mapping
+from hetmem.units import format_size
+
+BLOCK_BYTES = 4096  # covers the O_DIRECT alignment of the disks and filesystems in use
+
+Move = Callable[[int, list[memoryview], int], int]
+"""`preadv` or `pwritev`: descriptor, buffers and offset to the bytes moved."""
+
+
+class VectoredIo(Protocol):
+    """The two system calls of the store; `os` is the real one, tests pass one that fails."""
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int: ...
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int, /) -> int: ...
+
+
+class StoreFile:
+    """A file without a name: its descriptors, its mapping and how much of it is reserved (a prefix).
+
+    Without O_DIRECT, `direct` is `buffered`, and what a transfer left in the page cache is dropped behind it: written
+    out before, so that a failing disk is noticed by the transfer that it fails, and memory that training needs is not
+    spent on bytes that are used once. Pages that somebody's view has touched stay.
+    """
+
+    def __init__(self, directory: str, nbytes: int) -> None:
+        self.directory = directory
+        self.reserved_bytes = 0
+        with contextlib.ExitStack() as opened:
+            try:
+                self.buffered = _open_unnamed(directory)
+                opened.callback(os.close, self.buffered)
+                os.ftruncate(self.buffered, nbytes)
+                self.pages = mmap.mmap(self.buffered, nbytes)
+            except (OSError, OverflowError) as error:
+                what = f"cannot keep an NVMe store of {sized(nbytes)} in {directory!r}: {error}"
+                raise BudgetError(f"{what}. Name an existing, writable directory on the disk to use") from error
+            self.direct = _open_direct(self.buffered)
+            if self.direct != self.buffered:
+                opened.callback(os.close, self.direct)
+            # Runs at `close` or when the last transfer and the store have let go of the file, whichever is first.
+            self.close = weakref.finalize(self, opened.pop_all().close)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether transfers bypass the page cache."""
+        return self.direct != self.buffered
+
+    def allocate(self, nbytes: int) -> None:
+        """Take disk blocks for `nbytes` after the reserved ones; `trim` gives them back."""
+        disk = os.fstatvfs(self.buffered)
+        free = disk.f_bavail * disk.f_frsize
+        try:
+            # Asked first because a failing fallocate fills the disk, for every process on it, before it says so.
+            if nbytes > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self.buffered, self.reserved_bytes, nbytes)
+        except OSError as error:
+            raise StoreError(
+                error.errno,
+                f"cannot reserve {sized(nbytes)} in {self.directory!r}: {error.strerror}; {sized(free)} were free, "
+                f"{sized(max(0, nbytes - free))} are missing. Free disk space or lower the NVMe budget",
+            ) from error
+
+    def trim(self) -> None:
+        """Give back blocks beyond the reserved ones; nobody has a view of them, and `allocate` lengthens the file."""
+        os.ftruncate(self.buffered, self.reserved_bytes)
+
+    def transfer(self, verb: str, move: Move, memory: memoryview, position: int) -> None:
+        """Move all of `memory` from or to `position`, however little each call moves; `StoreError` if not, whatever it
+        was that went wrong: who waits must learn where."""
+        done = 0
+        try:
+            while done < memory.nbytes:
+                # A call that stopped within a block leaves a rest that O_DIRECT refuses: the page cache takes it.
+                fd = self.buffered if done % BLOCK_BYTES else self.direct
+                moved = move(fd, [memory[done:]], position + done)
+                if not moved:
+                    raise OSError(errno.EIO, "end of file")
+                done += moved
+            if not self.is_direct:
+                self._drop_behind(position, memory.nbytes, written=verb == "write")
+        except Exception as error:
+            number, reason = errno.EIO, repr(error)
+            if isinstance(error, OSError):
+                number, reason = error.errno or errno.EIO, error.strerror or reason
+            what = self.failure(verb, memory.nbytes, position)
+            raise StoreError(number, f"{what}: {reason} after {done} bytes") from error
+
+    def failure(self, verb: str, nbytes: int, position: int) -> str:
+        """The beginning of an error's message."""
+        return f"cannot {verb} {nbytes} bytes at offset {position} of the NVMe store in {self.directory!r}"
+
+    def keep_in_cache(self, move: Move, memory: memoryview, position: int) -> bool:
+        """After a failed write: whether the page cache took all of it instead, so that views see all of it.
+
+        Otherwise a part of the range is new and a part old, and whoever looks at a home would see weights that never
+        were. It is no replacement for the write: the system may lose what it cannot write out.
+        """
+        done = 0
+        with contextlib.suppress(Exception):
+            while done < memory.nbytes and (moved := move(self.buffered, [memory[done:]], position + done)):
+                done += moved
+        return done == memory.nbytes
+
+    def _drop_behind(self, position: int, nbytes: int, *, written: bool) -> None:
+        if written:
+            os.fdatasync(self.buffered)  # the next line drops clean pages only
+        os.posix_fadvise(self.buffered, position, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _open_unnamed(directory: str) -> int:
+    """A new file, readable by its owner only, that has no name: no crash leaves it behind."""
+    with tempfile.TemporaryFile(buffering=0, dir=directory) as file:  # O_TMPFILE, or mkstemp and unlink
+        return os.dup(file.fileno())
+
+
+def _open_direct(fd: int) -> int:
+    """A second descriptor of the same file, with O_DIRECT; `fd` itself where the filesystem does not do that."""
+    direct = fd
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
+        os.preadv(direct, [Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)], 0)  # some accept the flag and fail the I/O
+    except OSError:
+        if direct != fd:
+            os.close(direct)
+        return fd
+    return direct
+
+
+def sized(nbytes: int) -> str:
+    """Bytes, and the same in a unit that people read."""
+    return f"{nbytes} bytes ({format_size(nbytes)})"

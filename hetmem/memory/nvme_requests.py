@@ -1,0 +1,225 @@
+"""Transfers as requests on threads: one link for each direction, with its traffic, its time and what is under way.
+
+Knows files, memory and futures. Must not know extents, capacities or who asked.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from hetmem.errors import StoreError
+from hetmem.memory.disks import Requests
+from hetmem.memory.nvme_file import BLOCK_BYTES, Move, StoreFile
+from hetmem.units import MIB, round_up
+
+_LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
+
+
+class Link:
+    """One direction: the bytes moved, the time it was busy, and the requests that the system has not answered.
+
+    Each file has threads of its own, so that no disk waits for another. A transfer is shared out to all of them, also
+    where it is smaller than their requests may be: a single one that training waits for has the whole disk.
+    """
+
+    def __init__(self, verb: str, move: Move, requests: list[Requests]) -> None:
+        self.verb = verb
+        self.move = move
+        self.moved_bytes = 0
+        self._requests = requests
+        self._threads = [Threads(each.threads, f"hetmem-nvme-{verb}") for each in requests]
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+        self._running: dict[_Request, float] = {}  # in order of their start
+
+    def start(self, file: StoreFile, index: int, memory: memoryview, position: int) -> Future[int]:
+        """Move `memory` from or to `position` of `file`, the store's number `index`."""
+        requests = self._requests[index]
+        share = round_up(-(-memory.nbytes // requests.threads), BLOCK_BYTES)
+        nbytes = min(requests.nbytes, max(share, _LEAST_REQUEST_BYTES))
+        self._threads[index].start()
+        with self._lock:
+            if not self._in_flight:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+        return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
+
+    def end(self, moved_bytes: int) -> None:
+        """A transfer has ended."""
+        with self._lock:
+            self.moved_bytes += moved_bytes
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._busy_seconds += time.perf_counter() - self._busy_since
+
+    def busy_seconds(self) -> float:
+        """Seconds during which at least one transfer was queued or running."""
+        with self._lock:
+            return self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
+
+    def perform(self, request: _Request) -> None:
+        """Carry `request` out, here."""
+        with self._lock:
+            self._running[request] = time.perf_counter()
+        try:
+            request.file.transfer(self.verb, self.move, request.memory, request.position)
+        finally:
+            with self._lock:
+                del self._running[request]
+
+    def patience_seconds(self, timeout_seconds: float) -> float:
+        """How long the system has for the oldest request that it has not answered; all of the timeout if there is none.
+
+        Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if that time is over.
+        """
+        with self._lock:
+            oldest = next(iter(self._running.items()), None)
+        if oldest is None:
+            return timeout_seconds
+        request, start = oldest
+        waited = time.perf_counter() - start
+        if waited < timeout_seconds:
+            return timeout_seconds - waited
+        raise StoreError(
+            errno.ETIMEDOUT,
+            f"{request.file.failure(self.verb, request.memory.nbytes, request.position)}: no answer for {waited:.0f} "
+            f"seconds, the limit is {timeout_seconds:g} (HETMEM_NVME_TIMEOUT). The disk hangs; the memory of this "
+            "request stays in use until the disk answers, and then training can go on",
+        )
+
+    def join(self, timeout_seconds: float) -> None:
+        """Let the threads end once nothing is queued, and wait for them. Raises as `patience_seconds` does."""
+        for threads in self._threads:
+            threads.stop()
+        for threads in self._threads:
+            while not threads.join(self.patience_seconds(timeout_seconds)):
+                pass
+
+
+class Threads:
+    """A few threads that run what they are given, first come first served.
+
+    Not a `ThreadPoolExecutor`: the interpreter joins its threads when it ends, so that a disk that hangs would keep
+    alive a process that has failed. These end when this object is gone and nothing is queued.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._count = count
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self.stop = weakref.finalize(self, _put_ends, self._queue, count)
+        self.stop.atexit = False
+
+    def start(self) -> None:
+        """Once, before the first work: a store that nobody reads from needs none. Callers exclude each other."""
+        while len(self._threads) < self._count:
+            name = f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, on one of the threads."""
+        self._queue.put(work)
+
+    def join(self, timeout_seconds: float) -> bool:
+        """After `stop`: whether all have ended, waiting up to `timeout_seconds` for the first that has not."""
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+            if thread.is_alive():
+                return False
+        return True
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := work.get()) is not None:
+        run()
+        del run  # it holds memory and a file, and the next one may be long in coming
+
+
+def _put_ends(work: queue.SimpleQueue[Callable[[], None] | None], count: int) -> None:
+    for _ in range(count):
+        work.put(None)
+
+
+class _Request:
+    """A part of a transfer that one thread moves."""
+
+    __slots__ = ("file", "memory", "position", "transfer")
+
+    def __init__(self, transfer: _Transfer, file: StoreFile, memory: memoryview, position: int) -> None:
+        self.transfer = transfer
+        self.file = file
+        self.memory = memory
+        self.position = position
+
+    def __call__(self) -> None:
+        self.transfer.run(self)
+
+
+class _Transfer:
+    """One read or write, cut into requests; the last request to end settles the future."""
+
+    def __init__(self, link: Link, file: StoreFile, memory: memoryview, position: int) -> None:
+        self._link = link
+        self._file = file
+        self._memory = memory
+        self._position = position
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._moved_bytes = 0
+        self._error: BaseException | None = None
+        self._future: Future[int] = Future()
+
+    def start(self, threads: Threads, request_bytes: int) -> Future[int]:
+        future, memory = self._future, self._memory
+        future.set_running_or_notify_cancel()  # a cancelled future would hide that the memory is in use
+        starts = range(0, memory.nbytes, request_bytes)
+        self._pending = len(starts)
+        for start in starts:
+            part = memory[start : start + request_bytes]
+            threads.submit(_Request(self, self._file, part, self._position + start))
+        return future
+
+    def run(self, request: _Request) -> None:
+        moved_bytes = 0
+        if self._error is None:
+            try:
+                self._link.perform(request)
+                moved_bytes = request.memory.nbytes
+            except BaseException as error:  # whatever it is, the one who waits must learn of it
+                self._error = error
+        with self._lock:
+            self._moved_bytes += moved_bytes
+            self._pending -= 1
+            last = not self._pending
+        if last:
+            self._settle()
+
+    def _settle(self) -> None:
+        # Only now, also after an error: until the last request ends, the disk may still write into the memory.
+        future, error = self._future, self._error
+        if isinstance(error, StoreError) and self._link.verb == "write":
+            error = self._whole_or_not(error)
+        self._link.end(self._moved_bytes)
+        del self._future, self._error  # the error's frames hold this transfer: a cycle that would keep memory alive
+        if error is None:
+            future.set_result(self._moved_bytes)
+        else:
+            future.set_exception(error)
+
+    def _whole_or_not(self, error: StoreError) -> StoreError:
+        kept = self._file.keep_in_cache(self._link.move, self._memory, self._position)
+        what = "Until it is written again " + ("only the page cache has all of it" if kept else "a part of it is old")
+        told = StoreError(error.errno, f"{error.strerror}. {what}")
+        told.__cause__ = error.__cause__
+        return told
