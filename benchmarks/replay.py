@@ -4,13 +4,16 @@ A trace is the device's part of one training step, a list of {"blocks": [...], "
 repeated. Without files, steps of a GPT are made up: forward through n blocks and backward again. Every row replays
 `Residency` itself. `immediate` answers a fetch at once; `delay k` answers it k uses later, or when a use has to wait
 for it. `renewed` says that every block is rewritten between two steps, so that what survives on the device has to be
-fetched anew, once. Nothing is timed: the numbers are counts, and the same on every machine.
+fetched anew, once. Those numbers are counts, and the same on every machine.
+
+With `--speed` the simulator runs a step of 1024 blocks instead, and the processor time it takes is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +24,9 @@ from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.optimum import fewest_bytes
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.residency import Residency
+from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Schedule, Tier
+from hetmem.planning import load_profile
 
 STEPS = 10
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -188,11 +193,79 @@ def table(trace: Trace, slot_bytes: int) -> str:
     return "\n".join([*lines, ""])
 
 
+SPEED_BLOCKS, SPEED_OPERATORS = 1024, 4
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast decisions were made: in all of the simulator, and per operator."""
+
+    events_per_second: float
+    seconds_per_operator: float
+    fetches: int
+
+
+def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int = 3) -> Speed:
+    """`steps` steps of `trace` on the simulator, with `slots` slots of the device and a little compute per operator.
+
+    `nvme`: homes are there, and each block passes through staging. Every third block has a span of `span`.
+    """
+    seconds, size = 1e-3, 64 << 20
+    hardware = load_profile("h100")
+    traffic = SimulatedTraffic({Tier.DEVICE: slots, Tier.HOST: 48 * nvme}, hardware)
+    for block in range(trace.blocks):
+        home = Tier.NVME if nvme else Tier.HOST
+        traffic.add(Block(f"block {block}", home, span if block % 3 == 0 else 1), size)
+    half = len(trace.uses) // 2
+    segments = (trace.uses[:half], trace.uses[half:])
+    events, began = 0, 0.0
+    for step in range(steps):
+        if step == 1:
+            events, began = traffic.events, time.process_time()
+        for now, later in (segments, segments[::-1]):
+            host = Schedule([(block,) for use in now + later for block in use]) if nvme else Schedule()
+            traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(now + later, segment=len(now))))
+            traffic.execute(traffic.residency.expect(Tier.HOST, host))
+            for blocks in now:
+                traffic.poll()
+                traffic.residency.reach(blocks, Tier.DEVICE)
+                for block in blocks:
+                    traffic.acquire(block, Tier.DEVICE)
+                traffic.now += seconds
+                for block in blocks:
+                    traffic.release(block, Tier.DEVICE)
+    spent = time.process_time() - began
+    operators = (steps - 1) * len(trace.uses)
+    return Speed((traffic.events - events) / spent, spent / operators, sum(traffic.residency.counts.fetches.values()))
+
+
+def speeds() -> str:
+    """A Markdown table: the simulator's speed with more and more of the blocks on the device."""
+    trace = gpt(SPEED_BLOCKS, operators=SPEED_OPERATORS, tied=True, straddling=True)
+    lines = [
+        f"### Speed: {trace.name} ({len(trace.uses)} uses a step)",
+        "",
+        "| slots | homes | spans | events/s | µs an operator | fetches |",
+        "|---:|---|---|---:|---:|---:|",
+    ]
+    for slots, nvme, span in ((1100, False, 1), (480, False, 1), (30, False, 1), (480, True, 1), (480, False, 2)):
+        speed = simulate(trace, slots, nvme=nvme, span=span)
+        lines.append(
+            f"| {slots} | {'NVMe' if nvme else 'host'} | {'1' if span == 1 else f'1, 1, {span}'} | "
+            f"{speed.events_per_second:,.0f} | {speed.seconds_per_operator * 1e6:.1f} | {speed.fetches} |"
+        )
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--slot-bytes", type=int, default=64 << 20, help="bytes of a slot on the device")
+    parser.add_argument("--speed", action="store_true", help="time the simulator instead")
     arguments = parser.parse_args()
+    if arguments.speed:
+        print(speeds())
+        return
     traces = [load(path) for path in arguments.traces] or [
         gpt(24, operators=1, tied=False, straddling=False),
         gpt(24, operators=4, tied=True, straddling=True),

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from hetmem.plan.order import Key, Order
 from hetmem.plan.policy import CopyFacts, EvictionPolicy
 from hetmem.plan.slots import SlotMap
 from hetmem.plan.trace import NEVER, Schedule, Tier
-
-Rank = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ class CopyState(Enum):
 @dataclass(slots=True)
 class Copy:
     """A copy on DEVICE or in HOST staging. `uses` > 0 keeps it where it is; `waiting` of them want a WAITING one.
-    `load` is False while its content is undefined, because it will be overwritten."""
+    `load` is False while its content is undefined, because it will be overwritten. `number` counts the copies of a
+    cache in the order in which they came."""
 
     state: CopyState
     slot: int = -1
@@ -48,6 +48,7 @@ class Copy:
     load: bool = True
     last_use: int = 0
     fetched: int = 0
+    number: int = 0
 
     @property
     def idle(self) -> bool:
@@ -58,94 +59,221 @@ class Copy:
 class Cache:
     """The copies on `tier`, by block number. `limit` of the `slots` may be taken, those of loads in flight included.
 
-    `nearer` are the copies of the next faster tier: what lies there too is the cheaper one to lose here.
+    `nearer` is the next faster tier: what lies there too is the cheaper one to lose here. Whoever changes a copy in a
+    way that an eviction or a policy may know of says so with `touch(block)`.
     """
 
     def __init__(
-        self, tier: Tier, count: int, blocks: Sequence[Block], policy: EvictionPolicy, nearer: Container[int] = ()
+        self, tier: Tier, count: int, blocks: Sequence[Block], policy: EvictionPolicy, nearer: Cache | None = None
     ) -> None:
         self.tier = tier
         self.slots = SlotMap(count)
         self.limit = count
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
+        self.loading = 0
+        self.writing: dict[int, Copy] = {}
         self._blocks = blocks
         self._policy = policy
-        self._nearer = nearer
+        self._nearer: Container[int] = nearer.copies if nearer is not None else ()
+        self._farther: Cache | None = None
+        self._added = 0
+        self._present_until = 0
+        self._changed: set[int] = set()
+        self.touch = self._changed.add
+        self._demand = Order(self.copies, self._demand_key)
+        self._ahead = Order(self.copies, self._ahead_key)
+        if nearer is not None:
+            nearer._farther = self
+
+    # ---- copies ------------------------------------------------------------------------------------------------
+
+    def add(self, block: int, copy: Copy) -> Copy:
+        """`copy` is the one of `block` here from now on."""
+        copy.number = self._added = self._added + 1
+        self.copies[block] = copy
+        if self._farther is not None:
+            self._farther.touch(block)
+        return copy
+
+    def remove(self, block: int) -> Copy:
+        """There is no copy of `block` here any more; returns what was."""
+        self._present_until = 0
+        copy = self.copies.pop(block)
+        self.touch(block)
+        if self._farther is not None:
+            self._farther.touch(block)
+        return copy
 
     def writing_slots(self) -> int:
         """Slots that become free when the writes in flight are done."""
-        copies = self.copies.items()
-        return sum(self._blocks[block].span for block, copy in copies if copy.writing and copy.uses == 0)
+        return sum(self._span(block) for block, copy in self.writing.items() if copy.uses == 0)
 
-    def loading(self) -> int:
-        """How many copies are in flight to this tier."""
-        return sum(copy.state is CopyState.LOADING for copy in self.copies.values())
+    # ---- the schedule ------------------------------------------------------------------------------------------
 
-    def idle(self) -> dict[int, Rank]:
-        """The policy's ranks of everything that may be given up."""
-        return {block: self._policy.rank(self._facts(block, copy)) for block, copy in self.copies.items() if copy.idle}
+    def expect(self, schedule: Schedule) -> None:
+        """`schedule` is what comes next."""
+        self.schedule = schedule
+        self._present_until = 0
+        self._demand.renew()
+        self._ahead.renew()
 
-    def harmless(self, needed_at: int) -> dict[int, Rank]:
-        """The ranks of what may be given up now for a block that is needed at `needed_at`.
+    def reach(self, blocks: tuple[int, ...]) -> None:
+        """A use of `blocks` begins. Next uses change for what was passed, and for what was waited for."""
+        schedule = self.schedule
+        waited_for, before = schedule.now(), schedule.position
+        if not schedule.reach(blocks):
+            return
+        first, last = before, schedule.position
+        if last < first:
+            self._present_until = 0
+            first, last = last, first
+        self._changed.update(waited_for, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
+
+    def meet(self, block: int) -> None:
+        """`block` of the use just reached is there."""
+        self.schedule.meet(block)
+        self.touch(block)
+
+    def missing(self, lookahead: int) -> list[int]:
+        """The blocks without a copy among those of the next `lookahead` uses, each once, in order.
+
+        Uses whose blocks are all here are looked at once: until something is removed they need no second look.
+        """
+        schedule, copies = self.schedule, self.copies
+        start, end = schedule.position, schedule.horizon(lookahead)
+        if start < self._present_until:
+            start = self._present_until
+        if start >= end:
+            return []
+        missing: dict[int, None] = {}
+        for at, blocks in enumerate(schedule.between(start, end), start):
+            for block in blocks:
+                if block not in copies:
+                    missing[block] = None
+            if not missing:
+                self._present_until = at + 1
+        return list(missing)
+
+    # ---- what to give up ---------------------------------------------------------------------------------------
+
+    def victims(self, span: int, spared: Collection[int]) -> list[int]:
+        """What has to go for `span` free slots in a row, by the policy's rank and without `spared`; empty if that
+        cannot be done now. Dirty copies are among them: they have to be written first."""
+        return self._victims(self._demand, span, None, spared)
+
+    def harmless_victims(self, span: int, needed_at: int) -> list[int]:
+        """What may be given up now for a block of `span` slots that is needed at `needed_at`.
 
         On the device only what MIN would give up then: if a copy that is used before is the one used furthest after
         `needed_at`, its turn must be waited for. So prefetching costs no fetch that demand would not. In HOST staging
         the optimizer scans its states round and round, where MIN's choice is always the block just used, and waiting
         for it would leave no read behind compute; there, anything needed later gives way.
         """
-        ranks, awaited, schedule = {}, 0, self.schedule
-        waits, now = self.tier is Tier.DEVICE, schedule.now()
-        for block, copy in self.copies.items():
-            if copy.dirty:
-                continue
-            coming = schedule.next_use(block)
-            if waits and (coming < needed_at or (copy.uses and block in now)):
-                awaited = max(awaited, schedule.next_use(block, needed_at))
-            elif coming > needed_at and copy.idle:
-                ranks[block] = (coming, -copy.last_use)
-        return {block: rank for block, rank in ranks.items() if rank[0] >= awaited}
-
-    def victims(self, span: int, ranks: dict[int, Rank]) -> list[int]:
-        """Which of the ranked blocks have to go for `span` free slots in a row; empty if that cannot be done now."""
-        victims: list[int] = []
-        if span > 1 and self.slots.find(span) is None:
-            windows = [window for window in self.slots.windows(span) if all(block in ranks for block in window)]
-            if not windows:
-                return []
-            victims = max(windows, key=lambda window: min(ranks[block] for block in window))
-        missing = self.slots.used + span - self.limit - sum(self._blocks[block].span for block in victims)
-        others = {block: rank for block, rank in ranks.items() if block not in victims}
-        more = self._furthest(others, missing)
-        return victims + more if sum(self._blocks[block].span for block in more) >= missing else []
+        if needed_at >= NEVER:
+            return []
+        lowest = needed_at + 1
+        if self.tier is Tier.DEVICE:
+            lowest = max(lowest, self._awaited(needed_at))
+        return self._victims(self._ahead, span, -lowest, ())
 
     def excess(self) -> list[int]:
         """What has to go because more than `limit` slots are taken, as far as it may and no write makes room."""
         excess = self.slots.used - self.limit
+        if excess > 0:
+            excess -= self.writing_slots()
         if excess <= 0:
             return []
-        return self._furthest(self.idle(), excess - self.writing_slots())
+        return self._without_needless(self._up_to_date(self._demand).least(excess, self._span), excess)
 
-    def _furthest(self, ranks: dict[int, Rank], slots: int) -> list[int]:
-        """The blocks of greatest rank that take `slots` slots together, and none that is not needed for that: behind
-        a large one that was the last to be chosen, smaller ones may stay. All of them if they do not suffice."""
-        chosen = []
-        for block in sorted(ranks, key=lambda block: ranks[block], reverse=True):
-            if slots <= 0:
-                break
-            chosen.append(block)
-            slots -= self._blocks[block].span
+    def _awaited(self, needed_at: int) -> int:
+        """The furthest use, from `needed_at` on, of a copy that is used before; its turn comes then."""
+        schedule, copies = self.schedule, self.copies
+        now = schedule.now()
+        awaited = 0
+        for block in now:
+            copy = copies.get(block)
+            if copy is not None and (copy.uses or schedule.next_use(block) < needed_at):
+                awaited = max(awaited, schedule.next_use(block, needed_at))
+        if False:
+            before = [block for block in copies if schedule.next_use(block) < needed_at]
+        else:
+            before = [block for use in schedule.between(schedule.position, needed_at) for block in use]
+        for block in before:
+            if block in copies:
+                awaited = max(awaited, schedule.next_use(block, needed_at))
+        return awaited
+
+    def _up_to_date(self, order: Order) -> Order:
+        """`order`, told of what has changed since either was asked."""
+        self._demand.touch(self._changed)
+        self._ahead.touch(self._changed)
+        self._changed.clear()
+        return order
+
+    def _victims(self, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
+        victims: list[int] = []
+        if span > 1 and self.slots.find(span) is None:
+            victims = self._window(order, span, most, spared)
+            if not victims:
+                return []
+        missing = self.slots.used + span - self.limit - sum(map(self._span, victims))
+        if missing <= 0:
+            return victims
+        more = self._up_to_date(order).least(missing, self._span, most, {*spared, *victims} if victims else spared)
+        more = self._without_needless(more, missing)
+        return victims + more if sum(map(self._span, more)) >= missing else []
+
+    def _window(self, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
+        """The place for `span` slots whose blocks are needed last, by the first of them that is needed again."""
+        known: dict[int, Key | None] = {}
+        best: list[int] = []
+        least: Key | None = None
+        for window in self.slots.windows(span):
+            first: Key = ()
+            for block in window:
+                if block not in known:
+                    key = None if block in spared else order.key(block)
+                    known[block] = None if key is None or (most is not None and key[0] > most) else key
+                key = known[block]
+                if key is None:
+                    break
+                first = max(first, key[:-1])
+            else:
+                if least is None or first < least:
+                    best, least = window, first
+        return best
+
+    def _without_needless(self, chosen: list[int], slots: int) -> list[int]:
+        """`chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the last
+        to be chosen, smaller ones may stay."""
+        spare = sum(map(self._span, chosen)) - slots
+        if spare <= 0:
+            return chosen
         for block in reversed(chosen):
-            if slots + self._blocks[block].span <= 0:
-                chosen.remove(block)
-                slots += self._blocks[block].span
+            if self._span(block) <= spare:
+                spare -= self._span(block)
+                chosen = [other for other in chosen if other != block]
         return chosen
 
-    def _facts(self, block: int, copy: Copy) -> CopyFacts:
+    def _span(self, block: int) -> int:
+        return self._blocks[block].span
+
+    def _demand_key(self, block: int) -> Key | None:
+        copy = self.copies.get(block)
+        if copy is None or not copy.idle:
+            return None
         next_use = self.schedule.next_use(block)
         if next_use != NEVER and block in self._nearer:
             next_use = NEVER - 1
-        return CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
+        rank = self._policy.rank(CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty))
+        return (*(-value for value in rank), copy.number)
+
+    def _ahead_key(self, block: int) -> Key | None:
+        copy = self.copies.get(block)
+        if copy is None or copy.dirty or not copy.idle:
+            return None
+        return -self.schedule.next_use(block), copy.last_use, copy.number
 
     def check(self) -> None:
         """Raise `AssertionError` where copies and slots disagree."""

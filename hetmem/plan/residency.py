@@ -45,20 +45,20 @@ class Residency:
         self._in_flight = in_flight
         policy = policy or NextUse()
         device = Cache(Tier.DEVICE, slots.get(Tier.DEVICE, 0), self.blocks, policy)
-        host = Cache(Tier.HOST, slots.get(Tier.HOST, 0), self.blocks, policy, nearer=device.copies)
-        self._caches = {Tier.DEVICE: device, Tier.HOST: host}
+        host = Cache(Tier.HOST, slots.get(Tier.HOST, 0), self.blocks, policy, nearer=device)
+        self._caches = (device, host)
         self._waiting: list[tuple[Tier, int]] = []
         self._flying = 0
         self._suspended: set[int] = set()
         self._tick = 0
-        self._history: dict[int, deque[str]] = {}
+        self._history: list[deque[tuple[int, str]]] = []
 
     # ---- facts -------------------------------------------------------------------------------------------------
 
     def add(self, block: Block) -> int:
         """Register `block`; returns its number."""
         self.blocks.append(block)
-        self._history[len(self.blocks) - 1] = deque(maxlen=24)
+        self._history.append(deque(maxlen=24))
         return len(self.blocks) - 1
 
     def state(self, block: int, tier: Tier) -> CopyState | None:
@@ -120,7 +120,7 @@ class Residency:
 
     def reach(self, blocks: tuple[int, ...], tier: Tier) -> None:
         """A use of `blocks` at once begins on `tier`: each is acquired next. Says where in the schedule that is."""
-        self._caches[tier].schedule.reach(blocks)
+        self._caches[tier].reach(blocks)
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> list[Command]:
         """Use `block` on `tier`: one more use, and commands that bring it there. It is there once its state is VALID.
@@ -131,16 +131,17 @@ class Residency:
         commands: list[Command] = []
         self._tick += 1
         self.counts.acquires += 1
-        self._caches[tier].schedule.meet(block)
-        copy = self._caches[tier].copies.get(block)
+        cache = self._caches[tier]
+        cache.meet(block)
+        copy = cache.copies.get(block)
         if copy is not None and copy.state is CopyState.VALID:
             copy.uses += 1
             copy.last_use = self._tick
-            self._prefetch(tier, commands)
+            self._prefetch(cache, commands)
             return commands
         self.counts.faults[tier] += load
         if copy is None:
-            copy = self._caches[tier].copies[block] = Copy(CopyState.WAITING, load=load)
+            copy = cache.add(block, Copy(CopyState.WAITING, load=load))
         elif copy.state is CopyState.STALE:
             copy.state = CopyState.WAITING
             copy.load = load
@@ -153,7 +154,7 @@ class Residency:
                 self._waiting.append((tier, block))
                 self._note(block, f"acquire on {tier.name}")
         self._progress(commands)
-        self._prefetch(tier, commands)
+        self._prefetch(cache, commands)
         return commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
@@ -168,21 +169,23 @@ class Residency:
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
         """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
-        copy = self._caches[tier].copies.get(block)
+        cache = self._caches[tier]
+        copy = cache.copies.get(block)
         changeable = tier is Tier.HOST and copy is not None and copy.state is CopyState.VALID and not copy.writing
         if copy is None or copy.uses <= copy.waiting or (dirty and not changeable):
             raise self._illegal(block, tier, f"release(dirty={dirty})", copy)
         copy.uses -= 1
+        cache.touch(block)
         if dirty:
             copy.dirty = copy.load = True
             self._note(block, "dirty")
         commands: list[Command] = []
         if copy.uses == 0 and (copy.state is CopyState.STALE or not copy.load):
             self._drop(tier, block, commands)
-        self._enforce_limit(self._caches[tier], commands)
+        self._enforce_limit(cache, commands)
         if self._waiting:
             self._progress(commands)
-        self._prefetch(tier, commands)
+        self._prefetch(cache, commands)
         return commands
 
     def settle(self, block: int) -> list[Command]:
@@ -221,9 +224,9 @@ class Residency:
 
     def expect(self, tier: Tier, schedule: Schedule) -> list[Command]:
         """`schedule` is what comes next on `tier`; prefetching starts."""
-        self._caches[tier].schedule = schedule
+        self._caches[tier].expect(schedule)
         commands: list[Command] = []
-        self._prefetch(tier, commands)
+        self._prefetch(self._caches[tier], commands)
         return commands
 
     def suspend(self, block: int) -> None:
@@ -235,14 +238,14 @@ class Residency:
         self._suspended.discard(block)
         commands: list[Command] = []
         self._progress(commands)
-        self._prefetch(Tier.DEVICE, commands)
+        self._prefetch(self._caches[Tier.DEVICE], commands)
         return commands
 
     def prefetch(self, block: int, tier: Tier) -> list[Command]:
         """Bring `block` to `tier` without using it, if that harms nothing more urgent."""
         commands: list[Command] = []
         if not self._waiting and block not in self._caches[tier].copies:
-            self._prefetch_one(tier, block, commands)
+            self._prefetch_one(self._caches[tier], block, commands)
         return commands
 
     def done(self, command: Fetch | Write) -> list[Command]:
@@ -250,17 +253,18 @@ class Residency:
         copy = self._answered(command, "done")
         commands: list[Command] = []
         if isinstance(command, Write):
-            copy.writing = copy.dirty = False
+            copy.dirty = False
             self._note(command.block, "written")
         else:
             copy.state = CopyState.VALID
             self._note(command.block, f"valid on {command.target.name}")
             self._end_feeding(command)
-        for cache in self._caches.values():
+        for cache in self._caches:
             self._enforce_limit(cache, commands)
-        self._progress(commands)
-        for tier in self._caches:
-            self._prefetch(tier, commands)
+        if self._waiting:
+            self._progress(commands)
+        for cache in self._caches:
+            self._prefetch(cache, commands)
         return commands
 
     def failed(self, command: Fetch | Write) -> list[Command]:
@@ -269,7 +273,6 @@ class Residency:
         copy = self._answered(command, "failed")
         commands: list[Command] = []
         if isinstance(command, Write):
-            copy.writing = False
             self._note(command.block, "write failed")
         else:
             self._end_feeding(command)
@@ -277,7 +280,7 @@ class Residency:
             copy.state = CopyState.STALE
             if copy.uses == 0:
                 self._drop(command.target, command.block, commands)
-            for cache in self._caches.values():
+            for cache in self._caches:
                 self._enforce_limit(cache, commands)
         self._progress(commands)
         return commands
@@ -287,13 +290,20 @@ class Residency:
     def _answered(self, command: Fetch | Write, event: str) -> Copy:
         """The copy that `command` moved, which is not in flight any more."""
         tier = Tier.HOST if isinstance(command, Write) else command.target
-        copy = self._caches[tier].copies.get(command.block)
+        cache = self._caches[tier]
+        copy = cache.copies.get(command.block)
         in_flight = copy is not None and (
             copy.writing if isinstance(command, Write) else copy.state is CopyState.LOADING
         )
         if copy is None or not in_flight or copy.slot != command.slot:
             raise self._illegal(command.block, tier, f"{command} {event}", copy)
         self._flying -= 1
+        if isinstance(command, Write):
+            copy.writing = False
+            del cache.writing[command.block]
+        else:
+            cache.loading -= 1
+        cache.touch(command.block)
         return copy
 
     def _progress(self, commands: list[Command]) -> None:
@@ -330,9 +340,12 @@ class Residency:
         copy.state = CopyState.LOADING
         copy.load = True
         self._flying += 1
+        self._caches[tier].loading += 1
+        self._caches[tier].touch(block)
         self.counts.fetches[tier] += 1
         if source is Tier.HOST and self.blocks[block].home is Tier.NVME:
             self._caches[Tier.HOST].copies[block].uses += 1
+            self._caches[Tier.HOST].touch(block)
         self._note(block, f"fetch {source.name}->{tier.name}")
         commands.append(Fetch(block, source, tier, copy.slot))
 
@@ -340,7 +353,7 @@ class Residency:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
         staged = self._caches[Tier.HOST].copies.get(block)
         if staged is None:
-            staged = self._caches[Tier.HOST].copies[block] = Copy(CopyState.WAITING)
+            staged = self._caches[Tier.HOST].add(block, Copy(CopyState.WAITING))
         elif staged.state is CopyState.STALE:
             staged.state = CopyState.WAITING
         if staged.state is CopyState.WAITING:
@@ -348,7 +361,7 @@ class Residency:
                 slot = self._make_room(Tier.HOST, self.blocks[block].span, commands)
                 if slot is None:
                     if staged.uses == 0:
-                        del self._caches[Tier.HOST].copies[block]
+                        self._caches[Tier.HOST].remove(block)
                     return False
                 staged.slot = slot
                 self._caches[Tier.HOST].slots.take(slot, self.blocks[block].span, block)
@@ -360,6 +373,7 @@ class Residency:
     def _end_feeding(self, command: Fetch) -> None:
         if command.source is Tier.HOST and self.blocks[command.block].home is Tier.NVME:
             self._caches[Tier.HOST].copies[command.block].uses -= 1
+            self._caches[Tier.HOST].touch(command.block)
 
     def _make_room(self, tier: Tier, span: int, commands: list[Command], needed_at: int | None = None) -> int | None:
         """The first of `span` free slots in a row, giving up idle copies for it; None if that must wait.
@@ -370,14 +384,14 @@ class Residency:
         slot = cache.slots.find(span) if cache.slots.used + span <= cache.limit else None
         if slot is not None:
             return slot
-        if needed_at is None and cache.writing_slots() >= span:
+        if needed_at is not None:
+            victims, dirty = cache.harmless_victims(span, needed_at), []
+        elif cache.writing_slots() >= span:
             return None  # a write on its way makes room
-        ranks = cache.idle() if needed_at is None else cache.harmless(needed_at)
-        for waiting_tier, block in self._waiting:
-            if waiting_tier is not tier:
-                ranks.pop(block, None)  # it is staged for that request: two could take it from each other for ever
-        victims = cache.victims(span, ranks)
-        dirty = [block for block in victims if cache.copies[block].dirty]
+        else:
+            # What is staged for another request is spared: two could take it from each other for ever.
+            victims = cache.victims(span, {block for other, block in self._waiting if other is not tier})
+            dirty = [block for block in victims if cache.copies[block].dirty]
         for block in dirty:
             self._write(block, cache.copies[block], commands)
         if dirty or not victims:
@@ -393,38 +407,34 @@ class Residency:
             else:
                 self._evict(cache.tier, block, commands)
 
-    def _prefetch(self, tier: Tier, commands: list[Command]) -> None:
+    def _prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing (waiting requests go first)."""
-        if self._waiting:
+        if self._waiting or cache.loading >= self._in_flight:
             return
-        copies = self._caches[tier].copies
-        missing = [block for block in self._caches[tier].schedule.upcoming(self._lookahead) if block not in copies]
-        if not missing:
-            return
-        flying = self._caches[tier].loading()
-        for block in dict.fromkeys(missing):
-            if flying >= self._in_flight or not self._prefetch_one(tier, block, commands):
+        flying = cache.loading
+        for block in cache.missing(self._lookahead):
+            if flying >= self._in_flight or not self._prefetch_one(cache, block, commands):
                 return
             flying += 1
 
-    def _prefetch_one(self, tier: Tier, block: int, commands: list[Command]) -> bool:
+    def _prefetch_one(self, cache: Cache, block: int, commands: list[Command]) -> bool:
+        tier = cache.tier
         if tier is Tier.DEVICE and block in self._suspended:
             return True
         home, span = self.blocks[block].home, self.blocks[block].span
-        needed_at = self._caches[tier].schedule.next_use(block)
         if home <= tier:
             return True
         if tier is Tier.DEVICE and home is Tier.NVME:
             staged = self._caches[Tier.HOST].copies.get(block)
             if staged is None:
-                return self._prefetch_one(Tier.HOST, block, commands)
+                return self._prefetch_one(self._caches[Tier.HOST], block, commands)
             if staged.state is not CopyState.VALID:
                 return False
-        slot = self._make_room(tier, span, commands, needed_at)
+        slot = self._make_room(tier, span, commands, cache.schedule.next_use(block))
         if slot is None:
             return False
-        self._caches[tier].slots.take(slot, span, block)
-        copy = self._caches[tier].copies[block] = Copy(CopyState.WAITING, slot=slot, last_use=self._tick)
+        cache.slots.take(slot, span, block)
+        copy = cache.add(block, Copy(CopyState.WAITING, slot=slot, last_use=self._tick))
         source = Tier.HOST if tier is Tier.DEVICE else Tier.NVME
         self._start(tier, block, copy, source, commands)
         return True
@@ -432,6 +442,8 @@ class Residency:
     def _write(self, block: int, copy: Copy, commands: list[Command]) -> None:
         copy.writing = True
         self._flying += 1
+        self._caches[Tier.HOST].writing[block] = copy
+        self._caches[Tier.HOST].touch(block)
         self.counts.writes += 1
         self._note(block, "write")
         commands.append(Write(block, copy.slot))
@@ -441,7 +453,7 @@ class Residency:
         self._drop(tier, block, commands)
 
     def _drop(self, tier: Tier, block: int, commands: list[Command]) -> None:
-        copy = self._caches[tier].copies.pop(block)
+        copy = self._caches[tier].remove(block)
         if copy.dirty:
             raise self._illegal(block, tier, "dropping a dirty copy", copy)
         if copy.slot >= 0:
@@ -458,11 +470,12 @@ class Residency:
         self._waiting.remove((tier, block))
         if copy.slot >= 0:
             copy.state = CopyState.STALE  # it had a stale copy before it asked
+            self._caches[tier].touch(block)
         else:
-            del self._caches[tier].copies[block]
+            self._caches[tier].remove(block)
 
     def _note(self, block: int, what: str) -> None:
-        self._history[block].append(f"{self._tick}: {what}")
+        self._history[block].append((self._tick, what))
 
     def _no_room(self, block: int, tier: Tier) -> str:
         held = [self.blocks[b].label for b, copy in self._caches[tier].copies.items() if not copy.idle]
@@ -473,15 +486,16 @@ class Residency:
         )
 
     def _illegal(self, block: int, tier: Tier, event: str, copy: Copy | None) -> StateError:
-        history = "; ".join(self._history.get(block, ()))
+        history = "; ".join(f"{tick}: {what}" for tick, what in self._history[block])
         return StateError(f"{self.blocks[block].label}: {event} on {tier.name}, copy is {copy}; history: {history}")
 
     # ---- invariants --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise `AssertionError` if an invariant of the state machine does not hold (for tests and `sanitize`)."""
-        for tier, cache in self._caches.items():
+        for cache in self._caches:
             cache.check()
+            tier = cache.tier
             for block, copy in cache.copies.items():
                 waits = (tier, block) in self._waiting
                 assert waits == (copy.state is CopyState.WAITING) == (copy.waiting > 0), "a wait is lost"

@@ -12,20 +12,27 @@ from collections.abc import Iterator
 
 
 class SlotMap:
-    """Occupancy of `count` slots; `used` of them are taken."""
+    """Occupancy of `count` slots; `used` of them are taken. The free ones are bits of one number, which makes looking
+    for a place a few operations on words."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.used = 0
         self._owner: list[int | None] = [None] * count
+        self._free = (1 << count) - 1
+        self._starts_of: dict[int, int] = {}
 
     def find(self, span: int) -> int | None:
         """The first slot of `span` free ones in a row, at a multiple of `span`, or None."""
-        owner = self._owner
+        free = self._free
         if span == 1:
-            return next((slot for slot in range(self.count) if owner[slot] is None), None)
-        free = (slot for slot in self._starts(span) if all(block is None for block in owner[slot : slot + span]))
-        return next(free, None)
+            return (free & -free).bit_length() - 1 if free else None
+        starts = self._starts_of.get(span)
+        if starts is None:
+            starts = self._starts_of[span] = sum(1 << slot for slot in self._starts(span))
+        for shift in range(span):
+            starts &= free >> shift
+        return starts.bit_length() - 1 if starts else None
 
     def windows(self, span: int) -> Iterator[list[int]]:
         """The distinct blocks in every place for `span` slots, from the high end."""
@@ -38,13 +45,16 @@ class SlotMap:
 
     def take(self, slot: int, span: int, block: int) -> None:
         """`block` takes `span` free slots from `slot` on."""
-        assert all(owner is None for owner in self._owner[slot : slot + span]), f"slot {slot} is taken"
+        bits = ((1 << span) - 1) << slot
+        assert self._free & bits == bits, f"slot {slot} is taken"
         self._owner[slot : slot + span] = [block] * span
+        self._free ^= bits
         self.used += span
 
     def give(self, slot: int, span: int) -> None:
         """`span` taken slots from `slot` on become free."""
         self._owner[slot : slot + span] = [None] * span
+        self._free |= ((1 << span) - 1) << slot
         self.used -= span
 
     def owners(self) -> list[int | None]:

@@ -11,7 +11,7 @@ own and never shift another one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -87,10 +87,16 @@ class Schedule:
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
         one as long as the trace is followed. False, and nothing moves, if none is known."""
+        count = len(self.uses)
+        at = self.position % count if self.periodic else self.position
+        if at < count and self.uses[at] == blocks and self.position < self._segment:  # as expected
+            self.position += 1
+            self._met.clear()
+            self._now = blocks
+            return True
         places = self._places.get(blocks)
         if places is None:
             return False
-        count = len(self.uses)
         lap, inside = divmod(self.position, count) if self.periodic else (0, self.position)
         index = bisect_left(places, inside)
         behind = lap * count + places[index - 1] if index else -1
@@ -145,15 +151,19 @@ class Schedule:
         """The blocks of the use just reached."""
         return self._now
 
-    def upcoming(self, count: int) -> Iterator[int]:
-        """The blocks of the next `count` uses, in order, repeats included."""
+    def horizon(self, count: int) -> int:
+        """The end of the next `count` uses, those known and not behind the barrier."""
         end = self.position + count
-        if not self.periodic:
-            end = min(end, len(self.uses))
-        if self.barrier is not None:
-            end = min(end, self.barrier)
-        for at in range(self.position, end):
-            yield from self.uses[at % len(self.uses)]
+        if not self.periodic and end > len(self.uses):
+            end = len(self.uses)
+        return end if self.barrier is None or end < self.barrier else self.barrier
+
+    def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
+        """The uses from `start` up to `end`, both counted as `position` is."""
+        count = len(self.uses)
+        if not self.periodic or end <= count:
+            return self.uses[start:end]
+        return [self.uses[at % count] for at in range(start, end)]
 
 
 class TraceBook:

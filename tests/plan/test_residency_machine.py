@@ -4,7 +4,8 @@ The model carries commands out on version numbers: a block's home and its copies
 they come from. A `Write` in flight leaves the home torn, a `Fetch` in flight its slot, a `Drop` its slot poisoned; the
 source of a transfer must not change from the command to its answer, at whatever moment in between bytes may move.
 Answers come in any order and may be failures. The rules keep to what the runtime promises (it waits for a copy in
-flight before it overwrites what that is read from), so whatever breaks is the residency's fault.
+flight before it overwrites what that is read from), so whatever breaks is the residency's fault. Every choice of what
+to give up is compared with that of `tests.plan.scanning`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Schedule, Tier
+from tests.plan.scanning import compare
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 TORN = -1  # a home while it is written
@@ -114,8 +116,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.params = len(params)
         self.slots = {DEVICE: device, HOST: host}
         self.limit = dict(self.slots)
-        self.make: Callable[[], Residency] = lambda: Residency(
-            dict(self.slots), POLICIES[policy](), lookahead=lookahead, in_flight=in_flight
+        self.make: Callable[[], Residency] = lambda: compare(
+            Residency(dict(self.slots), POLICIES[policy](), lookahead=lookahead, in_flight=in_flight)
         )
         self.residency = self.make()
         for block in blocks:

@@ -79,7 +79,7 @@ def test_the_next_use_from_any_start_is_the_first_one_there(
     st.lists(st.integers(0, 7), max_size=12),
     st.integers(0, 12),
 )
-def test_upcoming_are_the_next_uses_in_order_up_to_the_barrier(
+def test_between_now_and_the_horizon_lie_the_next_uses_in_order_up_to_the_barrier(
     uses: list[tuple[int, ...]], periodic: bool, barrier: int | None, reached: list[int], count: int
 ) -> None:
     schedule, naive = Schedule(uses, periodic=periodic, barrier=barrier), NaiveSchedule(uses, periodic=periodic)
@@ -87,8 +87,8 @@ def test_upcoming_are_the_next_uses_in_order_up_to_the_barrier(
         schedule.reach(uses[number % len(uses)] if uses else ())
     end = schedule.position + count
     end = min(end, end if barrier is None else barrier)
-    expected = [block for use in naive.uses[schedule.position : max(schedule.position, end)] for block in use]
-    assert list(schedule.upcoming(count)) == expected
+    expected = naive.uses[schedule.position : max(schedule.position, end)]
+    assert list(schedule.between(schedule.position, schedule.horizon(count))) == expected
 
 
 def test_a_block_of_the_present_use_is_used_now_until_it_was_met() -> None:
@@ -131,7 +131,7 @@ def test_no_use_of_a_later_segment_is_taken_for_one_of_this() -> None:
 
 def test_an_empty_schedule_expects_nothing() -> None:
     schedule = Schedule()
-    assert (schedule.next_use(0), schedule.now(), list(schedule.upcoming(8))) == (NEVER, (), [])
+    assert (schedule.next_use(0), schedule.now(), schedule.horizon(8)) == (NEVER, (), 0)
     assert not schedule.reach((0,))
 
 

@@ -1,0 +1,114 @@
+"""What a tier gives up, found by looking at every copy at each question: as it was done first, and now the oracle.
+
+`compare(residency)` makes its caches answer each question both ways and fail where the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hetmem.plan.cache import Cache, CopyState
+from hetmem.plan.policy import CopyFacts
+from hetmem.plan.residency import Residency
+from hetmem.plan.trace import NEVER, Tier
+
+Ranks = dict[int, tuple[int, ...]]
+
+
+def compare(residency: Residency) -> Residency:
+    """The same residency, whose every decision is checked from now on."""
+    for cache in residency._caches:
+        cache.__class__ = ComparedCache
+    return residency
+
+
+class ComparedCache(Cache):
+    """Answers as `Cache` does, once that is what scanning says."""
+
+    def writing_slots(self) -> int:
+        found = super().writing_slots()
+        copies = self.copies.items()
+        assert found == sum(self._blocks[b].span for b, copy in copies if copy.writing and copy.uses == 0)
+        return found
+
+    def missing(self, lookahead: int) -> list[int]:
+        found = super().missing(lookahead)
+        schedule, end = self.schedule, self.schedule.horizon(lookahead)
+        coming = [block for at in range(schedule.position, end) for block in schedule.uses[at % len(schedule.uses)]]
+        assert found == list(dict.fromkeys(block for block in coming if block not in self.copies))
+        assert self.loading == sum(copy.state is CopyState.LOADING for copy in self.copies.values())
+        return found
+
+    def victims(self, span: int, spared: Collection[int]) -> list[int]:
+        found = super().victims(span, spared)
+        ranks = {block: rank for block, rank in scan_idle(self).items() if block not in spared}
+        assert found == scan_victims(self, span, ranks)
+        return found
+
+    def harmless_victims(self, span: int, needed_at: int) -> list[int]:
+        found = super().harmless_victims(span, needed_at)
+        assert found == scan_victims(self, span, scan_harmless(self, needed_at))
+        return found
+
+    def excess(self) -> list[int]:
+        found = super().excess()
+        excess = self.slots.used - self.limit
+        writing = self.writing_slots()
+        assert found == (scan_furthest(self, scan_idle(self), excess - writing) if excess > 0 else [])
+        return found
+
+
+def scan_idle(cache: Cache) -> Ranks:
+    """The policy's ranks of everything that may be given up."""
+    ranks = {}
+    for block, copy in cache.copies.items():
+        if copy.idle:
+            next_use = cache.schedule.next_use(block)
+            if next_use != NEVER and block in cache._nearer:
+                next_use = NEVER - 1
+            ranks[block] = cache._policy.rank(CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty))
+    return ranks
+
+
+def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
+    """The ranks of what may be given up now for a block that is needed at `needed_at`."""
+    ranks, awaited, schedule = {}, 0, cache.schedule
+    waits, now = cache.tier is Tier.DEVICE, schedule.now()
+    for block, copy in cache.copies.items():
+        if copy.dirty:
+            continue
+        coming = schedule.next_use(block)
+        if waits and (coming < needed_at or (copy.uses and block in now)):
+            awaited = max(awaited, schedule.next_use(block, needed_at))
+        elif coming > needed_at and copy.idle:
+            ranks[block] = (coming, -copy.last_use)
+    return {block: rank for block, rank in ranks.items() if rank[0] >= awaited}
+
+
+def scan_victims(cache: Cache, span: int, ranks: Ranks) -> list[int]:
+    """Which of the ranked blocks have to go for `span` free slots in a row; empty if that cannot be done now."""
+    victims: list[int] = []
+    if span > 1 and cache.slots.find(span) is None:
+        windows = [window for window in cache.slots.windows(span) if all(block in ranks for block in window)]
+        if not windows:
+            return []
+        victims = max(windows, key=lambda window: min(ranks[block] for block in window))
+    missing = cache.slots.used + span - cache.limit - sum(cache._blocks[block].span for block in victims)
+    others = {block: rank for block, rank in ranks.items() if block not in victims}
+    more = scan_furthest(cache, others, missing)
+    return victims + more if sum(cache._blocks[block].span for block in more) >= missing else []
+
+
+def scan_furthest(cache: Cache, ranks: Ranks, slots: int) -> list[int]:
+    """The blocks of greatest rank that take `slots` slots together, and none that is not needed for that."""
+    chosen = []
+    for block in sorted(ranks, key=lambda block: ranks[block], reverse=True):
+        if slots <= 0:
+            break
+        chosen.append(block)
+        slots -= cache._blocks[block].span
+    for block in reversed(chosen):
+        if slots + cache._blocks[block].span <= 0:
+            chosen.remove(block)
+            slots += cache._blocks[block].span
+    return chosen

@@ -1,0 +1,133 @@
+"""What is given up is found without looking at every copy: over many runs each decision is that of looking at all."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.order import Order
+from hetmem.plan.policy import FIFO, LRU, NextUse
+from hetmem.plan.residency import Residency
+from hetmem.plan.trace import Schedule, Tier
+from tests.plan.scanning import compare
+
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+
+class Run:
+    """Training steps over a made-up trace, with answers that come late and in any order."""
+
+    def __init__(self, seed: int, policy: Any) -> None:
+        self.random = rng = random.Random(seed)
+        blocks = rng.randint(3, 24)
+        self.planned = isinstance(policy, NextUse)
+        spans = [rng.choice([1, 1, 1, 2, 3]) if seed % 2 else 1 for _ in range(blocks)]
+        self.homes = [rng.choice([HOST, NVME]) for _ in range(blocks)]
+        self.least = 2 * max(spans)
+        self.slots = {tier: rng.randint(self.least, max(self.least, sum(spans))) for tier in (DEVICE, HOST)}
+        self.residency = compare(
+            Residency(self.slots, policy, lookahead=rng.choice([0, 4, 12]), in_flight=rng.choice([1, 2, 4]))
+        )
+        for number, (home, span) in enumerate(zip(self.homes, spans, strict=True)):
+            self.residency.add(Block(f"block {number}", home, span))
+        order = rng.sample(range(blocks), blocks)
+        forward = [(block,) for block in order for _ in range(rng.randint(1, 3))]
+        forward += [tuple(rng.sample(order, 2)) for _ in range(3)]
+        self.trace = forward + forward[::-1]
+        self.pending: deque[Fetch | Write] = deque()
+
+    def carry_out(self, commands: list[Command]) -> None:
+        self.pending.extend(command for command in commands if not isinstance(command, Drop))
+
+    def answer(self) -> None:
+        command = self.pending[self.random.randrange(len(self.pending))]
+        self.pending.remove(command)
+        fails = self.random.random() < 0.03
+        self.carry_out((self.residency.failed if fails else self.residency.done)(command))
+
+    def get(self, block: int, tier: Tier) -> bool:
+        """Acquire; False, with nothing held, if it cannot be had."""
+        residency = self.residency
+        self.carry_out(residency.acquire(block, tier))
+        while (state := residency.state(block, tier)) is not CopyState.VALID:
+            if state is CopyState.STALE:
+                self.carry_out(residency.release(block, tier))
+                return False
+            if not self.pending:
+                residency.withdraw(block, tier)
+                return False
+            self.answer()
+        return True
+
+    def step(self) -> None:
+        rng, residency = self.random, self.residency
+        if self.planned:
+            barrier, segment = rng.choice([None, len(self.trace), 0]), rng.choice([len(self.trace) // 2, 1 << 62])
+            schedule = Schedule(self.trace, periodic=rng.random() < 0.7, barrier=barrier, segment=segment)
+            self.carry_out(residency.expect(DEVICE, schedule))
+            staged = [block for block, home in enumerate(self.homes) if home is NVME]
+            self.carry_out(residency.expect(HOST, Schedule([(block,) for block in staged for _ in range(2)])))
+        for use in self.trace:
+            if rng.random() < 0.1:
+                use = (rng.randrange(len(self.homes)),)
+            if rng.random() < 0.1:
+                self.carry_out(residency.limit(DEVICE, rng.randint(self.least, self.slots[DEVICE])))
+            while self.pending and rng.random() < 0.4:
+                self.answer()
+            residency.reach(use, DEVICE)
+            for block in [block for block in use if self.get(block, DEVICE)]:
+                self.carry_out(residency.release(block, DEVICE))
+        for block, home in enumerate(self.homes):
+            self.update(block, home)
+        while self.pending:
+            self.answer()
+        residency.check()
+
+    def update(self, block: int, home: Tier) -> None:
+        residency = self.residency
+        if home is NVME:
+            residency.reach((block,), HOST)
+            if not self.get(block, HOST):
+                return
+            while residency.writing(block):
+                self.answer()
+            self.carry_out(residency.release(block, HOST, dirty=True))
+        while residency.state(block, DEVICE) is CopyState.LOADING:
+            self.answer()
+        self.carry_out(residency.invalidate(block, DEVICE))
+        self.carry_out(residency.settle(block))
+        self.carry_out(residency.prefetch(block, DEVICE))
+
+
+@pytest.mark.parametrize("policy", [NextUse, LRU, FIFO])
+@pytest.mark.parametrize("seed", range(30))
+def test_every_decision_is_the_one_that_looking_at_all_copies_makes(seed: int, policy: Any) -> None:
+    run = Run(seed, policy())
+    for _ in range(3):
+        run.step()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 3), st.booleans()), max_size=60),
+    st.integers(0, 6),
+)
+def test_an_order_is_that_of_the_present_keys_whatever_they_were_before(
+    changes: list[tuple[int, int | None, bool]], slots: int
+) -> None:
+    keys: dict[int, int | None] = dict.fromkeys(range(6))
+    order = Order(keys, lambda block: None if keys[block] is None else (keys[block] or 0, block))
+    for block, key, asks in changes:
+        keys[block] = key
+        order.touch([block])
+        if asks:
+            expected = sorted((key, block) for block, key in keys.items() if key is not None)
+            assert order.least(slots, lambda _: 1) == [block for _, block in expected][:slots]
+            assert order.least(6, lambda _: 1, most=1) == [block for key, block in expected if key <= 1]
+            assert order.least(2, lambda _: 1, spared={0, 1}) == [b for _, b in expected if b > 1][:2]
