@@ -9,24 +9,32 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory.device import POISON, DevicePool
 from hetmem.memory.mapping import Mapping
+from hetmem.memory.moves import Moves
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Link, Seen
 from hetmem.memory.views import Memory, elements
+from hetmem.memory.ways import Ways, load_ways
 from hetmem.units import format_size, parse_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
+_MAPPED = 2  # cudaHostRegisterMapped: kernels reach it, at the host's own addresses
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
 
 
 class CudaDevice:
-    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's.
+    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's. `ways`: how bytes
+    cross to and from it; None = as `hetmem probe` measured it here, else as is best on most GPUs.
 
     Raises `ManageError` if torch sees no GPU, or not this one.
     """
@@ -35,7 +43,7 @@ class CudaDevice:
     SHARE = 0.9
     """Without a budget: this share of the memory that is free now."""
 
-    def __init__(self, index: int | None = None, memory: int | str | None = None) -> None:
+    def __init__(self, index: int | None = None, memory: int | str | None = None, ways: Ways | None = None) -> None:
         if not torch.cuda.is_available():
             raise ManageError(
                 "torch sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must list the GPU), or "
@@ -46,6 +54,8 @@ class CudaDevice:
             raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
         self.torch_device = torch.device("cuda", index)
         self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
+        self._ways = ways
+        self._registered: list[range] = []
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
@@ -70,7 +80,7 @@ class CudaDevice:
         """
         cudart: Any = torch.cuda.cudart()
         with torch.cuda.device(self.torch_device):
-            error = int(cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE))
+            error = int(cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE | _MAPPED))
         if error:
             with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
                 torch.zeros(1, device=self.torch_device)
@@ -81,7 +91,14 @@ class CudaDevice:
                 stacklevel=2,
             )
             return lambda: None
-        return lambda: cudart.cudaHostUnregister(host.address)
+        registered = range(host.address, host.address + host.nbytes)
+        self._registered.append(registered)
+
+        def unpin() -> None:
+            self._registered.remove(registered)
+            cudart.cudaHostUnregister(host.address)
+
+        return unpin
 
     def peak_bytes(self) -> int:
         """The most that torch's allocator had handed out at one time since the last call."""
@@ -89,9 +106,50 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return peak
 
+    @cached_property
+    def moves(self) -> Moves:
+        """How bytes cross; made with the first of them."""
+        ways = self._ways or load_ways(torch.cuda.get_device_name(self.torch_device), driver_version())
+        return Moves(self.torch_device, self._kernels(), ways, self._is_mapped)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current stream; host memory goes through `moves`."""
+        with torch.no_grad():
+            if self._crosses(source, target):
+                self.moves.copy_in(target, source)
+            else:
+                target.copy_(source)
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """On the current stream; what goes to host memory goes through `moves`."""
+        with torch.no_grad():
+            if self._crosses(arrived, target):
+                self.moves.gradient_out(target, arrived, add=add)
+            elif add:
+                target.add_(arrived)
+            else:
+                target.copy_(arrived)
+
+    def _crosses(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        return source.device != target.device
+
+    def _kernels(self) -> Backend:
+        return backend()
+
+    def _is_mapped(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() in registered for registered in self._registered)
+
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A stream for each direction."""
         return StreamCopier(CudaStreams(self.torch_device), seen, finished)
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver, as it names itself; "unknown" where it says it nowhere."""
+    try:
+        return _DRIVER_VERSION.read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 class CudaPool:

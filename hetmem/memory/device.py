@@ -50,6 +50,16 @@ class Device(Protocol):
         """Unless `watched`: the most that was allocated on it, by anyone in this process, since the last call."""
         ...
 
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Ask for `source`, a home, to be copied to `target`, a slot, on the current stream: both 1-D, contiguous and
+        as long. It is cast to the slot's dtype as `Tensor.copy_` does it; a NaN stays one, with any payload."""
+        ...
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the
+        current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
+        ...
+
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """What moves bytes between host memory and this device."""
         ...
@@ -132,6 +142,19 @@ class SimDevice:
     def peak_bytes(self) -> int:
         """The program is watched instead."""
         return 0
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One pass of the host's."""
+        with torch.no_grad():
+            target.copy_(source)
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """One pass of the host's."""
+        with torch.no_grad():
+            if add:
+                target.add_(arrived)
+            else:
+                target.copy_(arrived)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A thread for each direction."""
