@@ -193,10 +193,10 @@ def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda) -> N
     """Each has streams of its own; the one that asked last may run first."""
     machine = Machine(Ways(weights=Way.COPY_ENGINE, gradients=Way.COPY_ENGINE), None)
     streams = [Stream(), Stream()]
-    gradients = [ordinary(3000, seed=seed).bfloat16() for seed in range(2)]
-    homes = [machine.host(torch.zeros(3000)) for _ in range(2)]
-    sources = [machine.host(ordinary(3000, seed=seed)) for seed in range(2)]
-    targets = [torch.zeros(3000, dtype=torch.bfloat16) for _ in range(2)]
+    gradients = [ordinary(2000, seed=seed).bfloat16() for seed in range(2)]
+    homes = [machine.host(torch.zeros(2000)) for _ in range(2)]
+    sources = [machine.host(ordinary(2000, seed=seed)) for seed in range(2)]
+    targets = [torch.zeros(2000, dtype=torch.bfloat16) for _ in range(2)]
     for index, stream in enumerate(streams):
         with torch.cuda.stream(stream):
             machine.device.copy_in(targets[index], sources[index])
