@@ -56,6 +56,7 @@ class CudaDevice:
         self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
         self._ways = ways
         self._registered: list[range] = []
+        self._refused = ""
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
@@ -84,12 +85,12 @@ class CudaDevice:
         if error:
             with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
                 torch.zeros(1, device=self.torch_device)
-            warnings.warn(
+            self._refused = (
                 f"the driver refused to page-lock {format_size(host.nbytes)} of host memory (CUDA error {error}): "
                 f"copies to and from the GPU will be several times slower. Raise the limit (ulimit -l unlimited; in a "
-                f"container --ulimit memlock=-1), or lower Budget(host=…)",
-                stacklevel=2,
+                f"container --ulimit memlock=-1), or lower Budget(host=…)"
             )
+            warnings.warn(self._refused, stacklevel=2)
             return lambda: None
         registered = range(host.address, host.address + host.nbytes)
         self._registered.append(registered)
@@ -129,6 +130,16 @@ class CudaDevice:
                 target.add_(arrived)
             else:
                 target.copy_(arrived)
+
+    def remarks(self) -> list[str]:
+        """Of page-locking that was refused, and of kernels that are not here."""
+        found = [f"Host memory is not page-locked: {self._refused}."] if self._refused else []
+        if "moves" in self.__dict__ and not self.moves.kernels.native:
+            found.append(
+                f"Weights and gradients are cast by torch's operators, not by kernels of hetmem: "
+                f"{self.moves.kernels.reason}. pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'."
+            )
+        return found
 
     def _crosses(self, source: torch.Tensor, target: torch.Tensor) -> bool:
         return source.device != target.device

@@ -60,6 +60,10 @@ class Device(Protocol):
         current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
         ...
 
+    def remarks(self) -> list[str]:
+        """Sentences for the report: what is slower here than it could be, why, and the way out."""
+        ...
+
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """What moves bytes between host memory and this device."""
         ...
@@ -155,6 +159,10 @@ class SimDevice:
                 target.add_(arrived)
             else:
                 target.copy_(arrived)
+
+    def remarks(self) -> list[str]:
+        """It is as fast as it was told to be."""
+        return []
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A thread for each direction."""

@@ -77,6 +77,7 @@ class Stream:
         self.late = late
         self.device = device
         self.asked: deque[Callable[[], None]] = deque()
+        _cuda.streams.append(self)
 
     def ask(self, work: Callable[[], None]) -> None:
         self.asked.append(work)
@@ -139,6 +140,9 @@ class FakeCuda:
     """
 
     def __init__(self) -> None:
+        global _cuda
+        _cuda = self
+        self.streams: list[Stream] = []
         self.default = Stream(late=False)
         self.current = self.default
         self.free_bytes = 1 << 30
@@ -182,7 +186,8 @@ class FakeCuda:
             raise RuntimeError(f"CUDA error {error}")
 
 
-_cuda = FakeCuda()
+_cuda: FakeCuda
+FakeCuda()
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -192,8 +197,7 @@ def current_stream(device: Any = None) -> Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` as on a machine with one GPU."""
-    global _cuda
-    fake = _cuda = FakeCuda()
+    fake = FakeCuda()
 
     class Cudart:
         cudaHostRegister = staticmethod(fake.host_register)  # noqa: N815
@@ -205,6 +209,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),
         "mem_get_info": lambda device=None: (fake.free_bytes, 2 * fake.free_bytes),
+        "synchronize": lambda device=None: [stream.synchronize() for stream in fake.streams],
+        "get_device_name": lambda device=None: "a fake GPU",
         "memory_reserved": lambda device=None: fake.reserved_bytes,
         "max_memory_allocated": lambda device=None: fake.peak(),
         "reset_peak_memory_stats": lambda device=None: None,
@@ -235,12 +241,20 @@ class LateKernels(ShimBackend):
 
 
 class CpuCuda(CudaDevice):
-    """A `CudaDevice` in all but where its memory is: what lies in registered memory is the host's."""
+    """A `CudaDevice` in all but where its memory is: what lies in registered memory is the host's.
+
+    It takes the ways it is given, or the defaults, or those that were `measured`.
+    """
 
     def __init__(
-        self, memory: int | str | None = None, ways: Ways | None = None, kernels: Backend | None = None
+        self,
+        memory: int | str | None = None,
+        ways: Ways | None = None,
+        kernels: Backend | None = None,
+        *,
+        measured: bool = False,
     ) -> None:
-        super().__init__(0, memory, ways or Ways())
+        super().__init__(0, memory, None if measured else ways or Ways())
         self.torch_device = torch.device("cpu")
         self.kernels = kernels or TorchBackend("a test")
 

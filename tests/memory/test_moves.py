@@ -189,25 +189,26 @@ def test_the_copy_engine_does_not_wait_for_casts_while_a_buffer_is_free(cuda: Fa
     assert len(machine.device.moves._casting.asked) == asked == 2 * 3
 
 
-def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("inwards", [True, False], ids=["weights", "gradients"])
+def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda, inwards: bool) -> None:
     """Each has streams of its own; the one that asked last may run first."""
     machine = Machine(Ways(weights=Way.COPY_ENGINE, gradients=Way.COPY_ENGINE), None)
     streams = [Stream(), Stream()]
-    gradients = [ordinary(2000, seed=seed).bfloat16() for seed in range(2)]
-    homes = [machine.host(torch.zeros(2000)) for _ in range(2)]
-    sources = [machine.host(ordinary(2000, seed=seed)) for seed in range(2)]
-    targets = [torch.zeros(2000, dtype=torch.bfloat16) for _ in range(2)]
-    for index, stream in enumerate(streams):
+    here = [ordinary(2000, seed=seed) for seed in range(2)]
+    sources = [machine.host(data) if inwards else data.bfloat16() for data in here]
+    targets = [torch.zeros(2000).bfloat16() if inwards else machine.host(torch.zeros(2000)) for _ in range(2)]
+    for stream, source, target in zip(streams, sources, targets, strict=True):
         with torch.cuda.stream(stream):
-            machine.device.copy_in(targets[index], sources[index])
-            machine.device.gradient_out(homes[index], gradients[index], add=False)
+            if inwards:
+                machine.device.copy_in(target, source)
+            else:
+                machine.device.gradient_out(target, source, add=False)
     while streams[0].asked or streams[1].asked:
         for stream in reversed(streams):
             if stream.asked:
                 stream.run_one()
-    for index in range(2):
-        assert torch.equal(targets[index], sources[index].bfloat16())
-        assert torch.equal(homes[index], gradients[index].float())
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
