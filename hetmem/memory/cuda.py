@@ -6,6 +6,7 @@ Needs torch with CUDA and nothing else. Importing it starts nothing; making a `C
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
+from hetmem.memory import numa
 from hetmem.memory.device import POISON, DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.moves import Moves
@@ -61,6 +63,17 @@ class CudaDevice:
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
 
+    @cached_property
+    def node(self) -> int | None:
+        """The NUMA node it hangs on; None where there is one node only, or nobody says."""
+        address = pci_address(self.torch_device)
+        return None if address is None else numa.node_of(address)
+
+    @cached_property
+    def cores(self) -> tuple[int, ...]:
+        """Of its NUMA node."""
+        return () if self.node is None else numa.cores_of(self.node)
+
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots that take memory when they are first used."""
         return CudaPool(slot_bytes, slots, self.torch_device)
@@ -77,8 +90,11 @@ class CudaDevice:
     def pin(self, host: Mapping) -> Callable[[], None]:
         """Register `host` with the driver (1 to 2 GB/s), exactly as long as it is. Returns what undoes it.
 
+        It should be untouched: registering touches it, and then it lies on the NUMA node of this GPU.
         Where that is refused (a limit of locked memory, a container), copies still work, several times slower.
         """
+        if self.node is not None:
+            host.prefer_node(self.node)
         cudart: Any = torch.cuda.cudart()
         with torch.cuda.device(self.torch_device):
             error = int(cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE | _MAPPED))
@@ -153,6 +169,20 @@ class CudaDevice:
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A stream for each direction."""
         return StreamCopier(CudaStreams(self.torch_device), seen, finished)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Of a GPU, as sysfs names it; None where neither torch nor NVML says it."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "pci_bus_id"):
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    with contextlib.suppress(Exception):  # no NVML, or an error of its own kind
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")).busId
+        text: str = found.decode() if isinstance(found, bytes) else found
+        return text[-12:].lower()  # NVML has eight digits of domain, sysfs four
+    return None
 
 
 def driver_version() -> str:

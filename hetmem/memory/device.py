@@ -23,12 +23,18 @@ class Device(Protocol):
     """An accelerator, as the runtime sees it.
 
     `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what
-    memory it needs; otherwise the allocator of the device says it (`peak_bytes`).
+    memory it needs; otherwise the allocator of the device says it (`peak_bytes`). `cores`: the CPU numbers nearest to
+    it, for threads that work on what it reads; empty where all are alike.
     """
 
     torch_device: torch.device
     memory_bytes: int | None
     watched: bool
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """See above."""
+        ...
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots for chunks."""
@@ -108,6 +114,7 @@ class SimDevice:
 
     torch_device = torch.device("cpu")
     watched = True
+    cores: tuple[int, ...] = ()
     SHARE = 0.25
     """Without a budget: this share of the memory that is free now."""
 

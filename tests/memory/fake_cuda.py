@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,7 @@ class FakeCuda:
         self.sticky_error = 0
         self.deferred = 0
         self.made: list[str] = []
+        self.properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0, uuid="12-34")
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -211,6 +213,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "mem_get_info": lambda device=None: (fake.free_bytes, 2 * fake.free_bytes),
         "synchronize": lambda device=None: [stream.synchronize() for stream in fake.streams],
         "get_device_name": lambda device=None: "a fake GPU",
+        "get_device_properties": lambda device=None: fake.properties,
         "memory_reserved": lambda device=None: fake.reserved_bytes,
         "max_memory_allocated": lambda device=None: fake.peak(),
         "reset_peak_memory_stats": lambda device=None: None,
