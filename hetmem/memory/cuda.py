@@ -9,8 +9,9 @@ import contextlib
 import importlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class CudaDevice:
         self._ways = ways
         self._registered: list[range] = []
         self._refused = ""
+        self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
@@ -147,6 +149,20 @@ class CudaDevice:
             else:
                 target.copy_(arrived)
 
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        """By an observer of torch's allocator, which can do no more than look: the allocation fails all the same."""
+        _observe_allocator()
+        _devices.add(self)
+        self._refusals.append(weakref.WeakMethod(refused))
+
+    def refused(self, asked_bytes: int) -> None:
+        """The allocator has refused `asked_bytes`; told on the thread that asked."""
+        allocated = int(torch.cuda.memory_allocated(self.torch_device))
+        for method in self._refusals:
+            told = method()
+            if told is not None:
+                told(asked_bytes, allocated)
+
     def remarks(self) -> list[str]:
         """Of page-locking that was refused, and of kernels that are not here."""
         found = [f"Host memory is not page-locked: {self._refused}."] if self._refused else []
@@ -169,6 +185,25 @@ class CudaDevice:
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A stream for each direction."""
         return StreamCopier(CudaStreams(self.torch_device), seen, finished)
+
+
+_devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
+
+
+@cache
+def _observe_allocator() -> None:
+    """Once in a process, as torch takes no observer off again."""
+    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(_refused)
+
+
+def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+    """An error in here would take the place of torch's, which some of torch's own code catches: so there is none."""
+    with contextlib.suppress(Exception):
+        for device in list(_devices):
+            if device.torch_device.index in (index, None):
+                device.refused(asked_bytes)
 
 
 def pci_address(device: torch.device) -> str | None:

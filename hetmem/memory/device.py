@@ -66,6 +66,11 @@ class Device(Protocol):
         current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
         ...
 
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        """Call `refused`, a method that is held weakly, with the bytes that the device's allocator has just refused to
+        anyone in this process and with those that it has handed out; on any thread, before the error is raised."""
+        ...
+
     def remarks(self) -> list[str]:
         """Sentences for the report: what is slower here than it could be, why, and the way out."""
         ...
@@ -166,6 +171,9 @@ class SimDevice:
                 target.add_(arrived)
             else:
                 target.copy_(arrived)
+
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        """Nothing is refused here: the program is watched instead."""
 
     def remarks(self) -> list[str]:
         """It is as fast as it was told to be."""

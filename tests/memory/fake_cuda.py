@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+import hetmem.memory.cuda
 from hetmem.cuda.backend import Backend, TorchBackend
 from hetmem.memory.cuda import CudaDevice
 from hetmem.memory.ways import Ways
@@ -149,11 +150,14 @@ class FakeCuda:
         self.free_bytes = 1 << 30
         self.reserved_bytes = 0
         self.peak: Callable[[], int] = lambda: 0
+        self.reset_peak: Callable[[], None] = lambda: None
         self.pinned: dict[int, int] = {}
         self.register_error = 0
         self.sticky_error = 0
         self.deferred = 0
         self.made: list[str] = []
+        self.allocated_bytes = 0
+        self.observers: list[Callable[[int, int, int, int], None]] = []
         self.properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0, uuid="12-34")
 
     @contextmanager
@@ -180,6 +184,12 @@ class FakeCuda:
     def host_unregister(self, address: int) -> int:
         del self.pinned[address]
         return 0
+
+    def refuse(self, nbytes: int) -> None:
+        """What the allocator does when it has no room: tell its observers, and raise whatever they do."""
+        for observer in self.observers:
+            observer(0, nbytes, 2 * self.free_bytes, self.free_bytes)
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
 
     def launch(self) -> None:
         """What a kernel's launch does: raise the error that a refused call of the driver left behind, and clear it."""
@@ -215,8 +225,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "get_device_name": lambda device=None: "a fake GPU",
         "get_device_properties": lambda device=None: fake.properties,
         "memory_reserved": lambda device=None: fake.reserved_bytes,
+        "memory_allocated": lambda device=None: fake.allocated_bytes,
         "max_memory_allocated": lambda device=None: fake.peak(),
-        "reset_peak_memory_stats": lambda device=None: None,
+        "reset_peak_memory_stats": lambda device=None: fake.reset_peak(),
         "cudart": Cudart,
         "Stream": Stream,
         "Event": Event,
@@ -226,6 +237,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         monkeypatch.setattr(torch.cuda, name, replacement)
+    hetmem.memory.cuda._observe_allocator.cache_clear()
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
     return fake
 
 
