@@ -1,12 +1,15 @@
 """The rows of `hetmem bench transfers` that need a GPU: over the link in both directions, and within its memory.
 
+And the part of `hetmem probe` that keeps a file: which way bytes are faster across the link of this GPU.
+
 "fused" is a kernel of `hetmem.cuda` that reads or writes page-locked host memory itself while it casts.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,17 +18,25 @@ from hetmem.bench import PAIRS, Way, in_one, in_two, quantised_routes, short_nam
 from hetmem.cuda.backend import Backend, backend
 from hetmem.cuda.cast import CASTS, cast
 from hetmem.cuda.segments import Segments
-from hetmem.memory.cuda import CudaDevice
-from hetmem.memory.mapping import Mapping
+from hetmem.memory import mapping, ways
+from hetmem.memory.cuda import CudaDevice, driver_version
+from hetmem.memory.moves import Moves
+from hetmem.units import MIB
 
 Route = tuple[str, torch.dtype, str, list[Way]]
+Grids = Mapping[int, float]
+"""Seconds of a kernel by the number of its blocks."""
+
+BLOCKS = (8, 16, 32, 64, 132)
+_WAY_ELEMENTS = 64 * MIB
+_ALIKE = 1.03  # times that are closer than this are equal
 
 
 class Registered:
     """Page-locked memory as hetmem uses it: one mapping, registered. A context; its tensors die with it."""
 
     def __init__(self, nbytes: int) -> None:
-        self._mapping = Mapping(nbytes)
+        self._mapping = mapping.Mapping(nbytes)
         self._unpin: Callable[[], None] = lambda: None
 
     def __enter__(self) -> torch.Tensor:
@@ -127,3 +138,66 @@ def _within(kernels: Backend, whole: Segments, source: torch.Tensor, dtype: torc
     if kernels.native and (source.dtype, dtype) in CASTS:
         ways.append(Way("fused", "device", partial(cast, kernels, whole, source, target), nbytes))
     return "device to device", source.dtype, short_name(dtype), ways
+
+
+# ---- which way is faster -----------------------------------------------------------------------------------------
+
+
+def keep_ways(*, quick: bool = False) -> str:
+    """Measure the ways of this GPU and keep what is best for the runs to come. Returns a sentence that says so.
+
+    Where kernels cannot run nothing is kept: there is but one way.
+    """
+    device, kernels = CudaDevice(), backend()
+    if not kernels.native:
+        return f"ways across the link: torch's operators only ({kernels.reason})"
+    best = measure_ways(device, kernels, _WAY_ELEMENTS // (16 if quick else 1))
+    path = ways.save_ways(best, torch.cuda.get_device_name(device.torch_device), driver_version())
+    return f"weights by {best.weights.value}, gradients by {best.gradients.value}, {best.blocks} blocks: kept in {path}"
+
+
+def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7) -> ways.Ways:
+    """The faster way for float32 weights to a bfloat16 slot, and for bfloat16 gradients to a float32 home.
+
+    Needs 4 bytes an element of host memory, 4 of the device, and 16 MiB. Each time is the median of `rounds`.
+    """
+    host = mapping.Mapping(4 * elements)
+    unpin = device.pin(host)
+    try:
+        home = torch.frombuffer(host.buffer(0, 4 * elements), dtype=torch.float32)
+        slot, gradient = (torch.zeros(elements, dtype=torch.bfloat16, device=device.torch_device) for _ in range(2))
+
+        def seconds(way: ways.Way, blocks: int, *, inwards: bool) -> float:
+            asked = ways.Ways(way, way, blocks)
+            moves = Moves(device.torch_device, kernels, asked, lambda tensor: True)
+            move = (
+                partial(moves.copy_in, slot, home)
+                if inwards
+                else partial(moves.gradient_out, home, gradient, add=False)
+            )
+            return statistics.median(timed(move, rounds, on_device=True))
+
+        engine, kernel = ways.Way.COPY_ENGINE, ways.Way.KERNEL
+        engines = [seconds(engine, BLOCKS[0], inwards=inwards) for inwards in (True, False)]
+        grids = [{blocks: seconds(kernel, blocks, inwards=inwards) for blocks in BLOCKS} for inwards in (True, False)]
+    finally:
+        torch.cuda.synchronize()
+        unpin()
+    best = fastest(engines[0], grids[0], engines[1], grids[1])
+    figures = [4 * elements / min(grid.values()) / 1e9 for grid in grids], [4 * elements / x / 1e9 for x in engines]
+    said = "; ".join(
+        f"{what} {by_kernel:.1f} GB/s by kernel, {by_engine:.1f} by copy engine"
+        for what, by_kernel, by_engine in zip(("weights", "gradients"), *figures, strict=True)
+    )
+    return replace(best, source=f"measured: {said}")
+
+
+def fastest(weights_engine: float, weights: Grids, gradients_engine: float, gradients: Grids) -> ways.Ways:
+    """From seconds of each way: a kernel where it is faster, with the fewest blocks that do as well as any."""
+    chosen, grids = [], [1]
+    for engine, grid in ((weights_engine, weights), (gradients_engine, gradients)):
+        by_kernel = min(grid.values()) < engine
+        chosen.append(ways.Way.KERNEL if by_kernel else ways.Way.COPY_ENGINE)
+        if by_kernel:
+            grids.append(min(blocks for blocks, taken in grid.items() if taken <= _ALIKE * min(grid.values())))
+    return ways.Ways(chosen[0], chosen[1], max(grids))

@@ -169,6 +169,8 @@ def _probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(options: argparse.Namespace) -> int:
+    import torch
+
     from hetmem.probe import probe
 
     text = probe(options.nvme_dir, quick=options.quick).to_json()
@@ -176,6 +178,10 @@ def _probe(options: argparse.Namespace) -> int:
         Path(options.output).write_text(text)
     else:
         print(text, end="")
+    if torch.cuda.is_available():
+        from hetmem.bench_device import keep_ways
+
+        print(keep_ways(quick=options.quick), file=sys.stderr)
     return 0
 
 

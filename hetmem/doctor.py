@@ -15,7 +15,9 @@ import torch
 
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
+from hetmem.memory.cuda import driver_version
 from hetmem.memory.nvme import NvmeStore
+from hetmem.memory.ways import load_ways
 from hetmem.optim.kernels import kernel_name
 from hetmem.units import MIB, format_size
 
@@ -61,7 +63,9 @@ def _gpu() -> Finding:
 def _kernels() -> Finding:
     here = backend()
     if here.native:
-        return Finding("GPU kernels", here.reason)
+        ways = load_ways(torch.cuda.get_device_name(), driver_version())
+        crossing = f"weights by {ways.weights.value}, gradients by {ways.gradients.value} ({ways.source})"
+        return Finding("GPU kernels", f"{here.reason}; {crossing}")
     advice = "" if not torch.cuda.is_available() else "pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'"
     return Finding("GPU kernels", f"torch in their stead: {here.reason}", advice=advice)
 

@@ -18,13 +18,14 @@ REPOSITORY = Path(__file__).parents[1]
 LAYERS = {
     **dict.fromkeys(("errors", "units", "config"), 0),
     **dict.fromkeys(("plan",), 1),  # decides
-    **dict.fromkeys(("memory", "cuda"), 2),  # holds and moves
-    **dict.fromkeys(("runtime",), 3),  # runs
-    **dict.fromkeys(("optim", "checkpoint", "report", "distributed"), 4),  # trains, saves, tells
-    **dict.fromkeys(("planning", "probe", "bench", "bench_device", "doctor"), 5),  # plans and measures
-    **dict.fromkeys(("api", "cli", "__main__", "__init__"), 5),  # what users call
+    **dict.fromkeys(("cuda",), 2),  # kernels
+    **dict.fromkeys(("memory",), 3),  # holds and moves, by kernels too
+    **dict.fromkeys(("runtime",), 4),  # runs
+    **dict.fromkeys(("optim", "checkpoint", "report", "distributed"), 5),  # trains, saves, tells
+    **dict.fromkeys(("planning", "probe", "bench", "bench_device", "doctor"), 6),  # plans and measures
+    **dict.fromkeys(("api", "cli", "__main__", "__init__"), 6),  # what users call
 }
-OPEN_LAYERS = {0, 5}  # plain modules that may know each other; the parts of any other layer may not
+OPEN_LAYERS = {0, 6}  # plain modules that may know each other; the parts of any other layer may not
 TORCH_FREE_LAYERS = {0, 1}
 
 # Neither the machine, nor the clock, nor chance: the same events give the same commands.
@@ -204,38 +205,38 @@ FLAGGED = {
     ),
     "an import of a higher layer": (
         {"plan/layout.py": "from hetmem.memory.pools import Pool"},
-        "hetmem.plan.layout:1 (layer 1) imports hetmem.memory.pools (layer 2)",
+        "hetmem.plan.layout:1 (layer 1) imports hetmem.memory.pools (layer 3)",
     ),
     "an import of the public names": (
         {"runtime/hooks.py": "import hetmem"},
-        "hetmem.runtime.hooks:1 (layer 3) imports hetmem (layer 5)",
+        "hetmem.runtime.hooks:1 (layer 4) imports hetmem (layer 6)",
     ),
     "an import of a sibling of the same layer": (
         {"optim/adamw.py": "from hetmem import checkpoint", "checkpoint.py": ""},
-        "hetmem.optim.adamw:1 (layer 4) imports hetmem.checkpoint (layer 4)",
+        "hetmem.optim.adamw:1 (layer 5) imports hetmem.checkpoint (layer 5)",
     ),
     "a relative import": (
         {"plan/layout.py": "from ..runtime import hooks", "runtime/__init__.py": ""},
-        "hetmem.plan.layout:1 (layer 1) imports hetmem.runtime (layer 3)",
+        "hetmem.plan.layout:1 (layer 1) imports hetmem.runtime (layer 4)",
     ),
     "a relative import in a package's own file": (
         {"memory/__init__.py": "from ..api import manage"},
-        "hetmem.memory:1 (layer 2) imports hetmem.api (layer 5)",
+        "hetmem.memory:1 (layer 3) imports hetmem.api (layer 6)",
     ),
     "an import for types only": (
         {
             "memory/pools.py": "from typing import TYPE_CHECKING\n"
             "if TYPE_CHECKING:\n    from hetmem.runtime.runtime import Runtime"
         },
-        "hetmem.memory.pools:3 (layer 2) imports hetmem.runtime.runtime (layer 3)",
+        "hetmem.memory.pools:3 (layer 3) imports hetmem.runtime.runtime (layer 4)",
     ),
     "an import inside a function": (
         {"memory/pools.py": "def late():\n    import hetmem.api as api"},
-        "hetmem.memory.pools:2 (layer 2) imports hetmem.api (layer 5)",
+        "hetmem.memory.pools:2 (layer 3) imports hetmem.api (layer 6)",
     ),
     "an import by name": (
         {"memory/pools.py": "import importlib\nimportlib.import_module('hetmem.api')"},
-        "hetmem.memory.pools:2 (layer 2) imports hetmem.api (layer 5)",
+        "hetmem.memory.pools:2 (layer 3) imports hetmem.api (layer 6)",
     ),
     "torch in plan": (
         {"plan/layout.py": "from torch.nn import Module"},

@@ -6,27 +6,38 @@ Needs torch with CUDA and nothing else. Importing it starts nothing; making a `C
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
+from hetmem.memory import numa
 from hetmem.memory.device import POISON, DevicePool
 from hetmem.memory.mapping import Mapping
+from hetmem.memory.moves import Moves
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Link, Seen
 from hetmem.memory.views import Memory, elements
+from hetmem.memory.ways import Ways, load_ways
 from hetmem.units import format_size, parse_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
+_MAPPED = 2  # cudaHostRegisterMapped: kernels reach it, at the host's own addresses
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
 
 
 class CudaDevice:
-    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's.
+    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's. `ways`: how bytes
+    cross to and from it; None = as `hetmem probe` measured it here, else as is best on most GPUs.
 
     Raises `ManageError` if torch sees no GPU, or not this one.
     """
@@ -35,7 +46,7 @@ class CudaDevice:
     SHARE = 0.9
     """Without a budget: this share of the memory that is free now."""
 
-    def __init__(self, index: int | None = None, memory: int | str | None = None) -> None:
+    def __init__(self, index: int | None = None, memory: int | str | None = None, ways: Ways | None = None) -> None:
         if not torch.cuda.is_available():
             raise ManageError(
                 "torch sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must list the GPU), or "
@@ -46,9 +57,24 @@ class CudaDevice:
             raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
         self.torch_device = torch.device("cuda", index)
         self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
+        self._ways = ways
+        self._registered: list[range] = []
+        self._refused = ""
+        self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
+
+    @cached_property
+    def node(self) -> int | None:
+        """The NUMA node it hangs on; None where there is one node only, or nobody says."""
+        address = pci_address(self.torch_device)
+        return None if address is None else numa.node_of(address)
+
+    @cached_property
+    def cores(self) -> tuple[int, ...]:
+        """Of its NUMA node."""
+        return () if self.node is None else numa.cores_of(self.node)
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots that take memory when they are first used."""
@@ -66,22 +92,32 @@ class CudaDevice:
     def pin(self, host: Mapping) -> Callable[[], None]:
         """Register `host` with the driver (1 to 2 GB/s), exactly as long as it is. Returns what undoes it.
 
+        It should be untouched: registering touches it, and then it lies on the NUMA node of this GPU.
         Where that is refused (a limit of locked memory, a container), copies still work, several times slower.
         """
+        if self.node is not None:
+            host.prefer_node(self.node)
         cudart: Any = torch.cuda.cudart()
         with torch.cuda.device(self.torch_device):
-            error = int(cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE))
+            error = int(cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE | _MAPPED))
         if error:
             with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
                 torch.zeros(1, device=self.torch_device)
-            warnings.warn(
+            self._refused = (
                 f"the driver refused to page-lock {format_size(host.nbytes)} of host memory (CUDA error {error}): "
                 f"copies to and from the GPU will be several times slower. Raise the limit (ulimit -l unlimited; in a "
-                f"container --ulimit memlock=-1), or lower Budget(host=…)",
-                stacklevel=2,
+                f"container --ulimit memlock=-1), or lower Budget(host=…)"
             )
+            warnings.warn(self._refused, stacklevel=2)
             return lambda: None
-        return lambda: cudart.cudaHostUnregister(host.address)
+        registered = range(host.address, host.address + host.nbytes)
+        self._registered.append(registered)
+
+        def unpin() -> None:
+            self._registered.remove(registered)
+            cudart.cudaHostUnregister(host.address)
+
+        return unpin
 
     def peak_bytes(self) -> int:
         """The most that torch's allocator had handed out at one time since the last call."""
@@ -89,9 +125,107 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return peak
 
+    @cached_property
+    def moves(self) -> Moves:
+        """How bytes cross; made with the first of them."""
+        ways = self._ways or load_ways(torch.cuda.get_device_name(self.torch_device), driver_version())
+        return Moves(self.torch_device, self._kernels(), ways, self._is_mapped)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current stream; host memory goes through `moves`."""
+        with torch.no_grad():
+            if self._crosses(source, target):
+                self.moves.copy_in(target, source)
+            else:
+                target.copy_(source)
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """On the current stream; what goes to host memory goes through `moves`."""
+        with torch.no_grad():
+            if self._crosses(arrived, target):
+                self.moves.gradient_out(target, arrived, add=add)
+            elif add:
+                target.add_(arrived)
+            else:
+                target.copy_(arrived)
+
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        """By an observer of torch's allocator, which can do no more than look: the allocation fails all the same."""
+        _observe_allocator()
+        _devices.add(self)
+        self._refusals.append(weakref.WeakMethod(refused))
+
+    def refused(self, asked_bytes: int) -> None:
+        """The allocator has refused `asked_bytes`; told on the thread that asked."""
+        allocated = int(torch.cuda.memory_allocated(self.torch_device))
+        for method in self._refusals:
+            told = method()
+            if told is not None:
+                told(asked_bytes, allocated)
+
+    def remarks(self) -> list[str]:
+        """Of page-locking that was refused, and of kernels that are not here."""
+        found = [f"Host memory is not page-locked: {self._refused}."] if self._refused else []
+        if "moves" in self.__dict__ and not self.moves.kernels.native:
+            found.append(
+                f"Weights and gradients are cast by torch's operators, not by kernels of hetmem: "
+                f"{self.moves.kernels.reason}. pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'."
+            )
+        return found
+
+    def _crosses(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        return source.device != target.device
+
+    def _kernels(self) -> Backend:
+        return backend()
+
+    def _is_mapped(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() in registered for registered in self._registered)
+
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A stream for each direction."""
         return StreamCopier(CudaStreams(self.torch_device), seen, finished)
+
+
+_devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
+
+
+@cache
+def _observe_allocator() -> None:
+    """Once in a process, as torch takes no observer off again."""
+    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(_refused)
+
+
+def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+    """An error in here would take the place of torch's, which some of torch's own code catches: so there is none."""
+    with contextlib.suppress(Exception):
+        for device in list(_devices):
+            if device.torch_device.index in (index, None):
+                device.refused(asked_bytes)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Of a GPU, as sysfs names it; None where neither torch nor NVML says it."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "pci_bus_id"):
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    with contextlib.suppress(Exception):  # no NVML, or an error of its own kind
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")).busId
+        text: str = found.decode() if isinstance(found, bytes) else found
+        return text[-12:].lower()  # NVML has eight digits of domain, sysfs four
+    return None
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver, as it names itself; "unknown" where it says it nowhere."""
+    try:
+        return _DRIVER_VERSION.read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 class CudaPool:

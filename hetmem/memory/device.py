@@ -23,12 +23,18 @@ class Device(Protocol):
     """An accelerator, as the runtime sees it.
 
     `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what
-    memory it needs; otherwise the allocator of the device says it (`peak_bytes`).
+    memory it needs; otherwise the allocator of the device says it (`peak_bytes`). `cores`: the CPU numbers nearest to
+    it, for threads that work on what it reads; empty where all are alike.
     """
 
     torch_device: torch.device
     memory_bytes: int | None
     watched: bool
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """See above."""
+        ...
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots for chunks."""
@@ -48,6 +54,25 @@ class Device(Protocol):
 
     def peak_bytes(self) -> int:
         """Unless `watched`: the most that was allocated on it, by anyone in this process, since the last call."""
+        ...
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Ask for `source`, a home, to be copied to `target`, a slot, on the current stream: both 1-D, contiguous and
+        as long. It is cast to the slot's dtype as `Tensor.copy_` does it; a NaN stays one, with any payload."""
+        ...
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the
+        current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
+        ...
+
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        """Call `refused`, a method that is held weakly, with the bytes that the device's allocator has just refused to
+        anyone in this process and with those that it has handed out; on any thread, before the error is raised."""
+        ...
+
+    def remarks(self) -> list[str]:
+        """Sentences for the report: what is slower here than it could be, why, and the way out."""
         ...
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
@@ -94,6 +119,7 @@ class SimDevice:
 
     torch_device = torch.device("cpu")
     watched = True
+    cores: tuple[int, ...] = ()
     SHARE = 0.25
     """Without a budget: this share of the memory that is free now."""
 
@@ -132,6 +158,26 @@ class SimDevice:
     def peak_bytes(self) -> int:
         """The program is watched instead."""
         return 0
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One pass of the host's."""
+        with torch.no_grad():
+            target.copy_(source)
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """One pass of the host's."""
+        with torch.no_grad():
+            if add:
+                target.add_(arrived)
+            else:
+                target.copy_(arrived)
+
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        """Nothing is refused here: the program is watched instead."""
+
+    def remarks(self) -> list[str]:
+        """It is as fast as it was told to be."""
+        return []
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A thread for each direction."""

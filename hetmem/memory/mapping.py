@@ -11,6 +11,7 @@ import mmap
 import numpy as np
 
 from hetmem.errors import CapacityError
+from hetmem.memory import numa
 from hetmem.units import MIB, format_size
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -60,6 +61,11 @@ class Mapping:
         """
         self._check_range(offset, nbytes)
         return memoryview(self._pages)[offset : offset + nbytes]
+
+    def prefer_node(self, node: int) -> bool:
+        """Let pages that are touched from now on come from the NUMA node `node`, as long as it has free ones; False
+        where the system refuses. Those touched before stay where they are."""
+        return numa.prefer(self.address, self.nbytes, node)
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Give the pages of [offset, offset + nbytes) back to the system; views stay valid and read zeros there.

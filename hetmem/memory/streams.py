@@ -7,6 +7,7 @@ way round a copy into a slot is ordered behind a mark of the compute that last u
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -93,7 +94,7 @@ class StreamCopier:
     def poll(self) -> None:
         """Report the jobs whose end has passed."""
         for jobs in self._queues.values():
-            while jobs and self._streams.passed(jobs[0].end):
+            while jobs and self._is_over(jobs[0]):
                 self._report(jobs.popleft())
 
     def wait(self) -> bool:
@@ -101,24 +102,39 @@ class StreamCopier:
         heads = [jobs[0] for jobs in self._queues.values() if jobs]
         if not heads:
             return False
-        self._streams.wait(heads[0].end)
+        with contextlib.suppress(Exception):  # a device that failed: `poll` reports it
+            self._streams.wait(heads[0].end)
         return True
 
     def close(self) -> None:
         """Wait for everything that was started."""
         for jobs in self._queues.values():
             while jobs:
-                self._streams.wait(jobs[0].end)
+                with contextlib.suppress(Exception):
+                    self._streams.wait(jobs[0].end)
                 self._report(jobs.popleft())
 
     def abandon(self) -> None:
         """Wait for the device alone: it must not write into memory that is given back."""
         for jobs in self._queues.values():
             if jobs:
-                self._streams.wait(jobs[-1].end)
+                with contextlib.suppress(Exception):  # a device that failed writes no more
+                    self._streams.wait(jobs[-1].end)
+
+    def _is_over(self, job: _InFlight) -> bool:
+        """Also if the device has failed (an assertion in a kernel of the user's, say): then every event says so."""
+        try:
+            return self._streams.passed(job.end)
+        except Exception:
+            return True
 
     def _report(self, ended: _InFlight) -> None:
+        """A job that nobody was told of would be waited for for ever, so an error is told too."""
         if self._ends.get(ended.job.tag) is ended.end:
             del self._ends[ended.job.tag]
-        self._seen(ended.job, self._streams.when(ended.start), self._streams.when(ended.end))
-        self._finished(Finished(ended.job.tag))
+        failure = None
+        try:
+            self._seen(ended.job, self._streams.when(ended.start), self._streams.when(ended.end))
+        except Exception as error:
+            failure = error
+        self._finished(Finished(ended.job.tag, failure))

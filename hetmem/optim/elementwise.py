@@ -6,9 +6,9 @@ long as what becomes of an element depends on that element alone; that is tried 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class TorchRule:
 
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer
+        self._keywords = frozenset(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
         self._known: dict[Any, tuple[Role, ...]] = {}
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
@@ -124,9 +125,9 @@ class TorchRule:
         return dict(after)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options in `group` that the class takes; `foreach=False`, whose bits are the same one tensor at a time."""
-        options = {name: value for name, value in group.items() if name in _keywords(self._optimizer)}
-        if "foreach" in _keywords(self._optimizer):
+        """The options in `group` that the class takes; `foreach=False` has the same bits, one tensor at a time."""
+        options = {name: value for name, value in group.items() if name in self._keywords}
+        if "foreach" in self._keywords:
             options["foreach"] = False
         return options
 
@@ -174,13 +175,6 @@ class TorchRule:
 
     def _name(self) -> str:
         return f"{self._optimizer.__module__.split('.')[0]}.{self._optimizer.__name__}"
-
-
-@cache
-def _keywords(optimizer: type[Optimizer]) -> frozenset[str]:
-    import inspect
-
-    return frozenset(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
 
 
 def _scaled(update: ParameterUpdate, tile: slice) -> torch.Tensor:

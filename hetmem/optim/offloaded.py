@@ -63,7 +63,7 @@ class OffloadedOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _begin_empty(self) -> None:
-        self.workers = WorkerPool()
+        self._workers: WorkerPool | None = None
         self._steppers: dict[Interception, Stepper] = {}
         self._versions: dict[tuple[int, str], int] = {}
 
@@ -137,7 +137,7 @@ class OffloadedOptimizer(Optimizer):
         state = dict(state)
         if "state" in state:
             self._state = state.pop("state")
-        if "workers" not in self.__dict__:
+        if "_steppers" not in self.__dict__:
             self._begin_empty()
         super().__setstate__(state)
 
@@ -213,8 +213,7 @@ class OffloadedOptimizer(Optimizer):
                 )
             if not parameter.dtype.is_floating_point:
                 raise ManageError(f"{self._name()} cannot update {found[1].name} of dtype {parameter.dtype}")
-            if found[0] not in self._steppers:
-                self._steppers[found[0]] = Stepper(self, found[0])
+            self._stepper(found[0])
             if parameter.requires_grad:
                 chunks.setdefault(found[0], {})[found[1].chunk] = None
         for interception, used in chunks.items():
@@ -275,9 +274,14 @@ class OffloadedOptimizer(Optimizer):
                 f"more (its model was released): make an ordinary optimizer and load this one's state_dict into it"
             )
         interception, managed = found
+        return self._stepper(interception), managed
+
+    def _stepper(self, interception: Interception) -> Stepper:
         if interception not in self._steppers:
-            self._steppers[interception] = Stepper(self, interception)
-        return self._steppers[interception], managed
+            if self._workers is None:  # one for all, near the first one's device
+                self._workers = WorkerPool(cores=interception.runtime.memory.device.cores)
+            self._steppers[interception] = Stepper(self, interception, self._workers)
+        return self._steppers[interception]
 
     def _name(self) -> str:
         return f"hetmem.{type(self).__name__}"

@@ -20,9 +20,9 @@ Task = Callable[[], None]
 class ParameterUpdate:
     """One parameter's share of a step: 1-D tensors of one length, in the order of the parameter's memory.
 
-    `group` is its parameter group and `state` its entry of `optimizer.state`; what is no tensor of the parameter's
-    shape in there (a step count) is the rule's to read and write. The `fresh` ones
-    among `states` were never made; they are zero. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new parameter, rounded.
+    `group` is its parameter group and `state` its entry of `optimizer.state`: what in there is no tensor of the
+    parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
+    they are zero. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new parameter, rounded.
     """
 
     group: dict[str, Any]

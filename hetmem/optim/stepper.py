@@ -27,6 +27,7 @@ from hetmem.optim.overlap import Overlap
 from hetmem.optim.rule import ParameterUpdate
 from hetmem.optim.undo import Saved, UndoLog
 from hetmem.optim.updates import Job, Opened, Updates
+from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime.gradients import has_hooks_of_the_user, honour_written_gradients, is_home_gradient
 from hetmem.runtime.interception import Interception
@@ -95,10 +96,10 @@ class Progress:
 class Stepper:
     """The steps of `optimizer` over the parameters that `interception` manages."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, interception: Interception) -> None:
-        self._optimizer, self._interception = optimizer, interception
+    def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
+        self._optimizer, self._interception, self._workers = optimizer, interception, workers
         self._runtime = interception.runtime
-        self._updates = Updates(self._runtime.traffic, optimizer.workers, self._runtime.events)
+        self._updates = Updates(self._runtime.traffic, workers, self._runtime.events)
         self._undo = UndoLog(self._runtime.memory.host_pool)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals: Counter[int] = Counter()
@@ -348,7 +349,7 @@ class Stepper:
             )
         traffic.begin_update(chunk, keep_copy=False)
         try:
-            self._optimizer.workers.run(saved.tasks_to_restore(chunk))
+            self._workers.run(saved.tasks_to_restore(chunk))
         finally:
             traffic.end_update(chunk)
         progress.restore_numbers()

@@ -88,7 +88,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
 
 
 def _missing(runtime: Runtime, window: Window | None) -> list[str]:
-    """What this report cannot show yet, and why, in sentences."""
+    """What this report cannot show yet, and what the device cannot do here, and why, in sentences."""
     missing = []
     if window is None:
         missing.append("Nothing ran yet: call the model, then ask again.")
@@ -103,7 +103,7 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
             missing.append("Every chunk has its home on the device: nothing moves, and no moments are recorded.")
         if window.forgotten:
             missing.append(f"The log has forgotten the beginning of the window: {', '.join(window.forgotten)}.")
-    return missing
+    return missing + runtime.memory.device.remarks()
 
 
 def _timeline(runtime: Runtime, window: Window) -> dict[str, Any]:

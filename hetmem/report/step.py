@@ -2,8 +2,8 @@
 
 Note "terms": a step takes at least the longest of {compute, host to device, device to host, host optimizer, NVMe read,
 NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward without the stalls in it;
-the host optimizer is the time in which tiles of updates ran or waited for a worker; a link's term is the union of the intervals in
-which a transfer was in flight on it, clipped to the step (for NVMe an interval begins when the transfer is asked for).
+the host optimizer is the time in which tiles of updates ran or waited for a worker; a link's term is the union of the
+intervals in which a transfer was in flight on it, clipped to the step (for NVMe one begins when it is asked for).
 """
 
 from __future__ import annotations

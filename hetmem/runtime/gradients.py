@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.device import Device
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.runtime import Runtime
@@ -137,14 +138,15 @@ class GradientSink:
             if arrived.device == target.device and home.tier is Tier.HOST and self.runtime.traffic.engine.ordered:
                 # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
                 self.runtime.traffic.wait_for_gradients()
-            self.runtime.traffic.send_gradient(chunk, _Accumulate(target, arrived, add=previous is not None), nbytes)
+            work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
+            self.runtime.traffic.send_gradient(chunk, work, nbytes)
             return
         target = self._open(managed, adds=previous is managed.grad_home)
         try:
             if foreign:
                 assert previous is not None
                 target.copy_(previous)
-            work = _Accumulate(target, arrived, add=previous is not None)
+            work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
             self.runtime.traffic.send_home(home, work, nbytes)
         finally:
             self.runtime.traffic.close_role(chunk, Role.GRAD, dirty=True)
@@ -204,28 +206,11 @@ def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
 class _Accumulate:
     """One transfer: add to, or overwrite, a gradient's home. Holds the gradient until it is done."""
 
-    def __init__(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        self._target, self._arrived, self._add = target, arrived, add
+    def __init__(self, device: Device, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        self._device, self._target, self._arrived, self._add = device, target, arrived, add
 
     def __call__(self) -> None:
-        target, arrived = self._target, self._arrived
-        with torch.no_grad():
-            if arrived.device != target.device:
-                self._from_device(target, arrived)
-            elif self._add:
-                target.add_(arrived)
-            else:
-                target.copy_(arrived)
-
-    def _from_device(self, target: torch.Tensor, arrived: torch.Tensor) -> None:
-        """Cast and add where the gradient is, so that only a copy of equal layout crosses, which needs no host."""
-        there = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=arrived.device)
-        if self._add:
-            there.copy_(target, non_blocking=True)
-            there.add_(arrived)
-        else:
-            there.copy_(arrived)
-        target.copy_(there, non_blocking=True)
+        self._device.gradient_out(self._target, self._arrived, add=self._add)
 
 
 class _Before:

@@ -350,11 +350,20 @@ class OperatorFaults(TorchFunctionMode):
         """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""
         try:
             return func(*args, **kwargs)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             if _writes(func) or "out" in kwargs:
-                raise
+                raise self._explained(error) from None
             self._runtime.out_of_memory()
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise self._explained(error) from None
+
+    def _explained(self, error: Exception) -> Exception:
+        """`error`, which also says who holds what."""
+        if self._runtime.refusal:
+            error.args = (f"{error}\n{self._runtime.refusal}",)
+        return error
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
         """Add the managed parameters among `values` (lists and tuples within included) to `used`, each once."""

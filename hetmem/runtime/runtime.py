@@ -6,6 +6,7 @@ are `traffic`'s, writes that were not hetmem's are `writes`'.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -28,6 +29,7 @@ from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import STEP, StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.writes import Writes
+from hetmem.units import format_size
 
 
 class Runtime:
@@ -59,6 +61,9 @@ class Runtime:
         self._limit = memory.device_pool.slots
         self._first_uses = 0
         self._most_non_model = 0
+        self._refused_room = 0
+        self.refusal = ""
+        memory.device.tell_refusals(self.refused)
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.unpin)
@@ -113,14 +118,14 @@ class Runtime:
         return peak
 
     def _least_room(self) -> int:
-        """What a GPU must leave beside chunks: the most that was ever seen, so that slots stay where they are.
+        """What a GPU must leave beside chunks: the most that was ever seen, so that slots stay where they are, or what
+        would have been enough when its allocator refused memory.
 
         While a segment is measured nobody knows what is coming, so chunks keep to a quarter of the device; if they
         need more than that at once, `_acquire_device` takes it.
         """
-        if self.tracer.measured:
-            return max(self._most_non_model, self.memory.device_bytes * 3 // 4)
-        return self._most_non_model
+        seen = max(self._most_non_model, self._refused_room)
+        return max(seen, self.memory.device_bytes * 3 // 4) if self.tracer.measured else seen
 
     def _set_limit(self, non_model_bytes: int) -> None:
         """Leave room for `non_model_bytes` beside chunks."""
@@ -247,11 +252,30 @@ class Runtime:
         """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
         with self.unwatched():
             self._let_go()
+            self._look_at_allocator()
             before = self._limit
             self.traffic.limit_device(0, before=before)
             self.traffic.drain()
             self.traffic.give_back_free()
             self.traffic.limit_device(before, before=before)
+            self.memory.device.peak_bytes()  # what was given back by this is no peak of anything else
+
+    def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
+        """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
+
+        From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
+        then; nobody can try a part of a backward again, so there this says who holds what, before torch raises.
+        """
+        memory = self.memory
+        chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
+        self._refused_room = max(
+            self._refused_room, min(memory.usable_bytes - chunks + asked_bytes, memory.usable_bytes)
+        )
+        error = self._shortage.error(f"an allocation of {format_size(asked_bytes)}", max(0, allocated_bytes - chunks))
+        given = min(asked_bytes, memory.device_pool.held_bytes())
+        self.refusal = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
+        if torch._C._current_graph_task_id() != -1:  # nobody in Python gets to see the error of a backward's node first
+            logging.getLogger("hetmem").error(self.refusal)
 
     def _release_device(self, managed: ManagedParameter) -> None:
         self.traffic.release(param_block(managed), Tier.DEVICE)

@@ -487,16 +487,18 @@ class Traffic:
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
         if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
-            copy_over(target, source)
+            self._memory.device.copy_in(target, source)
             self.execute(self.residency.done(command))
         elif now and self.engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()
-            self.engine.copy_now(Link.HOST_TO_DEVICE, partial(copy_over, target, source), chunk.nbytes, command)
+            work = partial(self._memory.device.copy_in, target, source)
+            self.engine.copy_now(Link.HOST_TO_DEVICE, work, chunk.nbytes, command)
             self._stalled(start)
             self.execute(self.residency.done(command))
         else:
             self._fetching[command.block] = command
-            self.engine.copy(command, Link.HOST_TO_DEVICE, partial(copy_over, target, source), chunk.nbytes, after)
+            work = partial(self._memory.device.copy_in, target, source)
+            self.engine.copy(command, Link.HOST_TO_DEVICE, work, chunk.nbytes, after)
 
     def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
         """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
@@ -527,11 +529,3 @@ def param_block(managed: ManagedParameter) -> int:
     block = managed.chunk.homes[Role.PARAM].block
     assert block is not None, f"{managed.name} has its home on the device"
     return block
-
-
-def copy_over(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy host memory to the device, on the present stream; a cast is done there, after the copy."""
-    with torch.no_grad():
-        if source.device != target.device and source.dtype is not target.dtype:
-            source = source.to(target.device, non_blocking=True)
-        target.copy_(source, non_blocking=True)

@@ -9,46 +9,67 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+import hetmem.memory.cuda
+from hetmem.cuda.backend import Backend, TorchBackend
 from hetmem.memory.cuda import CudaDevice
+from hetmem.memory.ways import Ways
+from tests.cuda.shim import ShimBackend
+
+
+class Record:
+    """One time that an event was recorded. `at` is the time at which it passed, 0 while it has not."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.at = 0.0
+        stream.ask(self._passes)
+
+    def synchronize(self) -> None:
+        while not self.at:
+            self.stream.run_one()
+
+    def _passes(self) -> None:
+        self.at = time.perf_counter()
 
 
 class Event:
-    """`at` is the time at which it passed. Until it is recorded it counts as passed, as in CUDA."""
+    """Until it is recorded it counts as passed, and what waits for it waits for its last record so far: as in CUDA."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.enable_timing = enable_timing
-        self.stream: Stream | None = None
-        self.at = 0.0
+        self.last: Record | None = None
+
+    @property
+    def at(self) -> float:
+        return self.last.at if self.last is not None else 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        self.stream, self.at = stream or current_stream(), 0.0
-        self.stream.ask(self._passes)
+        self.last = Record(stream or current_stream())
 
     def query(self) -> bool:
-        return self.stream is None or self.at > 0
+        return self.last is None or self.at > 0
 
     def synchronize(self) -> None:
-        while not self.query():
-            assert self.stream is not None
-            self.stream.run_one()
+        if self.last is not None:
+            self.last.synchronize()
 
     def elapsed_time(self, end: Event) -> float:
         assert self.enable_timing and end.enable_timing, "CUDA would refuse: an event without timing"
         assert self.at > 0 and end.at > 0, "CUDA would refuse: an event that has not passed"
         return (end.at - self.at) * 1e3
-
-    def _passes(self) -> None:
-        self.at = time.perf_counter()
 
 
 class Stream:
@@ -58,6 +79,7 @@ class Stream:
         self.late = late
         self.device = device
         self.asked: deque[Callable[[], None]] = deque()
+        _cuda.streams.append(self)
 
     def ask(self, work: Callable[[], None]) -> None:
         self.asked.append(work)
@@ -65,10 +87,14 @@ class Stream:
             self.run_one()
 
     def run_one(self) -> None:
-        self.asked.popleft()()
+        """Whatever stream somebody is just asking for work on."""
+        work = self.asked.popleft()
+        with _disable_current_modes():
+            work()
 
     def wait_event(self, event: Event) -> None:
-        self.ask(event.synchronize)
+        if event.last is not None:
+            self.ask(event.last.synchronize)
 
     def synchronize(self) -> None:
         while self.asked:
@@ -76,48 +102,63 @@ class Stream:
 
 
 class Deferred(TorchDispatchMode):
-    """What operators write is written when `stream` comes to it; who asks for a value waits for the stream."""
+    """What operators write is written when the stream that is current comes to it; who asks for a value waits for it.
 
-    def __init__(self, stream: Stream) -> None:
-        super().__init__()
-        self._stream = stream
+    Streams may be entered within others: the innermost counts, and the mode is entered once for each of them.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        stream = current_stream()
+        if not stream.late:
+            return func(*args, **kwargs)
         schema = func._schema
         written = [
             i for i, argument in enumerate(schema.arguments) if argument.alias_info and argument.alias_info.is_write
         ]
         if written:
-            self._stream.ask(partial(func, *args, **kwargs))
+            stream.ask(partial(func, *args, **kwargs))
             return args[written[0]]
         is_view = any(value.alias_info is not None for value in schema.returns)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not is_view:
+            _cuda.made.append(str(func))
         if is_view or not tensors:
             return func(*args, **kwargs)  # a view or new memory: no value is read
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor):
-            self._stream.synchronize()
+            stream.synchronize()
             return func(*args, **kwargs)
-        self._stream.ask(lambda: result.copy_(func(*args, **kwargs)))
+        stream.ask(lambda: result.copy_(func(*args, **kwargs)))
         return result
 
 
 class FakeCuda:
-    """One machine. `free_bytes` is what `mem_get_info` says, `reserved_bytes` and `peak` what the allocator says."""
+    """One machine. `free_bytes` is what `mem_get_info` says, `reserved_bytes` and `peak` what the allocator says.
+
+    `made` names the operators on late streams that took new memory.
+    """
 
     def __init__(self) -> None:
+        global _cuda
+        _cuda = self
+        self.streams: list[Stream] = []
         self.default = Stream(late=False)
         self.current = self.default
         self.free_bytes = 1 << 30
         self.reserved_bytes = 0
         self.peak: Callable[[], int] = lambda: 0
+        self.reset_peak: Callable[[], None] = lambda: None
         self.pinned: dict[int, int] = {}
         self.register_error = 0
         self.sticky_error = 0
         self.deferred = 0
+        self.made: list[str] = []
+        self.allocated_bytes = 0
+        self.observers: list[Callable[[int, int, int, int], None]] = []
+        self.properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0, uuid="12-34")
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -125,7 +166,7 @@ class FakeCuda:
         try:
             if stream.late:
                 self.deferred += 1
-                with Deferred(stream):
+                with Deferred():
                     yield
             else:
                 yield
@@ -144,6 +185,12 @@ class FakeCuda:
         del self.pinned[address]
         return 0
 
+    def refuse(self, nbytes: int) -> None:
+        """What the allocator does when it has no room: tell its observers, and raise whatever they do."""
+        for observer in self.observers:
+            observer(0, nbytes, 2 * self.free_bytes, self.free_bytes)
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
+
     def launch(self) -> None:
         """What a kernel's launch does: raise the error that a refused call of the driver left behind, and clear it."""
         error, self.sticky_error = self.sticky_error, 0
@@ -151,7 +198,8 @@ class FakeCuda:
             raise RuntimeError(f"CUDA error {error}")
 
 
-_cuda = FakeCuda()
+_cuda: FakeCuda
+FakeCuda()
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -161,8 +209,7 @@ def current_stream(device: Any = None) -> Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` as on a machine with one GPU."""
-    global _cuda
-    fake = _cuda = FakeCuda()
+    fake = FakeCuda()
 
     class Cudart:
         cudaHostRegister = staticmethod(fake.host_register)  # noqa: N815
@@ -174,9 +221,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),
         "mem_get_info": lambda device=None: (fake.free_bytes, 2 * fake.free_bytes),
+        "synchronize": lambda device=None: [stream.synchronize() for stream in fake.streams],
+        "get_device_name": lambda device=None: "a fake GPU",
+        "get_device_properties": lambda device=None: fake.properties,
         "memory_reserved": lambda device=None: fake.reserved_bytes,
+        "memory_allocated": lambda device=None: fake.allocated_bytes,
         "max_memory_allocated": lambda device=None: fake.peak(),
-        "reset_peak_memory_stats": lambda device=None: None,
+        "reset_peak_memory_stats": lambda device=None: fake.reset_peak(),
         "cudart": Cudart,
         "Stream": Stream,
         "Event": Event,
@@ -186,12 +237,45 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         monkeypatch.setattr(torch.cuda, name, replacement)
+    hetmem.memory.cuda._observe_allocator.cache_clear()
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
     return fake
 
 
-class CpuCuda(CudaDevice):
-    """A `CudaDevice` in all but where its memory is."""
+class LateKernels(ShimBackend):
+    """The kernels compiled by g++, launched when the stream comes to them. `launched` are their names."""
 
-    def __init__(self, memory: int | str | None = None) -> None:
-        super().__init__(0, memory)
+    def __init__(self, libraries: Mapping[str, Path]) -> None:
+        super().__init__(libraries)
+        self.launched: list[str] = []
+
+    def launch(
+        self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: Any = None
+    ) -> None:
+        self.launched.append(kernel)
+        current_stream().ask(partial(super().launch, source, kernel, blocks, arguments, None))
+
+
+class CpuCuda(CudaDevice):
+    """A `CudaDevice` in all but where its memory is: what lies in registered memory is the host's.
+
+    It takes the ways it is given, or the defaults, or those that were `measured`.
+    """
+
+    def __init__(
+        self,
+        memory: int | str | None = None,
+        ways: Ways | None = None,
+        kernels: Backend | None = None,
+        *,
+        measured: bool = False,
+    ) -> None:
+        super().__init__(0, memory, None if measured else ways or Ways())
         self.torch_device = torch.device("cpu")
+        self.kernels = kernels or TorchBackend("a test")
+
+    def _kernels(self) -> Backend:
+        return self.kernels
+
+    def _crosses(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        return self._is_mapped(source) != self._is_mapped(target)

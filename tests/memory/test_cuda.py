@@ -87,6 +87,19 @@ def test_where_page_locking_is_refused_a_warning_says_so_and_the_next_launch_doe
     unpin()
 
 
+def test_the_report_says_that_torch_casts_and_that_memory_is_not_page_locked(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managed = train(cuda, "host", tmp_path)
+    (said,) = hetmem.report(managed).to_dict()["missing"]
+    assert said.startswith("Weights and gradients are cast by torch's operators, not by kernels of hetmem: a test. pip")
+    cuda.register_error = 2
+    with pytest.warns(UserWarning, match="refused to page-lock"):
+        managed = train(cuda, "host", tmp_path)
+    (said,) = hetmem.report(managed).to_dict()["missing"]
+    assert said.startswith("Host memory is not page-locked: the driver refused to page-lock 64.00 MiB")
+
+
 def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(cuda: FakeCuda, tmp_path: Path) -> None:
     """24 KiB of 96 go to other things, 3 % to what an allocator wastes, so 4 slots of 16 KiB are left."""
     pools: list[CudaPool] = []
@@ -123,9 +136,10 @@ def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda) -> None:
     streams.wait(end)
     base = streams.when(end)
     for second in range(0, 90_000, 100):
-        end.at = start.at + second
+        assert start.last is not None
         now = Event(enable_timing=True)
-        now.at = end.at
+        now.record()
+        now.last.at = start.at + second
         assert streams.when(now) == pytest.approx(base + second, abs=1e-2)
         assert float(torch.tensor(streams._base.elapsed_time(now))) < 1e6
 

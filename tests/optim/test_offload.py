@@ -1,4 +1,4 @@
-"""`hetmem.optim.offload`: torch's own optimizers, tile by tile, with torch's bits; what cannot be done so is refused."""
+"""`hetmem.optim.offload`: torch's own optimizers, tile by tile, with torch's bits; the others are refused."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_the_next_forward_runs_while_updates_do(placement: str, tmp_path: Path) 
     assert updates_within(managed, "forward") > 0, "nothing overlapped"
 
 
-@pytest.mark.parametrize("placement", ("resident", *STREAMED))
+@pytest.mark.parametrize("placement", ["resident", *STREAMED])
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_clipping_equals_a_clip_of_plain_gradients(
@@ -157,7 +157,7 @@ def poison(module: nn.Module) -> None:
     parameter.grad.view(-1)[0] = float("inf")
 
 
-@pytest.mark.parametrize("placement", ("resident", *STREAMED))
+@pytest.mark.parametrize("placement", ["resident", *STREAMED])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, placement: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -188,8 +188,8 @@ def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, place
     assert any(not torch.equal(before[0][name], value) for name, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("placement", ("resident", *STREAMED))
-@pytest.mark.parametrize("overlap", ("off", "speculative"))
+@pytest.mark.parametrize("placement", ["resident", *STREAMED])
+@pytest.mark.parametrize("overlap", ["off", "speculative"])
 def test_unscaling_gives_the_bits_of_unscaled_gradients(overlap: str, placement: str, tmp_path: Path) -> None:
     """A power of two: nothing is rounded by it, unless a gradient leaves float32's range."""
     plain, managed = pair(Tower, placement, tmp_path)
@@ -205,7 +205,7 @@ def test_unscaling_gives_the_bits_of_unscaled_gradients(overlap: str, placement:
         assert_same_states(left, right)
 
 
-@pytest.mark.parametrize("placement", ("resident", *STREAMED))
+@pytest.mark.parametrize("placement", ["resident", *STREAMED])
 def test_the_gradient_scaler_of_torch_works(placement: str, tmp_path: Path) -> None:
     plain, managed = pair(Tower, placement, tmp_path)
     optimizers = (
@@ -231,7 +231,7 @@ def test_the_gradient_scaler_of_torch_works(placement: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", ("backward", "forward"))
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_one_more_backward_than_ever_before_is_an_error(overlap: str, placement: str, tmp_path: Path) -> None:
     module = manage(mlp(), placement, tmp_path)
     optimizer = hetmem.AdamW(module.parameters(), overlap=overlap)

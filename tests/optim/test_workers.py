@@ -16,6 +16,15 @@ from hetmem.optim import workers
 from hetmem.optim.workers import WorkerPool
 
 
+@pytest.fixture(autouse=True)
+def no_threads_of_earlier_tests() -> None:
+    """Optimizers that earlier tests dropped end their threads when they are collected."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("hetmem-worker"):
+            thread.join(30)
+
+
 def workers_alive() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetmem-worker")]
 

@@ -1,0 +1,91 @@
+"""Which way bytes take between host memory and one GPU, as `hetmem probe` measured it there: a small file per user.
+
+It reads and writes that file and knows what is best where nothing was measured. It measures nothing and moves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hetmem.config import kernel_cache_directory
+
+VERSION = 1
+UNMEASURED = "not measured on this GPU: run `hetmem probe`"
+
+
+class Way(str, Enum):
+    """Who moves the bytes."""
+
+    COPY_ENGINE = "copy engine"
+    """The copy engine; a cast is a pass of its own on the device."""
+    KERNEL = "kernel"
+    """A kernel that reads or writes page-locked host memory itself while it casts and adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How weights come in and gradients leave. `blocks`: the grid of kernels that reach into host memory; few fill a
+    link, and the others of the device stay free for compute. `source`: where this comes from.
+
+    The defaults are for GPUs that nobody measured: reports of an H100 have a kernel read host memory at two thirds of
+    the copy engine's rate and write it at the same.
+    """
+
+    weights: Way = Way.COPY_ENGINE
+    gradients: Way = Way.KERNEL
+    blocks: int = 32
+    source: str = UNMEASURED
+
+
+def ways_file() -> Path:
+    """Where measurements are kept, beside the compiled kernels."""
+    return kernel_cache_directory().parent / "ways.json"
+
+
+def load_ways(device_name: str, driver: str, path: Path | None = None) -> Ways:
+    """What was measured for a GPU called `device_name` under `driver`, else the defaults. Never raises for a file that
+    is not there or not one of ours: it is a cache."""
+    found = _read(path or ways_file()).get(_key(device_name, driver))
+    try:
+        known: Mapping[str, Any] = dict(found or {})
+        return Ways(Way(known["weights"]), Way(known["gradients"]), max(1, int(known["blocks"])), str(known["source"]))
+    except (KeyError, TypeError, ValueError):
+        return Ways()
+
+
+def save_ways(ways: Ways, device_name: str, driver: str, path: Path | None = None) -> Path:
+    """Keep `ways` for that GPU and driver; other entries stay. The file is whole or as it was. Raises OSError."""
+    path = path or ways_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {**_read(path), _key(device_name, driver): asdict(ways)}
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"version": VERSION, "entries": entries}, file, indent=2)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    return path
+
+
+def _key(device_name: str, driver: str) -> str:
+    return f"{device_name}, driver {driver}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The entries of the file; none if it cannot be read or is of another version."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return dict(data["entries"]) if data["version"] == VERSION else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

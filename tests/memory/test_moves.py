@@ -1,0 +1,251 @@
+"""Both ways across the link give torch's bits, however late each stream is, and take no memory once they are warm."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetmem.cuda.segments import Segments
+from hetmem.memory import moves
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.ways import Way, Ways
+from tests.cuda.shim import GPP, build
+from tests.cuda.vectors import assert_same, numbers, ordinary
+from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
+from tests.runtime.harness import Recipe, Tower, pair, token_batches, train_both
+
+__all__ = ["cuda"]  # a fixture
+
+WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(Way, Way)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PIECE = 4096  # bytes of a staging buffer here
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    if GPP is None:
+        pytest.skip("g++ is not installed")
+    out = tmp_path_factory.mktemp("moves")
+    sources = ["cast.cu", "gradient.cu"]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(sources, pool.map(lambda source: build(source, out), sources), strict=True))
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def kernels(request: pytest.FixtureRequest) -> LateKernels | None:
+    return LateKernels(request.getfixturevalue("libraries")) if request.param == "kernels" else None
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moves, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(moves, "KERNEL_ELEMENTS", 3000)
+
+
+class Machine:
+    """A device, page-locked host memory, and a stream to ask for moves on."""
+
+    def __init__(self, ways: Ways, kernels: LateKernels | None) -> None:
+        self.device = CpuCuda(ways=ways, kernels=kernels)
+        self.mapping = Mapping(1 << 20)
+        self.unpin = self.device.pin(self.mapping)
+        self.stream = Stream()
+        self._used = 0
+
+    def host(self, data: torch.Tensor) -> torch.Tensor:
+        """`data` in page-locked memory, with its strides."""
+        base = torch.frombuffer(self.mapping.buffer(self._used, max(64, data.nbytes)), dtype=data.dtype)
+        self._used += -(-data.nbytes // 64) * 64
+        tensor = base.as_strided(data.shape, data.stride())
+        tensor.copy_(data)
+        return tensor
+
+    def settle(self, first: str) -> None:
+        """Both streams come to an end; `first` says which is as far ahead of the other as events let it be."""
+        streams = [self.stream, self.device.moves._casting]
+        for stream in streams if first == "copies" else reversed(streams):
+            stream.synchronize()
+
+
+@pytest.mark.parametrize("first", ["copies", "casts"])
+@pytest.mark.parametrize("ways", [Ways(weights=way) for way in Way], ids=lambda ways: ways.weights.name)
+def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
+    cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, first: str
+) -> None:
+    machine = Machine(ways, kernels)
+    for source_dtype, dtype in itertools.product(DTYPES, DTYPES):
+        for numel in (0, 1, 7, 1024, 5000):
+            data = ordinary(numel, torch.float32).to(source_dtype)
+            source, target = machine.host(data), torch.full((numel,), 7.0, dtype=dtype)
+            with torch.cuda.stream(machine.stream):
+                machine.device.copy_in(target, source)
+            machine.settle(first)
+            assert_same(target, data.to(dtype), f"{source_dtype} to {dtype}, {numel}")
+        machine._used = 0
+
+
+@pytest.mark.parametrize("ways", [Ways(gradients=way) for way in Way], ids=lambda ways: ways.gradients.name)
+@pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
+def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, add: bool) -> None:
+    machine = Machine(ways, kernels)
+    shapes = [(0,), (), (5000,), (70, 50), (1, 9)]
+    for shape, dtype, home_dtype in itertools.product(shapes, DTYPES, DTYPES):
+        arrived = ordinary(5000, seed=1)[: torch.Size(shape).numel()].to(dtype).reshape(shape)
+        old = ordinary(5000)[: arrived.numel()].to(home_dtype).reshape(shape)
+        expected = old.clone()
+        if add and not torch.can_cast(dtype, home_dtype):
+            continue
+        expected.add_(arrived) if add else expected.copy_(arrived)
+        home = machine.host(old)
+        with torch.cuda.stream(machine.stream):
+            machine.device.gradient_out(home, arrived, add=add)
+        machine.stream.synchronize()
+        assert_same(home.flatten(), expected.flatten(), f"{shape}, {dtype} to {home_dtype}")
+        machine._used = 0
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
+def test_a_gradient_s_elements_go_to_their_own_places_whatever_its_strides(
+    cuda: FakeCuda, kernels: LateKernels | None, add: bool
+) -> None:
+    machine = Machine(Ways(), kernels)
+    values = ordinary(240).bfloat16()
+    layouts = {
+        "transposed like home": (values.view(12, 20).t(), values.view(12, 20).float().t()),
+        "transposed": (values.view(12, 20).t(), values.view(20, 12).float()),
+        "with gaps": (values.view(12, 20)[:, ::2], values[:120].view(12, 10).float()),
+        "expanded": (values[:12, None].expand(12, 4), values[:48].view(12, 4).float()),
+        "one column": (torch.as_strided(values, (9, 1), (1, 3)), values[:9].view(9, 1).float()),
+    }
+    for name, (arrived, old) in layouts.items():
+        home = machine.host(old)
+        expected = old + arrived if add else arrived.to(old.dtype)
+        with torch.cuda.stream(machine.stream):
+            machine.device.gradient_out(home, arrived, add=add)
+        machine.stream.synchronize()
+        assert torch.equal(home, expected), name
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
+def test_a_nan_stays_one_and_infinities_keep_their_signs(
+    cuda: FakeCuda, kernels: LateKernels | None, ways: Ways
+) -> None:
+    machine = Machine(ways, kernels)
+    for dtype, other in ((torch.float32, torch.bfloat16), (torch.float32, torch.float16)):
+        weights, gradients = numbers(dtype, thorough=False).contiguous(), numbers(other)
+        target, home = torch.zeros(weights.numel(), dtype=other), machine.host(torch.zeros(gradients.numel()))
+        source = machine.host(weights)
+        with torch.cuda.stream(machine.stream):
+            machine.device.copy_in(target, source)
+            machine.device.gradient_out(home, gradients, add=False)
+        machine.settle("copies")
+        assert_same(target, weights.to(other))
+        assert_same(home, gradients.float())
+        machine._used = 0
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
+def test_a_warm_move_takes_no_memory_and_makes_no_table(
+    cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counted(Segments):
+        def __init__(self, *args: Any) -> None:
+            cuda.made.append("a table")
+            super().__init__(*args)
+
+    monkeypatch.setattr(moves, "Segments", Counted)
+    machine = Machine(ways, kernels)
+    source, target = machine.host(ordinary(5000)), torch.zeros(5000, dtype=torch.bfloat16)
+    home, arrived = machine.host(ordinary(5000)), ordinary(5000).bfloat16()
+
+    def move() -> list[str]:
+        cuda.made.clear()
+        with torch.cuda.stream(machine.stream):
+            machine.device.copy_in(target, source)
+            machine.device.gradient_out(home, arrived, add=False)
+            machine.device.gradient_out(home, arrived, add=True)
+        machine.settle("copies")
+        return list(cuda.made)
+
+    assert move() != []
+    assert move() == []
+    assert machine.device.moves.staging_bytes <= 4 * PIECE
+
+
+def test_the_copy_engine_does_not_wait_for_casts_while_a_buffer_is_free(cuda: FakeCuda) -> None:
+    machine = Machine(Ways(), None)
+    source = machine.host(ordinary(2 * PIECE // 4))
+    with torch.cuda.stream(machine.stream):
+        machine.device.copy_in(torch.zeros(2 * PIECE // 4, dtype=torch.bfloat16), source)
+    asked = len(machine.device.moves._casting.asked)
+    while len(machine.stream.asked) > 1:  # the last is to wait for the last cast
+        machine.stream.run_one()
+    assert len(machine.device.moves._casting.asked) == asked == 2 * 3
+
+
+@pytest.mark.parametrize("inwards", [True, False], ids=["weights", "gradients"])
+def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda, inwards: bool) -> None:
+    """Each has streams of its own; the one that asked last may run first."""
+    machine = Machine(Ways(weights=Way.COPY_ENGINE, gradients=Way.COPY_ENGINE), None)
+    streams = [Stream(), Stream()]
+    here = [ordinary(2000, seed=seed) for seed in range(2)]
+    sources = [machine.host(data) if inwards else data.bfloat16() for data in here]
+    targets = [torch.zeros(2000).bfloat16() if inwards else machine.host(torch.zeros(2000)) for _ in range(2)]
+    for stream, source, target in zip(streams, sources, targets, strict=True):
+        with torch.cuda.stream(stream):
+            if inwards:
+                machine.device.copy_in(target, source)
+            else:
+                machine.device.gradient_out(target, source, add=False)
+    while streams[0].asked or streams[1].asked:
+        for stream in reversed(streams):
+            if stream.asked:
+                stream.run_one()
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
+def test_kernels_reach_only_into_memory_that_is_page_locked(
+    cuda: FakeCuda, libraries: dict[str, Path], ways: Ways
+) -> None:
+    kernels = LateKernels(libraries)
+    machine = Machine(ways, kernels)
+    source, home = machine.host(ordinary(100)), machine.host(ordinary(100))
+    target, arrived = torch.zeros(100, dtype=torch.bfloat16), ordinary(100).bfloat16()
+    for locked in (True, False):
+        kernels.launched.clear()
+        if not locked:
+            machine.unpin()
+        with torch.cuda.stream(machine.stream):
+            machine.device.moves.copy_in(target, source)
+            machine.device.moves.gradient_out(home, arrived, add=False)
+        machine.settle("copies")
+        by_kernel = locked and ways.gradients is Way.KERNEL
+        assert kernels.launched == ["cast_f32_bf16", *["gradient_bf16_f32_overwrite"] * by_kernel]
+        staged = {name: staging.nbytes > 0 for name, staging in machine.device.moves._staging.items()}
+        assert staged == {
+            "in": not locked or ways.weights is Way.COPY_ENGINE,
+            "out": not locked or ways.gradients is Way.COPY_ENGINE,
+        }
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
+def test_training_by_kernels_equals_torch(
+    cuda: FakeCuda, libraries: dict[str, Path], ways: Ways, placement: str, tmp_path: Path
+) -> None:
+    kernels = LateKernels(libraries)
+    device = CpuCuda(ways=ways, kernels=kernels)
+    build_model = partial(Tower, checkpointing=False)
+    plain, managed = pair(build_model, placement, tmp_path, device=device, mixed_precision=torch.bfloat16)
+    train_both(plain, managed, token_batches(6), Recipe(accumulation=2, clip=0.05, mixed=torch.bfloat16))
+    added = any(name.endswith("_add") for name in kernels.launched)
+    assert added == (ways.gradients is Way.KERNEL)
+    assert "cast_f32_bf16" in kernels.launched

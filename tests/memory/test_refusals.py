@@ -1,0 +1,196 @@
+"""When a GPU's allocator refuses memory: who holds what is said, and chunks leave more room from then on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.memory.cuda import CudaPool
+from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
+from tests.runtime.harness import Recipe, Tower, manage, pair, token_batches, train_both
+
+__all__ = ["cuda"]  # a fixture
+
+KIB = 1 << 10
+
+
+class Refuses(torch.autograd.Function):
+    """Does nothing, in backward after asking for memory that may not be there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ask: Callable[[], None]) -> torch.Tensor:
+        ctx.ask = ask
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.ask()
+        return grad, None
+
+
+class Greedy(Tower):
+    """Asks for memory in the middle of its backward."""
+
+    ask: Callable[[], None] = staticmethod(lambda: None)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = Refuses.apply(super().hidden(tokens), lambda: self.ask())
+        return x
+
+
+class Machine(CpuCuda):
+    """Its allocator has handed out what pools hold and `other_bytes`."""
+
+    other_bytes = 4 * KIB
+
+    def __init__(self, fake: FakeCuda) -> None:
+        super().__init__()
+        self.fake = fake
+        self.pools: list[CudaPool] = []
+        self.most = 0
+        fake.peak = self.peak
+
+    def pool(self, slot_bytes: int, slots: int) -> CudaPool:
+        self.pools.append(CudaPool(slot_bytes, slots, self.torch_device))
+        return self.pools[-1]
+
+    def held(self) -> int:
+        return sum(pool.held_bytes() for pool in self.pools)
+
+    def peak(self) -> int:
+        return self.held() + self.other_bytes
+
+    def refuse(self, nbytes: int) -> None:
+        self.fake.allocated_bytes = self.held() + self.other_bytes
+        self.fake.refuse(nbytes)
+
+
+ROOM = hetmem.Budget(device="256KiB", host="8MiB")
+
+
+def test_after_a_refusal_in_backward_chunks_leave_that_much_more_and_training_goes_on(
+    cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Machine(cuda)
+    plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    batches = token_batches(6)
+    left, right = train_both(plain, managed, batches)
+    before = device.held()
+    managed.ask = partial(device.refuse, 40 * KIB)
+    with pytest.raises(torch.OutOfMemoryError), caplog.at_level(logging.ERROR, "hetmem"):
+        managed(*batches[0]).backward()
+    (said,) = caplog.messages
+    assert "out of device memory in an allocation of 40.00 KiB (moment " in said and "of the backward" in said
+    assert "activations and other tensors take 4.00 KiB" in said and "of 256.00 KiB, the device budget" in said
+    assert said.endswith("From now on chunks leave 40.00 KiB more: the next step may have room")
+    managed.ask = lambda: None
+    for module in (plain, managed):
+        module.zero_grad()
+    train_both(plain, managed, batches, Recipe(steps=5), optimizers=(left, right))
+    assert before == 7 * 16 * KIB and device.held() == 4 * 16 * KIB
+
+
+def test_room_that_chunks_need_at_once_is_not_left_free_whatever_was_refused(cuda: FakeCuda, tmp_path: Path) -> None:
+    device = Machine(cuda)
+    plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    managed.ask = partial(device.refuse, 1 << 40)
+    with pytest.raises(torch.OutOfMemoryError):
+        managed(*token_batches(1)[0]).backward()
+    managed.ask = lambda: None
+    managed.zero_grad()
+    train_both(plain, managed, token_batches(6))
+
+
+def test_a_refusal_in_a_forward_is_in_the_error_s_own_words_once_evicting_did_not_help(
+    cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, refusals = Machine(cuda), [8 * KIB]
+
+    def short(x: torch.Tensor) -> torch.Tensor:
+        if torch.overrides.has_torch_function_unary(x):
+            result: torch.Tensor = torch.overrides.handle_torch_function(short, (x,), x)
+            return result
+        if refusals:
+            device.refuse(refusals.pop())
+        return x * 2
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return short(self.tower(x))
+
+    managed = manage(Short(), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    x = torch.ones(2, 64)
+    expected = managed(x)
+    assert refusals == []
+    refusals.extend([8 * KIB, 24 * KIB])
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 8192 bytes\nout of device memory in an alloc"):
+        managed(x)
+    assert torch.equal(managed(x), expected)
+    assert caplog.messages == []
+
+
+def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(cuda: FakeCuda, tmp_path: Path) -> None:
+    """Evicting frees what the allocator's peak still counts; it must not look as if the model had needed it."""
+    device = Machine(cuda)
+    peaks = [0]
+
+    def peak() -> int:
+        peaks[0] = max(peaks[0], device.held() + device.other_bytes)
+        return peaks[0]
+
+    def reset(_: Any = None) -> None:
+        peaks[0] = device.held() + device.other_bytes
+
+    cuda.peak, cuda.reset_peak = peak, reset
+    managed = manage(Tower(), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    for batch in token_batches(3):
+        managed(*batch).backward()
+    runtime = hetmem.runtime.registry.of_module(managed).runtime
+    assert runtime._most_non_model == 4 * KIB
+    device.other_bytes = 20 * KIB
+    peak()
+    device.other_bytes = 4 * KIB
+    runtime.out_of_memory()
+    managed(*token_batches(1)[0]).backward()
+    assert runtime._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
+
+
+def test_a_model_that_is_gone_is_neither_told_nor_kept_and_others_are_told(cuda: FakeCuda, tmp_path: Path) -> None:
+    device = Machine(cuda)
+    runtimes = []
+    for _ in range(2):
+        managed = manage(Tower(), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+        runtimes.append(weakref.ref(hetmem.runtime.registry.of_module(managed).runtime))
+    gc.collect()
+    with pytest.raises(torch.OutOfMemoryError):
+        device.refuse(8 * KIB)
+    gone, alive = (runtime() for runtime in runtimes)
+    assert gone is None and alive is not None and "an allocation of 8.00 KiB" in alive.refusal
+    assert len(cuda.observers) == 1
+
+
+def test_an_error_of_hetmem_s_own_does_not_take_the_place_of_torch_s(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of torch's own code catches its error and goes on, with a smaller workspace say."""
+    device = Machine(cuda)
+    managed = manage(Tower(), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    told: list[int] = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: told.append(1) or 1 / 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.refuse(8 * KIB)
+    assert told == [1] and managed is not None
