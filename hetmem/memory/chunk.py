@@ -98,8 +98,14 @@ class Chunk:
 
     def flat(self, role: Role, *, whole: bool = False) -> torch.Tensor:
         """The home of `role` as a 1-D tensor (a new one at each call): what is used of it, or the `whole` of it."""
+        return self.over(role, self.homes[role].memory, whole=whole)
+
+    def over(self, role: Role, memory: Memory, *, whole: bool = False) -> torch.Tensor:
+        """`memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
         count = self.capacity if whole else self.numel
-        return elements(self.homes[role].memory, role.dtype or self.dtype, count)
+        if role.scale_block:
+            return elements(memory, torch.uint8, self._bytes(role, count))
+        return elements(memory, role.dtype or self.dtype, count)
 
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
@@ -143,6 +149,30 @@ class ManagedParameter:
         """Make `grad_home` a new view of where the gradient lives."""
         self.grad_home = self.view(Role.GRAD)
         self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+
+    def views(self, role: Role) -> dict[str, torch.Tensor]:
+        """The home of this parameter's part of `role`, by the names under which users find it."""
+        found = {role.name: self.view(role)}
+        if role.scale_block:
+            start, count = self._scales(role)
+            memory = self.chunk.homes[role].memory
+            found[f"{role.name}_scale"] = elements(memory, torch.float32, count, self.chunk.numel + 4 * start)
+        return found
+
+    def parts(self, role: Role, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """This parameter's part of `flat` (see `Chunk.over`), by the same names, 1-D."""
+        if not role.scale_block:
+            return {role.name: self.part(flat)}
+        assert role.dtype is not None
+        start, count = self._scales(role)
+        scales = flat[self.chunk.numel :].view(torch.float32)[start : start + count]
+        return {role.name: self.part(flat).view(role.dtype), f"{role.name}_scale": scales}
+
+    def _scales(self, role: Role) -> tuple[int, int]:
+        """Where the scales of this parameter begin, and how many it has: each parameter before it in the chunk may have
+        a last, shorter block."""
+        before = self.offset // role.scale_block + self.chunk.parameters.index(self)
+        return before, -(-self.numel // role.scale_block)
 
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""

@@ -6,10 +6,20 @@ from typing import Any
 
 import torch
 
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
-from hetmem.optim.kernels import AdamWStep, Task, adamw_on_device, adamw_tasks
+from hetmem.optim.kernels import (
+    GROUP_ELEMENTS,
+    AdamWStep,
+    Codes8Bit,
+    Task,
+    adamw_8_bit_tasks,
+    adamw_compact_tasks,
+    adamw_on_device,
+    adamw_tasks,
+)
 from hetmem.optim.offloaded import OffloadedOptimizer
-from hetmem.optim.rule import ParameterUpdate
+from hetmem.optim.rule import ParameterUpdate, Rule
 from hetmem.optim.scaling import LossScale
 
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
@@ -18,7 +28,14 @@ _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 class AdamW(OffloadedOptimizer):
     """`torch.optim.AdamW` for the parameters of managed modules; bit for bit what `fused=True` computes on the CPU.
 
-    Checkpoints interchange with `torch.optim.AdamW`. Everything else is said at `OffloadedOptimizer`.
+    Checkpoints interchange with `torch.optim.AdamW`. What is not said here is at `OffloadedOptimizer`.
+
+    Two things change the mathematics, for fewer bytes. `moments=torch.bfloat16` or `"8bit"`: 2 or about 1 byte for
+    each moment in place of 4, rounded by chance. `stochastic_rounding=True`: parameters in bfloat16 are rounded by
+    chance too, so that they need no float32 master. Chance is a hash of `seed`, parameter, step and element: a run can
+    be repeated, and goes on from a checkpoint as if it had not stopped. `state[p]` shows codes of 8 bits beside their
+    scales: `exp_avg * exp_avg_scale` (of 256 elements) is the first moment, and `(exp_avg_sq * exp_avg_sq_scale) ** 2`
+    the second.
     """
 
     def __init__(
@@ -33,6 +50,9 @@ class AdamW(OffloadedOptimizer):
         max_grad_norm: float | None = None,
         loss_scale: LossScale | float | str | None = None,
         overlap: str = "off",
+        moments: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         for name, value, fine in (
             ("learning rate", lr, float(lr) >= 0),
@@ -44,7 +64,12 @@ class AdamW(OffloadedOptimizer):
             if not fine:
                 raise ValueError(f"Invalid {name}: {value}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, AdamWRule(), overlap=overlap, max_grad_norm=max_grad_norm, scale=loss_scale)
+        if moments not in (None, torch.bfloat16, "8bit"):
+            raise ValueError(f"moments must be None, torch.bfloat16 or '8bit', got {moments!r}")
+        rule: Rule = AdamWRule()
+        if moments is not None or stochastic_rounding:
+            rule = CompactAdamWRule(moments, seed, stochastic_rounding=stochastic_rounding)
+        super().__init__(params, defaults, rule, overlap=overlap, max_grad_norm=max_grad_norm, scale=loss_scale)
 
 
 class AdamWRule:
@@ -76,6 +101,47 @@ class AdamWRule:
                 [update.states["exp_avg"] for update in alike],
                 [update.states["exp_avg_sq"] for update in alike],
             )
+
+
+class CompactAdamWRule:
+    """AdamW on states smaller than float32: see `hetmem.optim.kernels.compact`. Host memory only."""
+
+    emits_copy = True
+
+    def __init__(self, moments: torch.dtype | str | None, seed: int, *, stochastic_rounding: bool) -> None:
+        self._moments, self._seed, self._stochastic_rounding = moments, seed, stochastic_rounding
+
+    def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
+        """Two moments. Raises `ManageError` for parameters that cannot be updated so."""
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ManageError(f"small states are for parameters in float32 or bfloat16, not in {dtype}")
+        if dtype is torch.bfloat16 and not self._stochastic_rounding:
+            raise ManageError(
+                "parameters in bfloat16 with small moments are rounded by chance: say stochastic_rounding=True, or "
+                "keep them in float32 and set mixed_precision=torch.bfloat16"
+            )
+        if self._moments == "8bit":
+            return Role("exp_avg", torch.int8, GROUP_ELEMENTS), Role("exp_avg_sq", torch.uint8, GROUP_ELEMENTS)
+        if self._moments is torch.bfloat16 and dtype is not torch.bfloat16:
+            return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
+        return _ROLES
+
+    def tasks(self, update: ParameterUpdate) -> list[Task]:
+        """One pass over everything."""
+        step, key, states = _count(update), (self._seed << 32) + update.number, update.states
+        if self._moments == "8bit":
+            m, root = (Codes8Bit(states[name], states[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq"))
+            return adamw_8_bit_tasks(step, update.param, update.grad, m, root, update.copy, key=key)
+        return adamw_compact_tasks(
+            step, update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy, key=key
+        )
+
+    def on_device(self, updates: list[ParameterUpdate]) -> None:
+        """Not there: states this small are for models that are larger than the device."""
+        raise ManageError(
+            "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a whole: "
+            "leave them out, or set Budget(device_chunks=…) lower, so that its states stay in host memory"
+        )
 
 
 def _count(update: ParameterUpdate) -> AdamWStep:

@@ -66,6 +66,7 @@ class OffloadedOptimizer(Optimizer):
         self._workers: WorkerPool | None = None
         self._steppers: dict[Interception, Stepper] = {}
         self._versions: dict[tuple[int, str], int] = {}
+        self._numbers: dict[int, int] = {}
 
     # ---- what torch's optimizers have --------------------------------------------------------------------------
 
@@ -82,6 +83,7 @@ class OffloadedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the parameters must be managed, and their gradients and states get homes here."""
         super().add_param_group(param_group)
+        self._numbers = {}
         group = self.param_groups[-1]
         try:
             self._reserve(group)
@@ -117,16 +119,16 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home."""
         self.synchronize()
+        saved = self._saved_states(state_dict)
         super().load_state_dict(state_dict)
         for parameter, state in self._state.items():
             _, managed = self._managed(parameter)
             for role in self._roles_of(managed):
-                if state.get(role.name) is not None:
-                    home = managed.view(role)
-                    home.copy_(state[role.name])
+                for name, home in managed.views(role).items() if state.get(role.name) is not None else ():
+                    home.copy_(saved[parameter][name])
                     managed.chunk.homes[role].written = True
-                    state[role.name] = home
-                    self._versions[id(managed), role.name] = -1  # whatever is staged of it is old
+                    state[name] = home
+                    self._versions[id(managed), name] = -1  # whatever is staged of it is old
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -179,25 +181,30 @@ class OffloadedOptimizer(Optimizer):
 
     def show_state(self, managed: ManagedParameter, role: Role) -> None:
         """`role` of `managed` is being made: its home is what users see."""
-        home = managed.view(role)
-        self._state[managed.parameter][role.name] = home
-        self._versions[id(managed), role.name] = home._version
+        for name, home in managed.views(role).items():
+            self._state[managed.parameter][name] = home
+            self._versions[id(managed), name] = home._version
+
+    def number_of(self, managed: ManagedParameter) -> int:
+        """The place of `managed` among all parameters of the optimizer, as in `state_dict`."""
+        if not self._numbers:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        return self._numbers[id(managed.parameter)]
 
     def states_written(self, chunk: Chunk, role: Role) -> bool:
         """Whether the user has written to states in `role` of `chunk` since this was asked last."""
         written = False
         for managed in chunk.parameters:
-            tensor = self._state.get(managed.parameter, {}).get(role.name)
-            if tensor is None:
-                continue
-            home = managed.view(role)
-            if tensor.data_ptr() != home.data_ptr():
-                home.copy_(tensor)
-                self._state[managed.parameter][role.name] = tensor = home
-                self._versions[id(managed), role.name] = -1
-            if self._versions.get((id(managed), role.name)) != tensor._version:
-                self._versions[id(managed), role.name] = tensor._version
-                written = True
+            state = self._state.get(managed.parameter, {})
+            for name, home in managed.views(role).items() if state.get(role.name) is not None else ():
+                if state[name].data_ptr() != home.data_ptr():
+                    home.copy_(state[name])
+                    state[name] = home
+                    self._versions[id(managed), name] = -1
+                if self._versions.get((id(managed), name)) != state[name]._version:
+                    self._versions[id(managed), name] = state[name]._version
+                    written = True
         return written
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -225,6 +232,23 @@ class OffloadedOptimizer(Optimizer):
             for dtype in {chunk.dtype for chunk in used}:
                 roles = self.rule.roles(group, dtype)
                 traffic.ensure_homes([chunk for chunk in used if chunk.dtype is dtype], roles)
+
+    def _saved_states(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """The entries of `state_dict` by parameter, in their own dtypes: torch would cast them to the parameter's.
+        Raises `ManageError` for states that have other dtypes than bits can be copied between."""
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        theirs = [number for group in state_dict["param_groups"] for number in group["params"]]
+        saved = {p: state_dict["state"][n] for p, n in zip(mine, theirs, strict=False) if n in state_dict["state"]}
+        for parameter, state in saved.items():
+            for role in self._roles_of(self._managed(parameter)[1]):
+                scaled = f"{role.name}_scale" in state
+                if state.get(role.name) is not None and scaled != bool(role.scale_block):
+                    raise ManageError(
+                        f"{role.name} is {state[role.name].dtype} {'with' if scaled else 'without'} scales in this "
+                        f"checkpoint, and this optimizer keeps it as {role.dtype or parameter.dtype}: make it with "
+                        f"moments= as the one that was saved"
+                    )
+        return saved
 
     def _roles_of(self, managed: ManagedParameter) -> tuple[Role, ...]:
         group = self.groups_by_parameter()[id(managed.parameter)]

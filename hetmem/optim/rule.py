@@ -22,7 +22,8 @@ class ParameterUpdate:
 
     `group` is its parameter group and `state` its entry of `optimizer.state`: what in there is no tensor of the
     parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
-    they are zero. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new parameter, rounded.
+    they are zero. `number` is the parameter's place in the optimizer. `grad` is multiplied by `grad_scale` in float32.
+    `copy`, if given, gets the new parameter, rounded.
     """
 
     group: dict[str, Any]
@@ -32,6 +33,7 @@ class ParameterUpdate:
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_scale: float = 1.0
     fresh: frozenset[str] = frozenset()
+    number: int = 0
     copy: torch.Tensor | None = None
 
 

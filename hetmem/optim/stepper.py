@@ -310,11 +310,16 @@ class Stepper:
     def _update_of(self, part: Part, job: Job, grad_scale: float) -> ParameterUpdate:
         managed = part.managed
         state, roles = self._optimizer.state_of(managed), self._state_roles([part])
-        states = {role.name: managed.part(job.opened[role]) for role in roles}
-        fresh = [role for role in roles if state.get(role.name) is None]
-        for role in fresh:
-            states[role.name].zero_()
-            self._optimizer.show_state(managed, role)
+        states: dict[str, torch.Tensor] = {}
+        fresh: set[str] = set()
+        for role in roles:
+            parts = managed.parts(role, job.opened[role])
+            states |= parts
+            if state.get(role.name) is None:
+                fresh |= parts.keys()
+                for part_of_role in parts.values():
+                    part_of_role.zero_()
+                self._optimizer.show_state(managed, role)
         return ParameterUpdate(
             part.group,
             state,
@@ -322,7 +327,8 @@ class Stepper:
             self._flat_gradient(part, job.opened),
             states,
             grad_scale,
-            frozenset(role.name for role in fresh),
+            frozenset(fresh),
+            self._optimizer.number_of(managed),
             None if job.copy is None else managed.part(job.copy),
         )
 

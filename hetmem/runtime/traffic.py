@@ -18,7 +18,6 @@ import torch
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import Finished, Link, TransferEngine
-from hetmem.memory.views import elements
 from hetmem.plan.cache import CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.residency import Residency
@@ -264,9 +263,8 @@ class Traffic:
         return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
 
     def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
-        """What lies in `slot` of staging as a flat tensor of the elements of `role`."""
-        memory = self._memory.host_pool.staged(slot, chunk.role_nbytes(role))
-        return elements(memory, role.dtype or chunk.dtype, chunk.numel)
+        """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
+        return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
