@@ -50,6 +50,7 @@ class AdamW(OffloadedOptimizer):
         max_grad_norm: float | None = None,
         loss_scale: LossScale | float | str | None = None,
         overlap: str = "off",
+        gradients: str = "visible",
         moments: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
@@ -69,7 +70,15 @@ class AdamW(OffloadedOptimizer):
         rule: Rule = AdamWRule()
         if moments is not None or stochastic_rounding:
             rule = CompactAdamWRule(moments, seed, stochastic_rounding=stochastic_rounding)
-        super().__init__(params, defaults, rule, overlap=overlap, max_grad_norm=max_grad_norm, scale=loss_scale)
+        super().__init__(
+            params,
+            defaults,
+            rule,
+            overlap=overlap,
+            max_grad_norm=max_grad_norm,
+            scale=loss_scale,
+            gradients=gradients,
+        )
 
 
 class AdamWRule:

@@ -33,6 +33,7 @@ def offload(
     max_grad_norm: float | None = None,
     loss_scale: LossScale | float | str | None = None,
     overlap: str = "off",
+    gradients: str = "visible",
     **options: Any,
 ) -> OffloadedOptimizer:
     """`optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers.
@@ -52,7 +53,15 @@ def offload(
             raise ManageError(f"{optimizer.__name__}({name}=True) cannot run tile by tile: leave {name} out")
     rule = TorchRule(optimizer)
     defaults = rule.optimizer_of([torch.zeros(1)], options).defaults
-    return OffloadedOptimizer(params, defaults, rule, overlap=overlap, max_grad_norm=max_grad_norm, scale=loss_scale)
+    return OffloadedOptimizer(
+        params,
+        defaults,
+        rule,
+        overlap=overlap,
+        max_grad_norm=max_grad_norm,
+        scale=loss_scale,
+        gradients=gradients,
+    )
 
 
 class TorchRule:

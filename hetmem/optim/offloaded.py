@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.kernels import total
-from hetmem.optim.overlap import Overlap
+from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
 from hetmem.optim.stepper import Stepper, Work
@@ -22,6 +22,10 @@ from hetmem.optim.workers import WorkerPool
 from hetmem.runtime import registry
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
+
+_SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
+_STREAMED_CHUNKS = 6
+"""Chunks whose gradients have a home at a time: some arrive, two are computed with, and some wait for that."""
 
 
 class OffloadedOptimizer(Optimizer):
@@ -32,7 +36,8 @@ class OffloadedOptimizer(Optimizer):
 
     `max_grad_norm`: gradients are scaled down where the norm of all of them is greater, within the pass that updates;
     `grad_norm` is the norm of the last step. `loss_scale`: gradients are those of `scale(loss)`; a step whose gradients
-    are not all finite changes nothing. `overlap`: see `Overlap`; the bits do not depend on it.
+    are not all finite changes nothing. `overlap`: see `Overlap`, `gradients`: see `Gradients`; the bits do not
+    depend on them.
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
@@ -51,12 +56,24 @@ class OffloadedOptimizer(Optimizer):
         overlap: str = "off",
         max_grad_norm: float | None = None,
         scale: LossScale | float | str | None = None,
+        gradients: str = "visible",
     ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}")
-        self.overlap = Overlap(overlap)
+        self.overlap, self.gradients = Overlap(overlap), Gradients(gradients)
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)
+        if self.gradients is Gradients.STREAMED:
+            if self.overlap not in (Overlap.BACKWARD, Overlap.FORWARD):
+                raise ValueError(
+                    f"streamed gradients are used up during backward: set overlap='backward' or 'forward', "
+                    f"got {overlap!r}"
+                )
+            if self.needs_all_gradients:
+                raise ValueError(
+                    "streamed gradients are gone before all have arrived, so that neither max_grad_norm nor loss_scale "
+                    "can be known: leave those out, or gradients='visible'"
+                )
         self.grad_norm: float | None = None
         self.rule = rule
         self._begin_empty()
@@ -99,9 +116,9 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._arrange_by_use()
-        work = self._work()
-        for stepper in work:
+        for stepper in self._steppers.values():
             stepper.begin()
+        work = self._work()
         grad_scale = self._grad_scale(work)
         for stepper, chunks in work.items():
             if grad_scale is None:
@@ -132,7 +149,7 @@ class OffloadedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        own = {name: self.__dict__[name] for name in ("overlap", "max_grad_norm", "loss_scale", "grad_norm", "rule")}
+        own = {name: self.__dict__[name] for name in _SETTINGS}
         return {"defaults": self.defaults, "state": self._state, "param_groups": self.param_groups, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -224,8 +241,12 @@ class OffloadedOptimizer(Optimizer):
             if parameter.requires_grad:
                 chunks.setdefault(found[0], {})[found[1].chunk] = None
         for interception, used in chunks.items():
-            memory, traffic = interception.runtime.memory, interception.runtime.traffic
-            if memory.streams:  # on the device gradients stay autograd's own
+            memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
+            if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
+                if not sink.lends:
+                    memory.set_aside(used, Role.GRAD, _STREAMED_CHUNKS)
+                    sink.lends = True
+            elif memory.streams:  # on the device gradients stay autograd's own
                 traffic.ensure_homes(used, (Role.GRAD,))
             for chunk in used:
                 _check_staging(memory.staging_slots, chunk, len(self.rule.roles(group, chunk.dtype)))

@@ -23,7 +23,7 @@ import torch
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import Link
 from hetmem.optim.kernels import Task, square_sum_tasks
-from hetmem.optim.overlap import Overlap
+from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.rule import ParameterUpdate
 from hetmem.optim.undo import Saved, UndoLog
 from hetmem.optim.updates import Job, Opened, Updates
@@ -121,7 +121,8 @@ class Stepper:
             raise RuntimeError(
                 f"a gradient of {managed.name} arrived after its update had begun (overlap="
                 f"{self._optimizer.overlap.value!r}): either step() was not called after the last backward, or this "
-                f"step has more backwards than any before: use overlap='off', or begin with the step that has most"
+                f"step has more backwards than any before: use overlap='off', or begin with the step that has most "
+                f"(streamed gradients allow one)"
             )
         elif progress is not None:
             del self._progress[managed.chunk]  # its norm is of less than all
@@ -134,7 +135,8 @@ class Stepper:
         if id(managed.parameter) not in self._groups:
             return
         self._arrivals[id(managed)] += 1
-        if self._optimizer.overlap is not Overlap.OFF and self._most and self._complete(managed.chunk):
+        learned = bool(self._most) or self._optimizer.gradients is Gradients.STREAMED
+        if self._optimizer.overlap is not Overlap.OFF and learned and self._complete(managed.chunk):
             self._begin_early(managed.chunk)
         self._updates.pump()
 
@@ -185,7 +187,7 @@ class Stepper:
             if not progress.begun:
                 self._add_update(progress, grad_scale)
         if self._optimizer.overlap is not Overlap.FORWARD:
-            self._carry_out(chunk.homes[Role.PARAM] for chunk in chunks)
+            self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
         self._end()
         self._runtime.statistics.steps += 1
         self._runtime.after_step()
@@ -344,6 +346,7 @@ class Stepper:
         for role in self._state_roles(progress.parts):
             chunk.homes[role].written = True
         self._count_versions(progress)
+        self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
 
     def _take_back(self, progress: Progress) -> None:
         """Undo the update of `progress`: every bit is as before it."""

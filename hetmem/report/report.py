@@ -79,7 +79,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "chunks": len(runtime.chunks),
         "chunk_bytes": layout.chunk_elements * _widest(runtime),
         "chunk_waste": layout.waste,
-        "bytes_per_parameter": _home_bytes(runtime.chunks) / max(1, parameters),
+        "bytes_per_parameter": (_home_bytes(runtime.chunks) + runtime.memory.spare_bytes) / max(1, parameters),
         "missing": _missing(runtime, window),
         "step": step_section(window, tiers) if window is not None and whole else None,
         "timeline": _timeline(runtime, window) if window is not None else None,

@@ -51,6 +51,9 @@ class Memory:
     unpin: Callable[[], None]
     resident: bool
     device_home_bytes: int = 0
+    spare_bytes: int = 0
+    """Host memory that was set aside and is nobody's home now."""
+    _spare: dict[int, list[memoryview]] = field(default_factory=dict)
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
@@ -88,6 +91,33 @@ class Memory:
         for chunk, size, tier in placed:
             if tier is Tier.HOST:
                 chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(size))
+
+    def set_aside(self, chunks: Iterable[Chunk], role: Role, count: int) -> None:
+        """Host memory for `role` of any `count` of `chunks` at a time, to be lent; less if there is less left."""
+        for nbytes in sorted((chunk.home_nbytes(role) for chunk in chunks), reverse=True)[:count]:
+            if nbytes <= self.host_pool.free_bytes:
+                self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
+                self.spare_bytes += nbytes
+
+    def lends(self, chunk: Chunk, role: Role) -> bool:
+        """Whether memory for `role` of `chunk` was set aside at all."""
+        return chunk.home_nbytes(role) in self._spare
+
+    def lend(self, chunk: Chunk, role: Role) -> bool:
+        """Give `role` of `chunk` a home in memory that was set aside; False if all of its size is lent."""
+        nbytes = chunk.home_nbytes(role)
+        if not self._spare.get(nbytes):
+            return False
+        chunk.homes[role] = Home(Tier.HOST, self._spare[nbytes].pop())
+        self.spare_bytes -= nbytes
+        return True
+
+    def take_back(self, chunk: Chunk, role: Role) -> None:
+        """End `lend`."""
+        memory = chunk.homes.pop(role).memory
+        assert isinstance(memory, memoryview)
+        self._spare.setdefault(memory.nbytes, []).append(memory)
+        self.spare_bytes += memory.nbytes
 
     def block(self, chunk: Chunk, role: Role) -> Block:
         """What the residency has to know of `role` of `chunk`. A copy in 16 bits is as far from a home on the device

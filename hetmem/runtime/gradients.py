@@ -8,6 +8,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 from __future__ import annotations
 
 import weakref
+from collections.abc import Container
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,9 @@ class GradientSink:
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self.lends = False
+        """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
+        self._lent: set[Chunk] = set()
         self._handles: list[Any] = []
         self._taken: dict[int, torch.Tensor | None] = {}
 
@@ -122,6 +126,8 @@ class GradientSink:
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""
         chunk = managed.chunk
+        if self.lends and Role.GRAD not in chunk.homes:
+            self._lend(chunk)
         self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             previous = None if previous is None else previous.clone()  # the user gave the home's tensor other memory
@@ -150,6 +156,29 @@ class GradientSink:
             self.runtime.traffic.send_home(home, work, nbytes)
         finally:
             self.runtime.traffic.close_role(chunk, Role.GRAD, dirty=True)
+
+    def _lend(self, chunk: Chunk) -> None:
+        """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
+        Where no update will end (the gradients of many chunks wait for their last one), `chunk` gets one of its own."""
+        memory, traffic = self.runtime.memory, self.runtime.traffic
+        while not memory.lend(chunk, Role.GRAD):
+            traffic.poll()
+            if not (memory.lends(chunk, Role.GRAD) and traffic.busy()):
+                return
+            traffic.wait_for_one()
+        self._lent.add(chunk)
+
+    def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
+        """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
+        home is another chunk's."""
+        if chunk not in self._lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
+            return
+        for managed in chunk.parameters:
+            if is_home_gradient(managed):
+                managed.parameter.grad = None
+            managed.grad_home = None
+        self._lent.discard(chunk)
+        self.runtime.memory.take_back(chunk, Role.GRAD)
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""

@@ -1,4 +1,4 @@
-"""Moments in 16 and 8 bits and weights without masters: the bits of the kernels on plain tensors, in every placement."""
+"""Moments in 16 and 8 bits, weights without masters: the bits of the kernels on plain tensors, in every placement."""
 
 from __future__ import annotations
 
