@@ -126,6 +126,28 @@ def test_no_request_is_issued_after_a_failure(tmp_path: Path, disk: FaultyDisk) 
     store.close()
 
 
+def test_after_a_failed_write_views_see_all_of_it_or_the_error_says_that_they_do_not(
+    store: NvmeStore, disk: FaultyDisk
+) -> None:
+    """A home that is partly new would be weights that never were, and look like any other."""
+    extent = store.reserve(EXTENT_BYTES)
+    view, source = store.view(extent), random_memory(EXTENT_BYTES, 1)
+    disk.fault = failing_at(REQUEST_BYTES, errno.ENOSPC)  # where the disk is asked; the page cache is asked from 0 on
+    with pytest.raises(StoreError, match=r"No space left.*only the page cache has all of it") as caught:
+        store.write(extent, source).result()
+    assert caught.value.errno == errno.ENOSPC
+    assert bytes(view) == bytes(source)
+
+    def read_only(_: int, __: int) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    disk.fault = read_only
+    with pytest.raises(StoreError, match=r"Read-only.*a part of it is old"):
+        store.write(extent, random_memory(EXTENT_BYTES, 2)).result()
+    disk.fault = lambda _, nbytes: nbytes
+    assert store.write(extent, source).result() == EXTENT_BYTES
+
+
 def test_a_failed_future_waits_until_no_request_touches_the_memory(tmp_path: Path, disk: FaultyDisk) -> None:
     """Otherwise the memory would be reused while the disk still writes into it."""
     store = NvmeStore([tmp_path], MIB, threads=2, request_bytes=REQUEST_BYTES, io=disk)
