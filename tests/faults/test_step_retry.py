@@ -20,7 +20,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     return Training(FaultyDisk(), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("call", range(0, 80, 3))
+@pytest.mark.parametrize("call", range(0, 80, 6))
 @pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=["EIO", "full"])
 def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
     training: Training, fault: object, call: int
