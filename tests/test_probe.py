@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+import hetmem.probe
 from hetmem.errors import HetmemError
+from hetmem.memory.disks import settings_for
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.probe import probe
+from hetmem.units import MIB
 
 
-def test_a_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it keep how to ask the disk: so few bytes say little."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     profile = probe(tmp_path, quick=True)
     assert HardwareProfile.from_json(profile.to_json()) == profile
     assert list(tmp_path.iterdir()) == []
@@ -20,6 +25,22 @@ def test_a_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path) -> None:
     assert profile.nvme_read.bytes_per_second == max(s.read_bytes_per_second for s in profile.disk_samples)
     assert {s.depth for s in profile.disk_samples} == {1, 2, 4, 8}
     assert "measured by hetmem probe" in profile.sources["all"]
+
+
+def test_a_whole_probe_keeps_how_to_ask_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("_COPY_BYTES", "_DISK_BYTES"):
+        monkeypatch.setattr(hetmem.probe, name, 16 * MIB)
+    monkeypatch.setattr(hetmem.probe, "_UPDATE_ELEMENTS", 1 << 20)
+    (tmp_path / "disk").mkdir()
+    profile = probe(tmp_path / "disk")
+    settings = settings_for(str(tmp_path / "disk"))
+    assert settings.source == "measured"
+    measured = {(sample.block_bytes, sample.depth) for sample in profile.disk_samples}
+    assert {(each.nbytes, each.threads) for each in (settings.read, settings.write)} <= measured
+    assert str(settings) in profile.sources["disk_samples"]
+    assert str(tmp_path / "cache" / "hetmem" / "disks.json") in profile.sources["disk_samples"]
+    assert list((tmp_path / "disk").iterdir()) == []
 
 
 def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from hetmem.plan.hardware import DiskSample
 from hetmem.units import MIB, format_size
 
 _VERSION = 1
-_GOOD_ENOUGH = 0.95  # of the best rate: then fewer, larger requests cost less of the cores
+_GOOD_ENOUGH = 0.95  # of the best rate: then larger requests, which cost less of the cores, and more of them: when the
+# cores are busy a thread comes late to ask for the next one, and the disk shall have something to do meanwhile
 _MOST_BYTES, _MOST_THREADS = 64 * MIB, 32
 
 
@@ -79,7 +80,7 @@ def remember(directory: str, samples: Sequence[DiskSample]) -> tuple[DiskSetting
 
 def _best(samples: Sequence[DiskSample], rate: Callable[[DiskSample], float]) -> Requests:
     enough = _GOOD_ENOUGH * max(map(rate, samples))
-    best = max((s for s in samples if rate(s) >= enough), key=lambda s: (s.block_bytes, -s.depth))
+    best = max((s for s in samples if rate(s) >= enough), key=lambda s: (s.block_bytes, s.depth))
     return Requests(best.block_bytes, best.depth)
 
 

@@ -126,6 +126,28 @@ def test_no_request_is_issued_after_a_failure(tmp_path: Path, disk: FaultyDisk) 
     store.close()
 
 
+def test_after_a_failed_write_views_see_all_of_it_or_the_error_says_that_they_do_not(
+    store: NvmeStore, disk: FaultyDisk
+) -> None:
+    """A home that is partly new would be weights that never were, and look like any other."""
+    extent = store.reserve(EXTENT_BYTES)
+    view, source = store.view(extent), random_memory(EXTENT_BYTES, 1)
+    disk.fault = failing_at(REQUEST_BYTES, errno.ENOSPC)  # where the disk is asked; the page cache is asked from 0 on
+    with pytest.raises(StoreError, match=r"No space left.*only the page cache has all of it") as caught:
+        store.write(extent, source).result()
+    assert caught.value.errno == errno.ENOSPC
+    assert bytes(view) == bytes(source)
+
+    def read_only(_: int, __: int) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    disk.fault = read_only
+    with pytest.raises(StoreError, match=r"Read-only.*a part of it is old"):
+        store.write(extent, random_memory(EXTENT_BYTES, 2)).result()
+    disk.fault = lambda _, nbytes: nbytes
+    assert store.write(extent, source).result() == EXTENT_BYTES
+
+
 def test_a_failed_future_waits_until_no_request_touches_the_memory(tmp_path: Path, disk: FaultyDisk) -> None:
     """Otherwise the memory would be reused while the disk still writes into it."""
     store = NvmeStore([tmp_path], MIB, threads=2, request_bytes=REQUEST_BYTES, io=disk)
@@ -325,58 +347,4 @@ def test_the_link_is_busy_while_transfers_overlap_and_not_in_between(
     store.read(extents[0], random_memory(REQUEST_BYTES, 0)).result(timeout=30)
     assert store.read_seconds == 4.0
     assert store.write_seconds == 0.0
-    store.close()
-
-
-def test_a_disk_without_room_says_so_at_reservation_and_is_not_filled_to_find_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = NvmeStore([tmp_path], 4 << 40)
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    if free > 3 << 40:
-        pytest.skip("the disk has room for the test's 3 TiB")
-    store.reserve(BLOCK_BYTES)
-    allocated: list[int] = []
-    monkeypatch.setattr(os, "posix_fallocate", lambda _, __, nbytes: allocated.append(nbytes))
-    with pytest.raises(StoreError) as caught:
-        store.reserve_many([BLOCK_BYTES, 3 << 40])
-    monkeypatch.undo()
-    assert allocated == []
-    assert caught.value.errno == errno.ENOSPC
-    for part in (str(tmp_path), str((3 << 40) + BLOCK_BYTES), "were free", "are missing"):
-        assert part in str(caught.value)
-    assert store.reserved_bytes == BLOCK_BYTES
-    assert store.reserve(1).offset == BLOCK_BYTES
-    store.close()
-
-
-def test_a_reservation_that_fails_half_way_takes_no_blocks_on_any_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failing fallocate keeps what it got: without care the user's disk would stay full."""
-    store = NvmeStore([tmp_path, tmp_path], 8 * MIB)
-    kept = store.reserve_many([BLOCK_BYTES, BLOCK_BYTES])
-    for extent in kept:
-        store.view(extent)[:] = b"k" * BLOCK_BYTES
-    descriptors = [file.buffered for file in store._files]
-    for descriptor in descriptors:
-        os.fsync(descriptor)
-    blocks = [os.fstat(descriptor).st_blocks for descriptor in descriptors]
-    real = os.posix_fallocate
-
-    def full(fd: int, offset: int, nbytes: int) -> None:
-        real(fd, offset, nbytes // 2 if fd == descriptors[1] else nbytes)
-        if fd == descriptors[1]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreError, match=f"cannot reserve {2 * MIB} bytes .* No space left"):
-        store.reserve_many([MIB, MIB, MIB, MIB])
-    monkeypatch.undo()
-    assert [os.fstat(descriptor).st_blocks for descriptor in descriptors] == blocks
-    assert store.reserved_bytes == 2 * BLOCK_BYTES
-    assert [bytes(store.view(extent)) for extent in kept] == [b"k" * BLOCK_BYTES] * 2
-    extents = store.reserve_many([MIB, MIB])
-    assert [(extent.file, extent.offset) for extent in extents] == [(1, BLOCK_BYTES), (0, BLOCK_BYTES)]
-    assert all(bytes(store.view(extent)) == bytes(MIB) for extent in extents)
     store.close()

@@ -1,0 +1,225 @@
+"""Training on a disk that fails: the loop is told at once and where, nothing is lost, and it can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import hetmem
+from hetmem.errors import StoreError
+from hetmem.memory.nvme import BLOCK_BYTES
+from tests.faults.disk import EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
+from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
+from tests.runtime.harness import loss_of, same_bits
+
+FAULTS = {"EIO": EIO, "full": ENOSPC, "end of file": ends, "exception": breaks}
+
+
+def cases(calls: range) -> list[tuple[str, int]]:
+    """An error at every one of `calls`, the other faults at a few of them."""
+    return [("EIO", call) for call in calls] + [(name, call) for name in list(FAULTS)[1:] for call in calls[1::5]]
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    return Training(FaultyDisk(), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("fault", "call"), cases(range(0, 27, 2)))
+def test_a_fault_in_forward_or_backward_is_raised_there_and_repeating_them_gives_the_same_bits(
+    training: Training, fault: str, call: int
+) -> None:
+    batch = next(training.batches)
+    before = training.homes()
+    training.disk.fault = once(call, FAULTS[fault])
+    with pytest.raises(StoreError) as caught:
+        loss_of(training.managed, batch).backward()
+    assert training.where.search(str(caught.value))
+    assert fault != "exception" or isinstance(caught.value.__cause__, RuntimeError)
+    for (name, left), (_, right) in zip(before, training.homes(), strict=True):
+        assert same_bits(left, right), f"{name} has changed"
+    training.right.zero_grad()
+    for module, optimizer in ((training.plain, training.left), (training.managed, training.right)):
+        loss_of(module, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    training.assert_same()
+    training.both()
+    training.assert_same()
+    hetmem.release(training.managed)
+
+
+@pytest.mark.parametrize(("fault", "call"), cases(range(0, 80, 7)))
+def test_a_fault_in_the_step_is_raised_there_and_leaves_every_home_wholly_before_or_after_it(
+    training: Training, fault: str, call: int
+) -> None:
+    batch = next(training.batches)
+    loss_of(training.plain, batch).backward()
+    loss_of(training.managed, batch).backward()
+    before = training.homes()
+    training.left.step()
+    after = tensors(training.plain, training.left)
+    training.disk.fault = once(call, FAULTS[fault])
+    with pytest.raises(StoreError) as caught:
+        training.right.step()
+    assert training.where.search(str(caught.value))
+    for (name, old), (_, new), (_, now) in zip(before, after, training.homes(), strict=True):
+        assert same_bits(now, old) or same_bits(now, new), f"{name} is neither before nor after"
+    training.right.zero_grad()
+    loss_of(training.managed, batch).backward()  # everything can be read
+    hetmem.release(training.managed)
+
+
+@pytest.mark.parametrize("call", range(0, 80, 5))
+def test_after_a_fault_in_the_step_the_roles_of_a_chunk_are_all_before_or_all_after_it(
+    training: Training, call: int
+) -> None:
+    """Who catches the error and saves a checkpoint saves moments and the count of steps that belong to the weights."""
+    batch = next(training.batches)
+    for module in (training.plain, training.managed):
+        loss_of(module, batch).backward()
+    before = training.homes()
+    training.left.step()
+    after = tensors(training.plain, training.left)
+    training.disk.fault = once(call, EIO)
+    with pytest.raises(StoreError):
+        training.right.step()
+    now = training.homes()
+    for start, parameter in enumerate(training.managed.parameters()):
+        roles = range(3 * start, 3 * start + 3)
+        updated = training.right.state[parameter]["step"].item() == 2
+        for role in roles:
+            name, expected = (after if updated else before)[role]
+            assert same_bits(now[role][1], expected), f"step {1 + updated}, but {name} is not of it"
+    hetmem.release(training.managed)
+
+
+def test_writes_that_fail_midway_leave_homes_whole(training: Training) -> None:
+    """A chunk is two requests; the second one fails in every write, and the first one is on disk already."""
+    batch = next(training.batches)
+    loss_of(training.plain, batch).backward()
+    loss_of(training.managed, batch).backward()
+    before = training.homes()
+    training.left.step()
+    after = tensors(training.plain, training.left)
+
+    def full(verb: str, offset: int, nbytes: int) -> int:
+        return ENOSPC(verb, offset, nbytes) if verb == "write" and offset % CHUNK_BYTES else nbytes
+
+    training.disk.fault = full
+    with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC) + ".*only the page cache has all of it"):
+        training.right.step()
+    for (name, old), (_, new), (_, now) in zip(before, after, training.homes(), strict=True):
+        assert same_bits(now, old) or same_bits(now, new), f"{name} is neither before nor after"
+    training.disk.fault = healthy
+    for _ in range(8):  # each write that failed is told of once; what is not on the disk yet is still in memory
+        with contextlib.suppress(StoreError):
+            loss_of(training.managed, batch)
+            break
+    hetmem.release(training.managed)
+    for (name, old), (_, new), (_, now) in zip(before, after, tensors(training.managed, training.right), strict=True):
+        assert same_bits(now, old) or same_bits(now, new), f"{name} is neither before nor after"
+
+
+def test_a_release_after_writes_that_failed_tells_of_one_and_has_released_the_model_whole(training: Training) -> None:
+    batch = next(training.batches)
+    loss_of(training.plain, batch).backward()
+    loss_of(training.managed, batch).backward()
+    before = training.homes()
+    training.left.step()
+    after = tensors(training.plain, training.left)
+    training.disk.fault = lambda verb, offset, nbytes: ENOSPC(verb, offset, nbytes) if verb == "write" else nbytes
+    with pytest.raises(StoreError):
+        training.right.step()
+    training.settle()
+    with pytest.raises(StoreError):
+        hetmem.release(training.managed)
+    for name, parameter in training.managed.named_parameters():
+        (old,), (new,) = ([value for what, value in side if what == name] for side in (before, after))
+        assert same_bits(parameter, old) or same_bits(parameter, new), f"{name} is neither before nor after"
+    loss_of(training.managed, batch).backward()  # an ordinary model
+
+
+@pytest.mark.parametrize("limit", [1000, BLOCK_BYTES, REQUEST_BYTES - 1])
+def test_short_reads_and_writes_change_nothing(training: Training, limit: int) -> None:
+    training.disk.fault = lambda _, __, nbytes: min(nbytes, limit)
+    for _ in range(2):
+        training.both()
+        training.assert_same()
+    hetmem.release(training.managed)
+
+
+def test_every_byte_of_weights_and_states_is_written_once_a_step_and_of_gradients_at_most_once(
+    training: Training,
+) -> None:
+    """Also the report's bytes per day: those of a step, at its rate."""
+    training.both()
+    (store,) = training.disk.stores
+    training.disk.calls.clear()
+    written = store.bytes_written
+    training.both()
+    homes = sum(-(-parameter.numel() // 4096) * CHUNK_BYTES for parameter in training.managed.parameters())
+    times: dict[int, int] = {}
+    for verb, offset, nbytes in training.disk.calls:
+        if verb == "write":
+            for block in range(offset, offset + nbytes, BLOCK_BYTES):
+                times[block] = times.get(block, 0) + 1
+    assert set(times.values()) == {1}
+    assert 3 * homes <= len(times) * BLOCK_BYTES <= 4 * homes
+    assert store.bytes_written - written == len(times) * BLOCK_BYTES
+    step = hetmem.report(training.managed).to_dict()["step"]
+    assert step["bytes"]["nvme_write"] == store.bytes_written - written
+    assert step["nvme_written_bytes_per_day"] == round(step["bytes"]["nvme_write"] / step["seconds"] * 86400)
+    hetmem.release(training.managed)
+
+
+TRAIN = """
+import sys, torch, hetmem
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from tests.runtime.harness import loss_of, manage, mlp, vector_batches
+torch.manual_seed(0)
+model = manage(mlp(), "nvme", Path(sys.argv[1]))
+optimizer = hetmem.AdamW(model.parameters())
+for step in range(int(sys.argv[3])):
+    for batch in vector_batches(1, 8, 64):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_training_leaves_no_file_and_no_blocks_and_a_new_one_starts(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root}
+
+    def command(steps: int) -> list[str]:
+        return [sys.executable, "-c", TRAIN, str(tmp_path), root, str(steps)]
+
+    with subprocess.Popen(command(1 << 30), stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        for step in range(3):
+            assert process.stdout.readline() == b"%d\n" % step
+        held = [status for status in map(os.stat, open_files(process.pid)) if status.st_nlink == 0]
+        assert sum(status.st_blocks for status in held) * 512 >= 3 * CHUNK_BYTES
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+    done = subprocess.run(command(2), env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n1\n"), done.stderr
+
+
+def open_files(process: int) -> list[str]:
+    """Paths that lead to the unnamed files of a process, also where they have no name."""
+    directory = f"/proc/{process}/fd"
+    found: Callable[[str], bool] = lambda name: "/#" in os.readlink(f"{directory}/{name}")  # noqa: E731
+    return [f"{directory}/{name}" for name in os.listdir(directory) if found(name)]
