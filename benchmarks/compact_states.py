@@ -207,9 +207,8 @@ def main() -> None:
     pool, corpus = WorkerPool(options.threads), read_corpus()
     numel = sum(parameter.numel() for parameter in GPT().parameters())
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}; {numel} parameters, ")
-    print(
-        f"{options.steps} steps at {options.learning_rate} of {BATCH} x {CONTEXT} bytes, mean losses of {LAST_STEPS} steps up to each\n"
-    )
+    print(f"{options.steps} steps of {BATCH} x {CONTEXT} bytes at a learning rate of {options.learning_rate}, ")
+    print(f"mean losses of {LAST_STEPS} steps up to each\n")
     points = [options.steps * point // CURVE_POINTS for point in range(1, CURVE_POINTS + 1)]
     print("| stored | bytes a parameter | held out |", *(f" {point} |" for point in points))
     print("|---|" + "---|" * (2 + CURVE_POINTS))
