@@ -1,6 +1,6 @@
 """How well a small GPT trains with small optimizer states: loss curves side by side, same seed, same batches.
 
-    python benchmarks/compact_states.py [--steps 400] [--threads 1]
+    python benchmarks/compact_states.py [--steps 400] [--threads 1] [--learning-rate 0.002] [--only TEXT]
 
 A byte-level GPT of plain torch learns the source of Python's standard library; the host kernels are driven directly.
 The model computes in float32, so the variants differ in what is stored between steps and in nothing else. "by chance"
@@ -35,7 +35,7 @@ from hetmem.optim.workers import WorkerPool
 
 SEED, CORPUS_BYTES, HELD_OUT_BYTES = 20, 4_000_000, 200_000
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 16
-LR, WARMUP_STEPS, WEIGHT_DECAY = 2e-3, 20, 0.1
+WARMUP_STEPS, WEIGHT_DECAY = 20, 0.1
 CURVE_POINTS, LAST_STEPS = 8, 25
 
 
@@ -176,7 +176,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def train(variant: Variant, corpus: Tensor, steps: int, pool: WorkerPool) -> tuple[list[float], float]:
+def train(variant: Variant, corpus: Tensor, steps: int, lr: float, pool: WorkerPool) -> tuple[list[float], float]:
     """The loss of every step, and the mean loss on held-out text."""
     torch.manual_seed(SEED)
     model, generator = GPT(), torch.Generator().manual_seed(SEED)
@@ -186,7 +186,7 @@ def train(variant: Variant, corpus: Tensor, steps: int, pool: WorkerPool) -> tup
         loss = loss_of(model, batch_of(corpus[:-HELD_OUT_BYTES], generator))
         loss.backward()
         losses.append(loss.item())
-        step = AdamWStep(LR * min(1, count / WARMUP_STEPS), 0.9, 0.999, 1e-8, WEIGHT_DECAY, count)
+        step = AdamWStep(lr * min(1, count / WARMUP_STEPS), 0.9, 0.999, 1e-8, WEIGHT_DECAY, count)
         made = zip(updates, model.parameters(), strict=True)
         pool.run([task for update, p in made for task in update(step, p.grad.view(-1))])
         model.zero_grad()
@@ -200,17 +200,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--only", default="", help="variants with this in their names")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     pool, corpus = WorkerPool(options.threads), read_corpus()
     numel = sum(parameter.numel() for parameter in GPT().parameters())
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}; {numel} parameters, ")
-    print(f"{options.steps} steps of {BATCH} x {CONTEXT} bytes, mean losses of {LAST_STEPS} steps up to each\n")
+    print(f"{options.steps} steps of {BATCH} x {CONTEXT} bytes at a learning rate of {options.learning_rate}, ")
+    print(f"mean losses of {LAST_STEPS} steps up to each\n")
     points = [options.steps * point // CURVE_POINTS for point in range(1, CURVE_POINTS + 1)]
     print("| stored | bytes a parameter | held out |", *(f" {point} |" for point in points))
     print("|---|" + "---|" * (2 + CURVE_POINTS))
-    for variant in VARIANTS:
-        losses, held_out = train(variant, corpus, options.steps, pool)
+    for variant in (variant for variant in VARIANTS if options.only in variant.name):
+        losses, held_out = train(variant, corpus, options.steps, options.learning_rate, pool)
         curve = [statistics.mean(losses[max(0, point - LAST_STEPS) : point]) for point in points]
         cells = [variant.name, f"{variant.bytes_per_parameter:.2f}", f"{held_out:.3f}", *(f"{x:.3f}" for x in curve)]
         print("|", " | ".join(cells), "|", flush=True)

@@ -109,8 +109,8 @@ MUTATIONS = {
         "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
     ),
     "round the 16-bit copy down": Mutation(
-        "optim/kernels/loops.py",
-        "build.add(odd, i32(0x7FFF))",
+        "optim/kernels/llvm.py",
+        "build.add(odd, _I32(0x7FFF))",
         "odd",
         "tests/optim/test_kernels.py::test_numba_is_what_runs_here",
     ),

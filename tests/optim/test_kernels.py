@@ -296,10 +296,37 @@ def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_cpu_without_fma_and_f16c_gives_the_same_bits() -> None:
-    # With LLVM's own cast to float16 this process died: the cast became a call to a function that nothing links.
-    loop = "update._verified_loop(torch.float32, torch.bfloat16, torch.float16)"
-    code = f"import torch; from hetmem.optim.kernels import update; assert callable({loop})"
+    # With LLVM's own casts from and to float16 this process died: they became calls of functions that nothing links.
+    code = """
+import torch
+from hetmem.optim.kernels import AdamWStep, adamw_tasks, update
+assert callable(update._verified_loop(torch.float32, torch.float16, torch.float16))
+every = torch.arange(-(2**15), 2**15).short().view(torch.float16)
+wide = every.float()
+beside = torch.cat([wide, wide.nextafter(wide * 2), wide.nextafter(wide / 2), wide * 1.00048828125, wide * 5.0])
+for param, grad in ((wide, every), (beside, beside.half())):
+    m, before, copy = torch.zeros_like(param), param.clone(), torch.ones_like(grad)
+    for task in adamw_tasks(AdamWStep(0.0, 0.0, 0.999, 1e-8, 0.0, 1), param, grad, m, m.clone(), copy):
+        task()
+    assert (grad.isinf() | grad.isnan() | (m == grad)).all()
+    odd = before.isinf() | before.isnan() | grad.isinf()
+    assert (odd | (copy == before.half()) & (param == before)).all()
+"""
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, cwd=ROOT)
+
+
+def test_a_change_of_the_operations_is_not_answered_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba compares the age of the loop's file only, and the operations lie in another."""
+    from hetmem.optim.kernels import llvm
+
+    name = loops.compile_loop(loops.adamw).__qualname__
+    assert loops.compile_loop(loops.adamw).__qualname__ == name
+    changed = tmp_path / "llvm.py"
+    changed.write_bytes(Path(llvm.__file__).read_bytes() + b"#")
+    monkeypatch.setattr(llvm, "__file__", str(changed))
+    assert loops.compile_loop(loops.adamw).__qualname__ != name
 
 
 def test_elements_outside_the_given_views_are_untouched(pool: WorkerPool) -> None:

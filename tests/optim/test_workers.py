@@ -316,6 +316,21 @@ def test_cores_that_cannot_be_used_are_ignored(cores: list[int] | None) -> None:
     assert WorkerPool(cores=cores).threads == WorkerPool().threads
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs to choose from"
+)
+def test_workers_never_leave_the_cores_that_the_process_may_use() -> None:
+    mine = os.sched_getaffinity(0)
+    allowed, forbidden = sorted(mine)[:2]
+    os.sched_setaffinity(0, {allowed})
+    try:
+        assert cores_of_a_worker(WorkerPool(2, cores=[forbidden])) == {allowed}
+        assert cores_of_a_worker(WorkerPool(2, cores=[allowed, forbidden])) == {allowed}
+        assert WorkerPool(cores=[allowed, forbidden]).threads == 1
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be bound here")
 def test_psutil_binds_where_os_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, core = os.sched_getaffinity, max(os.sched_getaffinity(0))

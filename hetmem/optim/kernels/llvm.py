@@ -119,3 +119,14 @@ def _code(build: Any, x: Any, scale: Any, chance: Any, least: Any, most: Any) ->
     code = build.select(build.fcmp_ordered("<", code, most), code, most)
     code = build.select(build.fcmp_ordered(">", code, least), code, least)
     return build.trunc(build.fptosi(build.select(usable, code, _F32(0.0)), _I32), _I8)
+
+
+def prefetch(context: Any, build: Any, signature: Any, arguments: Any) -> Any:
+    """For reading, into the nearest cache."""
+    array, index = arguments
+    data = context.make_array(signature.args[0])(context, build, array).data
+    address = build.bitcast(build.gep(data, [index]), _I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [address.type, _I32, _I32, _I32])
+    function = build.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+    build.call(function, [address, _I32(0), _I32(3), _I32(1)])
+    return context.get_dummy_value()
