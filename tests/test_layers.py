@@ -21,7 +21,7 @@ LAYERS = {
     **dict.fromkeys(("memory", "cuda"), 2),  # holds and moves
     **dict.fromkeys(("runtime",), 3),  # runs
     **dict.fromkeys(("optim", "checkpoint", "report", "distributed"), 4),  # trains, saves, tells
-    **dict.fromkeys(("planning", "probe", "bench", "bench_device", "doctor"), 5),  # plans and measures
+    **dict.fromkeys(("planning", "overheads", "probe", "bench", "bench_device", "doctor"), 5),  # plans and measures
     **dict.fromkeys(("api", "cli", "__main__", "__init__"), 5),  # what users call
 }
 OPEN_LAYERS = {0, 5}  # plain modules that may know each other; the parts of any other layer may not
