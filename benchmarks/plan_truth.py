@@ -2,7 +2,8 @@
 
     python benchmarks/plan_truth.py [--profile probe.json] [--steps 8] [--width 384]
 
-Runs on the simulated accelerator with set link speeds. The host update and the disk come from the probe; compute is
+Runs on the simulated accelerator with set link speeds. The host update, the disk and what hetmem takes of the
+training thread come from the probe, the latency of the links is that of the threads that stand for them; compute is
 calibrated for each model by a plain forward and backward of it on this machine: one number, that scales all operators.
 """
 
