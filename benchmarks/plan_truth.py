@@ -2,7 +2,8 @@
 
     python benchmarks/plan_truth.py [--profile probe.json] [--steps 8] [--width 384]
 
-Runs on the simulated accelerator with set link speeds. The host update and the disk come from the probe; compute is
+Runs on the simulated accelerator with set link speeds. The host update, the disk and what hetmem takes of the
+training thread come from the probe, the latency of the links is that of the threads that stand for them; compute is
 calibrated for each model by a plain forward and backward of it on this machine: one number, that scales all operators.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import queue
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import hetmem
 from hetmem import planning
+from hetmem.memory.transfer import Finished, Job, Link, ThreadCopier
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.workload import Workload
 from hetmem.planning.modeltrace import trace
@@ -146,6 +149,21 @@ def calibrated(base: HardwareProfile, work: Workload, seconds: float) -> Hardwar
     return replace(base, device=device)
 
 
+def handed_over_seconds(rounds: int = 200) -> float:
+    """The latency of a link of the simulated device: a thread takes the copy and sleeps for as long as it lasts."""
+    done: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+    link = Link.DEVICE_TO_HOST
+    copier = ThreadCopier({link: 2 * 10**9}, lambda job, start, end: None, done.put)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        copier.start(Job(None, link, lambda: None, 1), ())
+    for _ in range(rounds):
+        done.get()
+    seconds = (time.perf_counter() - start) / rounds
+    copier.close()
+    return seconds
+
+
 @dataclass
 class Seen:
     """What a run did: its report, the median of its steps, of the plain ones between them, and the steps' spread."""
@@ -217,7 +235,7 @@ def row(
         device = int(case.device * weights + work.peak_live_bytes)
         budget = hetmem.Budget(device=device, host=int(case.host * 4 * weights), **nvme)
         if case.link is not None:
-            link = Rate(float(hetmem.SimDevice(host_to_device=case.link).host_to_device or 0))
+            link = Rate(float(hetmem.SimDevice(host_to_device=case.link).host_to_device or 0), handed_over_seconds())
             hardware = replace(hardware, host_to_device=link, device_to_host=link)
         plan = planning.plan(build, batch, budget, hardware)
         if not plan.fits:

@@ -22,7 +22,8 @@ from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import Extent, NvmeStore
 from hetmem.optim.kernels import AdamWStep, adamw
 from hetmem.optim.workers import WorkerPool, usable_cores
-from hetmem.plan.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate
+from hetmem.overheads import measure
+from hetmem.plan.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
 from hetmem.plan.rehearsal import UPDATE_BYTES
 from hetmem.units import MIB
 
@@ -61,6 +62,7 @@ def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False
         both,
         {"all": measured} if quick else {"all": measured, "disk_samples": _keep(directory, samples)},
         tuple(samples),
+        ThreadCosts() if torch.cuda.is_available() else measure(),
     )
 
 

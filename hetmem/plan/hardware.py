@@ -69,6 +69,20 @@ class HostProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadCosts:
+    """What hetmem itself takes of the thread that trains, in seconds.
+
+    `use_seconds`: for each use of a streamed parameter, by an operator or by autograd, and for each gradient;
+    `transfer_seconds`: for handing a copy to what carries it out; `update_seconds`: for each parameter updated. Zero
+    where nobody measured it. On a GPU that thread runs ahead of the device, which hides most of it.
+    """
+
+    use_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DiskSample:
     """One measured point: the rates with `depth` requests of `block_bytes` under way."""
 
@@ -95,6 +109,7 @@ class HardwareProfile:
     both_ways_bytes_per_second: float
     sources: Mapping[str, str] = field(default_factory=dict)
     disk_samples: tuple[DiskSample, ...] = ()
+    thread: ThreadCosts = field(default_factory=ThreadCosts)
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:

@@ -88,6 +88,7 @@ class Rehearsal:
         on_device = arrangement.resident and not hardware.host_to_device.by_the_caller
         device_rate, host_rate = hardware.device.bytes_per_second, hardware.host.update_bytes_per_second
         self._update_rate = device_rate if on_device else host_rate
+        self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
         self._steps = 0
 
     def _register(self) -> None:
@@ -151,6 +152,7 @@ class Rehearsal:
                 self._use(index, event)
                 return
             case Kind.GRADIENT:
+                self._traffic.now += self._use_seconds
                 self._send(event.parameters[0])
             case Kind.END:
                 self._arrive()
@@ -162,6 +164,7 @@ class Rehearsal:
             self._phase(event.during, self._seconds[index][0])
             self._phase(event.after, self._seconds[index][1])
             return
+        self._traffic.now += self._use_seconds
         for parameter in self._gone:
             block = self._held.pop(parameter, None)
             if block is not None:
@@ -335,7 +338,7 @@ class Rehearsal:
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
             members = set(self._arrangement.chunks[chunk].parameters) & self._workload.trainable
             if members:
-                self._update_chunk(chunk, sum(self._arrangement.elements[index] for index in members))
+                self._update_chunk(chunk, [self._arrangement.elements[index] for index in members])
         self._traffic.drain()
         follower = self._book.follower(_STEP)
         self._finish_segment()
@@ -343,7 +346,7 @@ class Rehearsal:
         if follower is not None:
             self._expect(follower)
 
-    def _update_chunk(self, chunk: int, numel: int) -> None:
+    def _update_chunk(self, chunk: int, numels: list[int]) -> None:
         traffic, homes = self._traffic, self._arrangement.homes
         staged = [role for role in ROLES if homes.get(role, {}).get(chunk) is Tier.NVME]
         for role in staged:
@@ -352,8 +355,8 @@ class Rehearsal:
             traffic.open_staged(self._blocks[role, chunk], load=not fresh)
         block = self._blocks.get(("param", chunk))
         copied = block is not None and traffic.wait_for_copy(block)
-        seconds = numel * UPDATE_BYTES * self._arrangement.chunks[chunk].itemsize / 4
-        seconds /= self._update_rate
+        seconds = sum(numels) * UPDATE_BYTES * self._arrangement.chunks[chunk].itemsize / 4
+        seconds = seconds / self._update_rate + len(numels) * self._hardware.thread.update_seconds
         self._update += seconds
         traffic.now += seconds
         if block is not None and copied:

@@ -78,6 +78,7 @@ class SimulatedTraffic:
         self.device_to_host = Link(hardware.device_to_host)
         self.nvme_read = Link(hardware.nvme_read)
         self.nvme_write = Link(hardware.nvme_write)
+        self._transfer_seconds = hardware.thread.transfer_seconds
         self._cast = Rate(hardware.device.bytes_per_second) if resident else None
         self._ends: list[tuple[float, int, Fetch | Write | None]] = []
         self._sent = 0
@@ -158,6 +159,7 @@ class SimulatedTraffic:
             self.send_home(nbytes)
             return
         self._gradients += 1
+        self.now += self._transfer_seconds
         end = self.device_to_host.send(self.now, nbytes)
         self._gradient_ends.append((end, device_bytes))
         self._push(end, None)
@@ -238,4 +240,5 @@ class SimulatedTraffic:
             self.now += seconds
             self.execute(self.residency.done(command))
             return
+        self.now += self._transfer_seconds
         self._push(link.send(self.now, nbytes), command)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.plan.remedies import Needs, remedies
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.construction import Memory
 from hetmem.runtime.tracer import StepTracer, segment_name
-from hetmem.units import MIB, format_size, round_up
+from hetmem.units import format_size
 
 _NAMED = 3
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
@@ -34,7 +35,7 @@ class Shortage:
             f"out of device memory in {operator} ({self._where()}): activations and other tensors take "
             f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
             f"{self._homes()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}. "
-            f"{self._ways_out(self._needed(), live_bytes)}"
+            f"{self._ways_out(live_bytes)}"
         )
 
     def _where(self) -> str:
@@ -49,12 +50,11 @@ class Shortage:
             if residency.uses(block, Tier.DEVICE) and residency.has_slot(block, Tier.DEVICE)
         }
 
-    def _needed(self) -> int:
-        """Bytes of all copies that this moment needs at once, those it could not have included."""
+    def _blocks_needed(self) -> set[int]:
+        """The blocks of all copies that this moment needs at once, those it could not have included."""
         residency = self._residency
         used = [block for block in residency.resident(Tier.DEVICE) if residency.uses(block, Tier.DEVICE)]
-        blocks = {*self._tracer.blocks(), *used}
-        return sum(residency.blocks[block].span for block in blocks) * self._memory.device_pool.slot_bytes
+        return {*self._tracer.blocks(), *used}
 
     def _homes(self) -> str:
         found: Counter[str] = Counter()
@@ -68,24 +68,34 @@ class Shortage:
         cap = self._memory.device_chunk_bytes
         return f" (chunks may have {format_size(cap)} of it)" if cap < self._memory.device_bytes else ""
 
-    def _ways_out(self, copies: int, live_bytes: int) -> str:
-        """The least budget with which this moment would pass, and the largest batch with this one."""
-        memory = self._memory
-        lost = memory.device_bytes - memory.usable_bytes
-        least = format_size(round_up(copies + live_bytes + memory.device_home_bytes + lost, MIB))
-        ways = [f"Raise Budget(device=…): this moment needs {least}"]
-        if memory.resident:
-            return (
-                f"{ways[0]}, or set Budget(device_chunks=…) lower, so that chunks are streamed, or use a smaller batch"
-            )
-        if memory.device_bytes > memory.device_chunk_bytes < copies:
-            ways = [f"Raise Budget(device_chunks=…): this moment needs {format_size(copies)} of chunks at once"]
-        share = (memory.usable_bytes - copies) / live_bytes if live_bytes else 0.0
-        if 0 < share < 1:
-            ways.append(f"use a smaller batch, about {share:.0%} of this one")
-        elif live_bytes:
-            ways.append("use a smaller batch")
-        return ", or ".join([*ways, "activation checkpointing, or a smaller chunk_bytes"])
+    def _ways_out(self, live_bytes: int) -> str:
+        """What would let this moment pass, cheapest first."""
+        ways = ", or ".join(remedies(self._needs(live_bytes)))
+        return (
+            f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too"
+        )
+
+    def _needs(self, live_bytes: int) -> Needs:
+        memory, residency = self._memory, self._residency
+        blocks = self._blocks_needed()
+        chunks = [chunk for chunk in memory.chunks if chunk.homes[Role.PARAM].block in blocks] or memory.chunks
+        largest = max(managed.numel for chunk in chunks for managed in chunk.parameters)
+        slot_bytes = memory.device_pool.slot_bytes
+        return Needs(
+            memory.device_bytes,
+            memory.usable_bytes,
+            memory.device_chunk_bytes,
+            live_bytes,
+            min(live_bytes, memory.buffer_bytes),
+            sum(residency.blocks[block].span for block in blocks) * slot_bytes,
+            len(blocks),
+            largest,
+            memory.device_home_bytes,
+            memory.device_home_bytes if memory.resident else 0,
+            slot_bytes,
+            max(chunk.dtype.itemsize for chunk in chunks),
+            max(chunk.compute_dtype.itemsize for chunk in chunks),
+        )
 
 
 def _names(sizes: dict[str, int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetmem.plan.arrangement import arrange, by_first_use, state_bytes
-from hetmem.plan.hardware import Rate
+from hetmem.plan.hardware import Rate, ThreadCosts
 from hetmem.plan.layout import ParameterSpec
 from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.planner import Variant, decide, judge
@@ -173,3 +173,22 @@ def test_gradients_that_wait_for_the_link_take_device_memory(rate: float, expect
     light = workload(activation=MIB // 4)
     result = judge(light, Capacities(16 * MIB, 64 * MIB), replace(HARDWARE, device_to_host=Rate(rate)), MIB, 1).result
     assert result.non_model_peak_bytes == expected
+
+
+def test_what_hetmem_takes_of_the_thread_is_added_for_each_use_transfer_and_update() -> None:
+    """Links are so fast that nothing waits: what is left of the difference are the counts."""
+    fast = Rate(1e18)
+    machine = replace(HARDWARE, host_to_device=fast, device_to_host=fast, nvme_read=fast, nvme_write=fast)
+    room = Capacities(12 * MIB, 64 * MIB)
+    free = judge(workload(), room, machine, MIB, 1).result
+    for costs, expected in (
+        (ThreadCosts(use_seconds=0.5), (8 + 8 + 8) * 0.5),  # used in forward, asked for in backward, gradients
+        (ThreadCosts(update_seconds=0.5), 8 * 0.5),
+        (ThreadCosts(transfer_seconds=0.5), (free.fetches + 8) * 0.5),  # gradients too
+    ):
+        result = judge(workload(), room, replace(machine, thread=costs), MIB, 1).result
+        assert result.seconds - free.seconds == pytest.approx(expected)
+        assert result.device_peak_bytes == free.device_peak_bytes
+    resident = judge(workload(), Capacities(128 * MIB, 64 * MIB), machine, MIB, 1).result
+    costs = ThreadCosts(use_seconds=0.5, transfer_seconds=0.5)
+    assert judge(workload(), Capacities(128 * MIB, 64 * MIB), replace(machine, thread=costs), MIB, 1).result == resident

@@ -1,0 +1,84 @@
+"""An error for want of device memory names changes that help: each is made here, and training then works."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.errors import DeviceOutOfMemoryError
+
+WIDTH = 64
+
+
+def tower() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+
+
+def train(budget: hetmem.Budget, batch: torch.Tensor, parts: int = 1, **options: Any) -> None:
+    """Two steps, the batch in `parts`, each memory of its own: a view would keep all of the batch on the device."""
+    model = hetmem.manage(tower(), budget, device="sim", **options)
+    optimizer = hetmem.AdamW(model.parameters())
+    for _ in range(2):
+        for part in batch.chunk(parts):
+            model(part.clone()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def told(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        train(*arguments, **options)
+    return str(caught.value)
+
+
+def number(pattern: str, message: str) -> int:
+    found = re.search(pattern, message)
+    assert found, message
+    return int(found[1])
+
+
+def test_with_the_micro_batches_it_names_training_works() -> None:
+    """Each error knows the moments up to its own; a later one may ask for more."""
+    budget, batch, parts = hetmem.Budget(device="512KiB", host="8MiB"), torch.ones(2048, WIDTH), 1
+    for _ in range(8):
+        message = told(budget, batch, parts, chunk_bytes="32KiB")
+        parts *= number(r"with (\d+) micro-batches", message)
+        try:
+            train(budget, batch, parts, chunk_bytes="32KiB")
+            break
+        except DeviceOutOfMemoryError:
+            continue
+    else:
+        raise AssertionError(parts)
+    assert 2 <= parts <= 64
+
+
+def test_with_the_chunk_size_it_names_training_works() -> None:
+    budget, batch = hetmem.Budget(device="176KiB", host="8MiB", device_chunks="136KiB"), torch.ones(16, WIDTH)
+    message = told(budget, batch, chunk_bytes="128KiB")
+    size = number(r"set chunk_bytes=(\d+)", message)
+    assert size < 128 << 10
+    assert message.index("chunk_bytes=") < message.index("raise Budget")
+    train(budget, batch, chunk_bytes=size)
+
+
+def test_a_model_kept_whole_on_the_device_is_streamed_with_the_share_it_names() -> None:
+    budget, batch = hetmem.Budget(device="2100KiB", host="8MiB"), torch.ones(640, WIDTH)
+    message = told(budget, batch, chunk_bytes="16KiB")
+    share = number(r"set Budget\(device_chunks=(\d+)\)", message)
+    train(hetmem.Budget(device="2100KiB", host="8MiB", device_chunks=share), batch, chunk_bytes="16KiB")
+
+
+def test_what_does_not_help_is_not_named() -> None:
+    """One operator uses all weights, so no batch and no chunk size makes room for them."""
+    model = hetmem.manage(nn.LSTM(64, 64, num_layers=4), hetmem.Budget(device="128KiB", host="8MiB"), device="sim")
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        model(torch.ones(1, 1, 64))
+    assert "micro-batches" not in str(caught.value)
+    assert "chunk_bytes" not in str(caught.value)
+    assert "this moment needs" in str(caught.value)

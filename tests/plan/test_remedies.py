@@ -1,0 +1,60 @@
+"""Which changes let a moment pass: exact figures, and none that would not help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetmem.plan.remedies import Needs, remedies
+from hetmem.units import KIB, MIB
+
+STREAMED = Needs(
+    device_bytes=4 * MIB,
+    usable_bytes=4 * MIB,
+    chunk_cap_bytes=4 * MIB,
+    live_bytes=7 * MIB,
+    lasting_bytes=MIB,
+    copy_bytes=MIB,
+    copies=2,
+    largest_elements=60 * KIB,
+    home_bytes=0,
+    whole_bytes=0,
+    slot_bytes=512 * KIB,
+    itemsize=4,
+    compute_itemsize=4,
+)
+
+
+def test_the_fewest_micro_batches_that_suffice_are_named_and_what_lasts_is_not_divided() -> None:
+    """7 MiB of which 1 lasts: in 2 parts 4 MiB are live, which leaves nothing for the chunks; in 4 parts 2.5."""
+    first, last = remedies(STREAMED)
+    assert first == "use a smaller batch: with 4 micro-batches what is live here is about 2.50 MiB"
+    assert last == "raise Budget(device=…): this moment needs 8.00 MiB"
+
+
+def test_smaller_chunks_are_named_if_they_alone_make_room() -> None:
+    needs = replace(STREAMED, live_bytes=3 * MIB + 512 * KIB)
+    assert next(remedies(needs)) == "set chunk_bytes=245760: then the chunks in use take 480.00 KiB"
+    tighter = replace(needs, live_bytes=needs.live_bytes + 32 * KIB + 1)
+    assert next(remedies(tighter)).startswith("use a smaller batch: with 2 micro-batches")
+
+
+def test_a_cap_on_chunks_is_what_has_to_be_raised_where_it_binds() -> None:
+    needs = replace(STREAMED, live_bytes=MIB, chunk_cap_bytes=256 * KIB)
+    assert list(remedies(needs)) == ["raise Budget(device_chunks=…): this moment needs 1.00 MiB of chunks at once"]
+
+
+@pytest.mark.parametrize(("live_bytes", "whole_bytes", "cap"), [(3 * MIB, 2 * MIB, MIB), (2 * MIB, MIB, MIB - 4 * KIB)])
+def test_a_model_on_the_device_gets_what_activations_leave_and_less_than_all(
+    live_bytes: int, whole_bytes: int, cap: int
+) -> None:
+    needs = replace(STREAMED, live_bytes=live_bytes, whole_bytes=whole_bytes, home_bytes=2 * MIB, copy_bytes=0)
+    assert next(remedies(needs)) == (
+        f"set Budget(device_chunks={cap}), so that chunks are streamed instead of kept on the device"
+    )
+
+
+def test_a_model_on_the_device_is_not_streamed_where_not_even_one_chunk_has_room() -> None:
+    needs = replace(STREAMED, live_bytes=4 * MIB - 100 * KIB, lasting_bytes=4 * MIB - 100 * KIB, whole_bytes=2 * MIB)
+    assert [way.split()[0] for way in remedies(needs)] == ["raise"]
