@@ -32,8 +32,7 @@ class _Buffer:
     """One staging buffer. `free` is behind its last use, `full` behind the copy into it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # it outlives the forward that first needs it
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.free, self.full = torch.cuda.Event(), torch.cuda.Event()
 
     def elements(self, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.cuda import CudaDevice, CudaPool, CudaStreams
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.streams import StreamCopier
-from hetmem.memory.transfer import Job, Link
+from hetmem.memory.transfer import Finished, Job, Link
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
 
@@ -175,6 +175,21 @@ def test_work_that_fails_leaves_nothing_under_way(cuda: FakeCuda) -> None:
     source.fill_(7.0)
     cuda.synchronize()
     assert torch.equal(target, torch.ones(4))
+
+
+def test_a_job_that_could_not_be_asked_for_is_reported_and_may_be_asked_for_again(cuda: FakeCuda) -> None:
+    finished: list[Finished] = []
+    copier = StreamCopier(CudaStreams(torch.device("cpu")), lambda job, start, end: None, finished.append)
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    copier.start(Job("chunk", Link.HOST_TO_DEVICE, fails, 1), [])
+    assert not copier.order_compute_after("chunk") and [ended.error is None for ended in finished] == [False]
+    copier.start(Job("chunk", Link.HOST_TO_DEVICE, lambda: None, 1), [])
+    assert copier.order_compute_after("chunk")
+    copier.close()
+    assert [ended.error is None for ended in finished] == [False, True]
 
 
 class FailedStreams(CudaStreams):
