@@ -31,6 +31,14 @@ from torch.utils.checkpoint import checkpoint
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
 SECONDS = {"rates": 40, "resident": 60, "streamed": 100, "largest": 260}
+"""The most that each part may take; all together no more than --seconds."""
+
+DEVICE: Any = "cuda"
+"""What models are managed on; the tests take one that this machine has."""
+
+VOCABULARY = 50304
+SMALL_VOCABULARY = 16384
+"""Of the model that gets a tenth of its weights' bytes: an embedding must lie on the device whole, beside others."""
 
 
 class Block(nn.Module):
@@ -52,7 +60,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT with tied embeddings; every block is recomputed in backward."""
 
-    def __init__(self, width: int, depth: int, context: int = 1024, vocabulary: int = 50304) -> None:
+    def __init__(self, width: int, depth: int, context: int = 1024, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.context = context
         self.embedding, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
@@ -67,17 +75,17 @@ class GPT(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def parameters_of(width: int, depth: int) -> int:
-    return sum(p.numel() for p in _on_meta(width, depth).parameters())
-
-
-def _on_meta(width: int, depth: int) -> GPT:
+def parameters_of(width: int, depth: int, vocabulary: int = VOCABULARY) -> int:
     with torch.device("meta"):
-        return GPT(width, depth)
+        return sum(p.numel() for p in GPT(width, depth, vocabulary=vocabulary).parameters())
 
 
-def tokens(batch: int, context: int = 1024) -> torch.Tensor:
-    return torch.randint(0, 50304, (batch, context), device="cuda")
+def tokens(batch: int, context: int = 1024, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (batch, context), device=_torch_device())
+
+
+def _torch_device() -> Any:
+    return getattr(DEVICE, "torch_device", DEVICE)
 
 
 def timed(step: Callable[[], Any], rounds: int, warm_up: int = 2) -> list[float]:
@@ -96,17 +104,18 @@ def timed(step: Callable[[], Any], rounds: int, warm_up: int = 2) -> list[float]
 # ---- the parts ------------------------------------------------------------------------------------------------------
 
 
-def rates() -> dict[str, Any]:
-    """GB/s of a registered mapping to the GPU and back, alone and together, and of copies on the GPU."""
+def rates(nbytes: int = GIB) -> dict[str, Any]:
+    """GB/s of a registered mapping to the GPU and back, alone and together, and of copies on the GPU; and the ways
+    across the link, which are kept: the parts that follow take the faster ones."""
+    from hetmem.bench_device import keep_ways
     from hetmem.memory.cuda import CudaDevice
     from hetmem.memory.mapping import Mapping
 
-    nbytes = 1 << 30
     host = Mapping(2 * nbytes)
     unpin = CudaDevice().pin(host)
     up = torch.frombuffer(host.buffer(0, nbytes), dtype=torch.uint8)
     down = torch.frombuffer(host.buffer(nbytes, nbytes), dtype=torch.uint8)
-    one, other = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    one, other = (torch.empty(nbytes, dtype=torch.uint8, device=_torch_device()) for _ in range(2))
     streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def both() -> None:
@@ -123,10 +132,10 @@ def rates() -> dict[str, Any]:
     }
     found = {name: moved / statistics.median(timed(step, 20)) / 1e9 for name, (step, moved) in work.items()}
     unpin()
-    return {"GB/s": found}
+    return {"GB/s": found, "ways": keep_ways()}
 
 
-def resident() -> dict[str, Any]:
+def resident(width: int = 1024, depth: int = 12) -> dict[str, Any]:
     """Everything on the GPU, float32 with TF32 products: managed against plain, rounds in turn."""
     import hetmem
 
@@ -135,12 +144,12 @@ def resident() -> dict[str, Any]:
     steps = []
     for managed in (False, True):
         torch.manual_seed(0)
-        model: Any = GPT(1024, 12)
+        model: Any = GPT(width, depth)
         if managed:
-            hetmem.manage(model, hetmem.Budget(device="40GiB", host="1GiB"), device="cuda")
+            hetmem.manage(model, hetmem.Budget(device="40GiB", host="1GiB"), device=DEVICE)
             optimizer: Any = hetmem.AdamW(model.parameters(), lr=1e-4)
         else:
-            model.cuda()
+            model.to(_torch_device())
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         steps.append(_training_step(model, optimizer, batch))
     plain, ours = [], []
@@ -154,21 +163,21 @@ def resident() -> dict[str, Any]:
     }
 
 
-def streamed() -> dict[str, Any]:
-    """A GPT of 0.9 B parameters in bfloat16 with float32 masters in host memory, with less and less device memory."""
+def streamed(width: int = 2048, depth: int = 16, host: str = "24GiB") -> dict[str, Any]:
+    """A GPT of 0.8 B parameters in bfloat16 with float32 masters in host memory, with less and less device memory."""
     import hetmem
 
-    batch = tokens(8)
+    batch = tokens(8, vocabulary=SMALL_VOCABULARY)
     rows = []
-    count = parameters_of(2048, 16)
-    compute = _compute_alone(batch)
+    count = parameters_of(width, depth, SMALL_VOCABULARY)
+    compute = _compute_alone(GPT(width, depth, vocabulary=SMALL_VOCABULARY), batch)
     torch.cuda.empty_cache()
     weights = 2 * count
     for name, share in (("all weights", 1.2), ("half", 0.5), ("a tenth", 0.1)):
         torch.manual_seed(0)
-        model: Any = GPT(2048, 16)
-        budget = hetmem.Budget(device="60GiB", host="24GiB", device_chunks=int(share * weights))
-        hetmem.manage(model, budget, device="cuda", mixed_precision=torch.bfloat16)
+        model: Any = GPT(width, depth, vocabulary=SMALL_VOCABULARY)
+        budget = hetmem.Budget(device="60GiB", host=host, device_chunks=int(share * weights))
+        hetmem.manage(model, budget, device=DEVICE, mixed_precision=torch.bfloat16)
         optimizer = hetmem.AdamW(model.parameters(), lr=1e-4)
         seconds = timed(_training_step(model, optimizer, batch), 5)
         report = hetmem.report(model).to_dict()
@@ -189,23 +198,22 @@ def streamed() -> dict[str, Any]:
     return {"parameters": count, "forward and backward alone ms": 1e3 * compute, "rows": rows}
 
 
-def _compute_alone(batch: torch.Tensor) -> float:
-    plain = GPT(2048, 16).cuda().bfloat16()
+def _compute_alone(plain: GPT, batch: torch.Tensor) -> float:
+    plain.to(_torch_device(), torch.bfloat16)
     return statistics.median(timed(lambda: plain(batch).backward(), 5))
 
 
-def largest(billions: float, host: str, nvme: str) -> dict[str, Any]:
+def largest(billions: float, host: str, nvme: str, width: int = 6144) -> dict[str, Any]:
     """The largest GPT that this machine holds, three steps of it."""
     import hetmem
 
-    width = 6144
     depth = max(1, round((billions * 1e9 - 51328 * width) / (12 * width * width)))
     count = parameters_of(width, depth)
     with tempfile.TemporaryDirectory() as directory:
         start = time.perf_counter()
         budget = hetmem.Budget(host=host, nvme=nvme, nvme_dir=directory)
 
-        @hetmem.managed(budget, device="cuda", mixed_precision=torch.bfloat16)
+        @hetmem.managed(budget, device=DEVICE, mixed_precision=torch.bfloat16)
         class Large(GPT):
             pass
 
@@ -296,6 +304,7 @@ def main() -> int:
     parser.add_argument("--largest", type=float, default=9.4, help="billions of parameters")
     parser.add_argument("--host", default="104GiB")
     parser.add_argument("--nvme", default="52GiB")
+    parser.add_argument("--seconds", type=float, default=sum(SECONDS.values()), help="for all parts together")
     parser.add_argument("--directory", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -306,25 +315,42 @@ def main() -> int:
         arguments = () if options.part in run else (options.largest, options.host, options.nvme)
         print("RESULT " + json.dumps(run.get(options.part, largest)(*arguments)))
         return 0
+    return measure(options)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Every part in a process of its own; what was found so far is written after each."""
+    until = time.monotonic() + options.seconds
     found: dict[str, Any] = {"environment": environment()}
-    for part in options.only.split(","):
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--largest", str(options.largest)]
-        command += ["--host", options.host, "--nvme", options.nvme]
-        try:
-            ended = subprocess.run(
-                command, capture_output=True, text=True, timeout=SECONDS[part], check=False, cwd=ROOT
-            )
-            results = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
-            found[part] = json.loads(results[-1][7:]) if results else {"failed": ended.stderr[-2000:]}
-        except subprocess.TimeoutExpired:
-            found[part] = {"failed": f"longer than {SECONDS[part]} s"}
+    parts = options.only.split(",")
+    for part in parts:
+        found[part] = _in_a_process(part, options, min(SECONDS[part], until - time.monotonic()))
         print(f"{part}: {json.dumps(found[part])[:600]}", flush=True)
-    options.directory.mkdir(parents=True, exist_ok=True)
+        write(found, options.directory)
+    return 0 if all("failed" not in found[part] for part in parts) else 1
+
+
+def _in_a_process(part: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    if seconds <= 0:
+        return {"failed": "no time was left"}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--largest", str(options.largest)]
+    command += ["--host", options.host, "--nvme", options.nvme]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"longer than {seconds:.0f} s"}
+    results = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    result: dict[str, Any] = json.loads(results[-1][7:]) if results else {"failed": ended.stderr[-2000:]}
+    return result
+
+
+def write(found: dict[str, Any], directory: Path) -> None:
+    """As JSON and Markdown, named after the device and the day."""
+    directory.mkdir(parents=True, exist_ok=True)
     name = found["environment"]["device"].replace(" ", "-")
-    target = options.directory / f"gpu-{name}-{found['environment']['date']}"
-    target.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n")
-    target.with_suffix(".md").write_text(markdown(found))
-    return 0 if all("failed" not in found[part] for part in options.only.split(",")) else 1
+    target = directory / f"gpu-{name}-{found['environment']['date']}"
+    target.with_name(f"{target.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    target.with_name(f"{target.name}.md").write_text(markdown(found))
 
 
 if __name__ == "__main__":

@@ -264,8 +264,9 @@ class CudaPool:
         return elements(self._memory[slot], dtype, numel, offset_elements * dtype.itemsize)
 
     def poison(self, slot: int, span: int) -> None:
-        """Fill with `POISON`, on the stream of compute."""
-        self._memory[slot].fill_(POISON)
+        """Fill with `POISON`, on the stream of compute, unless there was no memory for it."""
+        if slot in self._memory:
+            self._memory[slot].fill_(POISON)
 
     def give_back(self, free: list[int], keep: int) -> None:
         """To torch's allocator."""
@@ -283,10 +284,16 @@ class CudaPool:
 
 
 class CudaStreams:
-    """`Streams` of a GPU: a stream for each direction; compute is whatever stream is current when it is asked."""
+    """`Streams` of a GPU: a stream for each direction; compute is whatever stream is current when it is asked.
+
+    A program may compute on several. `mark` is behind all on which it was asked: weights are read by all of them, and
+    what one of them has read must not be overwritten because another is done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._compute: dict[torch.cuda.Stream, None] = {}
+        self._joined: torch.cuda.Stream | None = None
         self._streams = {link: torch.cuda.Stream(device) for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(torch.cuda.current_stream(device))
@@ -294,10 +301,21 @@ class CudaStreams:
         self._base_seconds = time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        """An event on the current stream, or behind all streams where there are several."""
+        event, stream = torch.cuda.Event(), self._current()
+        if len(self._compute) > 1:
+            stream = self._joined = self._joined or torch.cuda.Stream(self._device)
+            for one in self._compute:
+                behind = torch.cuda.Event()
+                behind.record(one)
+                stream.wait_event(behind)
+        event.record(stream)
         return event
+
+    def _current(self) -> torch.cuda.Stream:
+        stream = torch.cuda.current_stream(self._device)
+        self._compute[stream] = None
+        return stream
 
     def enqueue(
         self, link: Link, after: Sequence[Any], work: Callable[[], None]
@@ -309,13 +327,18 @@ class CudaStreams:
             for event in after:
                 stream.wait_event(event)
             start.record(stream)
-            work()
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the device has failed: nothing runs any more
+                    stream.synchronize()  # what was asked for uses memory that its owner is about to let go
+                raise
             end.record(stream)
         return start, end
 
     def order_compute(self, event: torch.cuda.Event) -> None:
         """The current stream waits; the host does not."""
-        torch.cuda.current_stream(self._device).wait_event(event)
+        self._current().wait_event(event)
 
     def passed(self, event: torch.cuda.Event) -> bool:
         """Ask the driver."""

@@ -105,21 +105,24 @@ class Moves:
 
     def _through_staging(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copying = torch.cuda.current_stream(self._device)
-        last = None
-        for part in _pieces(source.numel(), PIECE_BYTES // source.itemsize):
-            buffer = last = self._staging["in"].take(copying)
-            landed = buffer.elements(source.dtype, part.stop - part.start)
-            landed.copy_(source[part], non_blocking=True)
-            buffer.full.record(copying)
-            self._casting.wait_event(buffer.full)
-            with torch.cuda.stream(self._casting):
-                if self._has_cast(source, target):
-                    self._cast(target[part], landed)
-                else:
-                    target[part].copy_(landed)
-            buffer.free.record(self._casting)
-        if last is not None:
-            copying.wait_event(last.free)  # casts are in order: what follows on this stream finds all of them done
+        last: _Buffer | None = None
+        try:
+            for part in _pieces(source.numel(), PIECE_BYTES // source.itemsize):
+                buffer = self._staging["in"].take(copying)
+                landed = buffer.elements(source.dtype, part.stop - part.start)
+                landed.copy_(source[part], non_blocking=True)
+                buffer.full.record(copying)
+                self._casting.wait_event(buffer.full)
+                with torch.cuda.stream(self._casting):
+                    if self._has_cast(source, target):
+                        self._cast(target[part], landed)
+                    else:
+                        target[part].copy_(landed)
+                buffer.free.record(self._casting)
+                last = buffer
+        finally:
+            if last is not None:
+                copying.wait_event(last.free)  # casts are in order: what follows on this stream finds all of them done
 
     def _has_cast(self, source: torch.Tensor, target: torch.Tensor) -> bool:
         return self.kernels.native and (source.dtype, target.dtype) in CASTS

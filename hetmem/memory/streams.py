@@ -19,11 +19,12 @@ class Streams(Protocol):
     """One stream for each direction, beside the caller's stream of compute. Events are opaque."""
 
     def mark(self) -> Any:
-        """An event behind all compute that was asked for so far."""
+        """An event behind all compute that was asked for so far, on whatever streams."""
         ...
 
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Any, Any]:
-        """Ask for `work` on the stream of `link`, behind the events `after`; the events of its start and its end."""
+        """Ask for `work` on the stream of `link`, behind the events `after`; the events of its start and its end. If it
+        raises, nothing that `work` asked for is still under way."""
         ...
 
     def order_compute(self, event: Any) -> None:
@@ -59,13 +60,16 @@ class StreamCopier:
             Link.DEVICE_TO_HOST: deque(),
         }
         self._ends: dict[Any, Any] = {}
+        self._not_asked: set[Any] = set()
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
         """What leaves the device is behind all compute so far, as something just computed it."""
+        self._not_asked.discard(job.tag)
         marks = [*after, self._streams.mark()] if job.link is Link.DEVICE_TO_HOST else list(after)
         try:
             start, end = self._streams.enqueue(job.link, marks, job.work)
         except Exception as error:  # nothing was asked for (out of memory for a cast, say)
+            self._not_asked.add(job.tag)
             self._finished(Finished(job.tag, error))
             return
         self._queues[job.link].append(_InFlight(job, start, end))
@@ -85,11 +89,12 @@ class StreamCopier:
         """An event on the compute stream."""
         return self._streams.mark()
 
-    def order_compute_after(self, tag: Any) -> None:
-        """No-op for a job that is over."""
+    def order_compute_after(self, tag: Any) -> bool:
+        """Nothing is left to do for a job that is over."""
         end = self._ends.get(tag)
         if end is not None:
             self._streams.order_compute(end)
+        return tag not in self._not_asked
 
     def poll(self) -> None:
         """Report the jobs whose end has passed."""

@@ -79,8 +79,10 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """A mark behind all compute that was asked for so far."""
 
-    def order_compute_after(self, tag: Any) -> None:
-        """Compute asked for from now on runs only after the job with `tag`, if that is not over yet."""
+    def order_compute_after(self, tag: Any) -> bool:
+        """Compute asked for from now on runs only after the job with `tag`, if that is not over yet; False if the job
+        could not be asked for, which is reported."""
+        ...
 
     def poll(self) -> None:
         """Report what is over, where nobody else does."""
@@ -126,7 +128,7 @@ class ThreadCopier:
     def mark(self) -> None:
         """Compute is over when it returns."""
 
-    def order_compute_after(self, tag: Any) -> None:
+    def order_compute_after(self, tag: Any) -> bool:
         """The caller waits instead."""
         raise AssertionError("compute on this device is not ordered behind copies")
 
@@ -194,9 +196,9 @@ class TransferEngine:
         """A mark behind all compute so far, for `copy`."""
         return self._copier.mark()
 
-    def order_compute_after(self, tag: Any) -> None:
-        """Compute from now on runs after the copy with `tag`."""
-        self._copier.order_compute_after(tag)
+    def order_compute_after(self, tag: Any) -> bool:
+        """Compute from now on runs after the copy with `tag`; False if that could not be asked for."""
+        return self._copier.order_compute_after(tag)
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""

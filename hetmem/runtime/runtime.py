@@ -242,6 +242,9 @@ class Runtime:
         """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
         try:
             return self.traffic.acquire(block, Tier.DEVICE)
+        except torch.OutOfMemoryError:  # the allocator had no memory for the slot: idle chunks have some
+            self.out_of_memory()
+            return self.traffic.acquire(block, Tier.DEVICE)
         except CapacityError:
             if self.memory.device.watched or self._limit >= self.memory.device_slots(self._most_non_model):
                 raise

@@ -427,8 +427,7 @@ class Traffic:
         fetch = self._fetching.get(block)
         if fetch is None or not self.engine.ordered:
             return False
-        self.engine.order_compute_after(fetch)
-        return True
+        return self.engine.order_compute_after(fetch)
 
     def _abandon(self, block: int, tier: Tier) -> None:
         state = self.residency.state(block, tier)
@@ -476,6 +475,15 @@ class Traffic:
             self.engine.read(command, extent, memory)
 
     def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
+        """A fetch that cannot begin (the device's allocator has no memory for the slot, say) has failed at once."""
+        try:
+            self._begin_fetch(command, now=now)
+        except BaseException:
+            self._fetching.pop(command.block, None)
+            self.execute(self.residency.failed(command))
+            raise
+
+    def _begin_fetch(self, command: Fetch, *, now: bool) -> None:
         chunk, _ = self._chunk_of_block[command.block]
         home = chunk.homes[Role.PARAM]
         if home.tier is not Tier.NVME:

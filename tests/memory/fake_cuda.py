@@ -191,6 +191,10 @@ class FakeCuda:
             observer(0, nbytes, 2 * self.free_bytes, self.free_bytes)
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes")
 
+    def synchronize(self, device: Any = None) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
     def launch(self) -> None:
         """What a kernel's launch does: raise the error that a refused call of the driver left behind, and clear it."""
         error, self.sticky_error = self.sticky_error, 0
@@ -221,7 +225,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),
         "mem_get_info": lambda device=None: (fake.free_bytes, 2 * fake.free_bytes),
-        "synchronize": lambda device=None: [stream.synchronize() for stream in fake.streams],
+        "synchronize": fake.synchronize,
         "get_device_name": lambda device=None: "a fake GPU",
         "get_device_properties": lambda device=None: fake.properties,
         "memory_reserved": lambda device=None: fake.reserved_bytes,

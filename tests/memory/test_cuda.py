@@ -15,7 +15,8 @@ import hetmem
 from hetmem.errors import ManageError
 from hetmem.memory.cuda import CudaDevice, CudaPool, CudaStreams
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.transfer import Link
+from hetmem.memory.streams import StreamCopier
+from hetmem.memory.transfer import Finished, Job, Link
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
 
@@ -142,6 +143,101 @@ def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda) -> None:
         now.last.at = start.at + second
         assert streams.when(now) == pytest.approx(base + second, abs=1e-2)
         assert float(torch.tensor(streams._base.elapsed_time(now))) < 1e6
+
+
+def test_a_mark_is_behind_every_stream_that_was_seen_to_compute(cuda: FakeCuda) -> None:
+    """Two streams read one weight; the copy that overwrites it comes after both, whoever let go last."""
+    streams, compute = CudaStreams(torch.device("cpu")), [Stream(), Stream()]
+    weight, seen = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
+    for stream, read in zip(compute, seen, strict=True):
+        with torch.cuda.stream(stream):
+            read.copy_(weight)
+            mark = streams.mark()
+
+    def overwrite() -> None:
+        weight.fill_(7.0)
+
+    _, end = streams.enqueue(Link.HOST_TO_DEVICE, [mark], overwrite)
+    streams.wait(end)
+    assert torch.equal(seen[0], torch.ones(4)) and torch.equal(seen[1], torch.ones(4)) and weight[0] == 7
+
+
+def test_work_that_fails_leaves_nothing_under_way(cuda: FakeCuda) -> None:
+    """Its owner lets go of the memory as soon as it is told."""
+    streams, source, target = CudaStreams(torch.device("cpu")), torch.ones(4), torch.zeros(4)
+
+    def work() -> None:
+        target.copy_(source)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        streams.enqueue(Link.DEVICE_TO_HOST, [], work)
+    source.fill_(7.0)
+    cuda.synchronize()
+    assert torch.equal(target, torch.ones(4))
+
+
+def test_a_job_that_could_not_be_asked_for_is_reported_and_may_be_asked_for_again(cuda: FakeCuda) -> None:
+    finished: list[Finished] = []
+    copier = StreamCopier(CudaStreams(torch.device("cpu")), lambda job, start, end: None, finished.append)
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    copier.start(Job("chunk", Link.HOST_TO_DEVICE, fails, 1), [])
+    assert not copier.order_compute_after("chunk") and [ended.error is None for ended in finished] == [False]
+    copier.start(Job("chunk", Link.HOST_TO_DEVICE, lambda: None, 1), [])
+    assert copier.order_compute_after("chunk")
+    copier.close()
+    assert [ended.error is None for ended in finished] == [False, True]
+
+
+class FailedStreams(CudaStreams):
+    """A device that has failed: every question is answered by the same error, as after an assertion in a kernel."""
+
+    failed = False
+
+    def passed(self, event: Any) -> bool:
+        if self.failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return super().passed(event)
+
+    def when(self, event: Any) -> float:
+        self.passed(event)
+        return super().when(event)
+
+    def wait(self, event: Any) -> None:
+        self.passed(event)
+        super().wait(event)
+
+
+def test_a_device_that_fails_ends_every_job_with_its_error(cuda: FakeCuda) -> None:
+    streams, finished = FailedStreams(torch.device("cpu")), []
+    copier = StreamCopier(streams, lambda job, start, end: None, finished.append)
+    for tag in range(3):
+        link = Link.DEVICE_TO_HOST if tag else Link.HOST_TO_DEVICE
+        copier.start(Job(tag, link, lambda: None, 1), [])
+    streams.failed = True
+    copier.abandon()
+    assert copier.wait() and finished == []
+    copier.poll()
+    assert [str(ended.error) for ended in finished] == ["CUDA error: device-side assert triggered"] * 3
+    assert {ended.tag for ended in finished} == {0, 1, 2}
+    assert not copier.wait()
+    copier.close()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_what_a_first_forward_in_inference_mode_takes_serves_training_too(
+    cuda: FakeCuda, mode: Any, tmp_path: Path
+) -> None:
+    device = CpuCuda()
+    plain, managed = pair(Tower, "host", tmp_path, mixed_precision=torch.bfloat16, device=device, sanitize=False)
+    batches = token_batches(6)
+    with mode():
+        managed(*batches[0])
+    assert device.moves.staging_bytes > 0
+    train_both(plain, managed, batches, Recipe(mixed=torch.bfloat16))
 
 
 def test_slots_are_taken_when_used_and_given_back_whole() -> None:

@@ -17,7 +17,16 @@ from torch import nn
 import hetmem
 from hetmem.memory.cuda import CudaPool
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
-from tests.runtime.harness import Recipe, Tower, manage, pair, token_batches, train_both
+from tests.runtime.harness import (
+    Recipe,
+    Tower,
+    assert_same,
+    assert_same_grads,
+    manage,
+    pair,
+    token_batches,
+    train_both,
+)
 
 __all__ = ["cuda"]  # a fixture
 
@@ -167,6 +176,60 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     runtime.out_of_memory()
     managed(*token_batches(1)[0]).backward()
     assert runtime._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
+
+
+class Short(CudaPool):
+    """Has no memory for a slot as often as `refusals` says."""
+
+    refusals = 0
+
+    def prepare(self, slot: int, nbytes: int) -> bool:
+        if self.refusals:
+            self.refusals -= 1
+            self._memory.pop(slot, None)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().prepare(slot, nbytes)
+
+
+class ShortMachine(Machine):
+    def pool(self, slot_bytes: int, slots: int) -> CudaPool:
+        self.pools.append(Short(slot_bytes, slots, self.torch_device))
+        return self.pools[-1]
+
+
+@pytest.mark.parametrize("sanitize", [True, False], ids=["sanitize", "fast"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_chunk_without_memory_for_its_slot_gets_that_of_idle_chunks(
+    cuda: FakeCuda, where: str, sanitize: bool, tmp_path: Path
+) -> None:
+    """In a backward too, as fetching is hetmem's own. A fetch that did not begin is not waited for."""
+    device = ShortMachine(cuda)
+    room = hetmem.Budget(device="256KiB", host="8MiB", device_chunks="64KiB")
+    plain, managed = pair(Greedy, room, tmp_path, chunk_bytes="16KiB", device=device, sanitize=sanitize)
+    pool = device.pools[0]
+    (batch,) = token_batches(1)
+    expected = plain(*batch)
+    if where == "forward":
+        pool.refusals = 1
+    got = managed(*batch)
+    if where == "backward":
+        pool.refusals = 1
+    got.backward()
+    expected.backward()
+    assert pool.refusals == 0
+    assert_same(expected, got, "loss")
+    assert_same_grads(plain, managed)
+
+
+def test_a_chunk_that_finds_no_memory_at_all_fails_and_nothing_hangs(cuda: FakeCuda, tmp_path: Path) -> None:
+    device = ShortMachine(cuda)
+    plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device)
+    pool = device.pools[0]
+    pool.refusals = 1 << 30
+    with pytest.raises(torch.OutOfMemoryError):
+        managed(*token_batches(1)[0])
+    pool.refusals = 0
+    train_both(plain, managed, token_batches(6))
 
 
 def test_a_model_that_is_gone_is_neither_told_nor_kept_and_others_are_told(cuda: FakeCuda, tmp_path: Path) -> None:

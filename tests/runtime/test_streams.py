@@ -101,6 +101,45 @@ def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(placement: st
     assert device.pools[0].held_bytes() + device.non_model_bytes <= 96 * 1024
 
 
+class Unable(LazyDevice):
+    """Cannot ask for a copy as often as `failures` says."""
+
+    failures = 0
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("no memory to cast in")
+        super().copy_in(target, source)
+
+
+class NowStreams(LazyStreams):
+    """Asks for work at once and carries it out late, as a GPU does: what cannot be asked for fails at once."""
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+        device = getattr(getattr(work, "func", None), "__self__", None)
+        if isinstance(device, Unable) and device.failures:
+            work()
+        return super().enqueue(link, after, work)
+
+
+class UnableDevice(Unable):
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        self.streams = NowStreams()
+        return StreamCopier(self.streams, seen, finished)
+
+
+def test_no_operator_runs_on_a_copy_that_could_not_be_asked_for(tmp_path: Path) -> None:
+    """It was taken for one that is over: the last operator of a forward used what lay in the slot before."""
+    device = UnableDevice()
+    plain, managed = pair(lambda: nn.Linear(64, 64, bias=False), "host", tmp_path, device=device)
+    x = torch.ones(2, 64)
+    device.failures = 1
+    with pytest.raises(RuntimeError, match="no memory to cast in"):
+        managed(x)
+    assert torch.equal(managed(x), plain(x))
+
+
 def short_of_memory(x: torch.Tensor, failures: list[int]) -> torch.Tensor:
     """An operator that finds no memory as often as `failures` is long, and tells what it asked for."""
     if torch.overrides.has_torch_function_unary(x):

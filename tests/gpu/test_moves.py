@@ -1,0 +1,150 @@
+"""Both ways across the link of a real GPU: torch's bits, no memory once warm, and what its allocator refuses.
+
+`tests/memory/test_moves.py` has the same on a fake one, with every order of streams. `make gpu` runs this.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.cuda.backend import Backend, TorchBackend, backend
+from hetmem.memory.cuda import CudaDevice, pci_address
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.moves import PIECE_BYTES
+from hetmem.memory.ways import Way, Ways
+from tests.cuda.vectors import assert_same, ordinary
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+    pytest.mark.filterwarnings("default"),
+]
+
+WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(Way, Way)]
+NUMEL = 2 * PIECE_BYTES // 4 + 12345  # three pieces, the last an odd one
+
+
+class Given(CudaDevice):
+    """With `kernels`, whatever else is here."""
+
+    def __init__(self, ways: Ways, kernels: Backend) -> None:
+        super().__init__(ways=ways)
+        self.kernels = kernels
+
+    def _kernels(self) -> Backend:
+        return self.kernels
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def kernels(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "torch":
+        return TorchBackend("a test")
+    if not backend().native:
+        pytest.skip(backend().reason)
+    return backend()
+
+
+@pytest.fixture
+def mapping() -> Iterator[Mapping]:
+    yield Mapping(4 * NUMEL)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
+def test_torch_s_bits_and_no_memory_once_warm(ways: Ways, kernels: Backend, mapping: Mapping) -> None:
+    device = Given(ways, kernels)
+    unpin = device.pin(mapping)
+    home = torch.frombuffer(mapping.buffer(0, 4 * NUMEL), dtype=torch.float32)
+    data = ordinary(NUMEL)
+    slot = torch.zeros(NUMEL, dtype=torch.bfloat16, device="cuda")
+    gradient = ordinary(NUMEL, torch.bfloat16, seed=1).cuda()
+    stream = torch.cuda.Stream()
+
+    def move(write: Any) -> None:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream), torch.no_grad():
+            write()
+        stream.synchronize()
+
+    taken = []
+    for _ in range(3):
+        home.copy_(data)
+        move(lambda: device.copy_in(slot, home))
+        assert_same(slot.cpu(), data.bfloat16(), "weights")
+        move(lambda: device.gradient_out(home, gradient, add=True))
+        assert_same(home, data + gradient.cpu(), "added")
+        move(lambda: device.gradient_out(home, gradient, add=False))
+        assert_same(home, gradient.cpu().float(), "overwritten")
+        taken.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+    assert taken[1] == taken[2]
+    unpin()
+
+
+@pytest.mark.parametrize("ways", [WAYS[0], WAYS[-1]], ids=["copy engine", "kernel"])
+def test_asking_for_a_move_does_not_wait_for_the_gpu(ways: Ways, kernels: Backend, mapping: Mapping) -> None:
+    device = Given(ways, kernels)
+    unpin = device.pin(mapping)
+    home = torch.frombuffer(mapping.buffer(0, 4 * NUMEL), dtype=torch.float32)
+    slot, gradient = (torch.zeros(NUMEL, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    stream = torch.cuda.Stream()
+    for sleeps in (False, True):
+        with torch.cuda.stream(stream), torch.no_grad():
+            if sleeps:
+                torch.cuda._sleep(2_000_000_000)
+            device.copy_in(slot, home)
+            device.gradient_out(home, gradient, add=True)
+        assert not sleeps or not stream.query(), "the host waited for the stream"
+        stream.synchronize()
+    unpin()
+
+
+def test_a_gpu_s_place_is_known_and_its_cores_are_numbers_of_this_process() -> None:
+    device = CudaDevice()
+    address = pci_address(device.torch_device)
+    assert address is not None and len(address.split(":")) == 3
+    assert device.node is None or device.cores
+
+
+class TooMuch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+        return grad
+
+
+class Greedy(nn.Module):
+    greedy = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        out: torch.Tensor = TooMuch.apply(x) if self.greedy else x
+        return out.square().mean()
+
+
+def test_memory_refused_in_a_backward_is_explained_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    room = hetmem.Budget(device=torch.cuda.memory_allocated() + (96 << 20), device_chunks="4MiB", host="256MiB")
+    managed = hetmem.manage(Greedy(), room, device="cuda", chunk_bytes="1MiB")
+    x = torch.ones(4, 512, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        managed(x).backward()
+    assert "out of device memory in an allocation of 16.00 TiB" in caplog.text
+    managed.greedy = False
+    managed.zero_grad()
+    managed(x).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in managed.parameters())
+    hetmem.release(managed)

@@ -1,0 +1,100 @@
+"""`make gpu`'s benchmark does not fail for a silly reason: its parts run here on a fake GPU, at the least sizes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from hetmem import bench_device
+from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
+
+__all__ = ["cuda"]  # a fixture
+
+
+@pytest.fixture
+def small(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake GPU; sentences of eight words; a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gpu, "DEVICE", CpuCuda())
+    monkeypatch.setattr("hetmem.memory.cuda.CudaDevice", CpuCuda)
+    monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
+    monkeypatch.setattr(bench_device, "backend", CpuCuda()._kernels)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(gpu, "VOCABULARY", 512)
+    monkeypatch.setattr(gpu, "SMALL_VOCABULARY", 1024)  # with width 128 to a block as in the real one
+    monkeypatch.setattr(gpu.GPT.__init__, "__defaults__", (1024, 512))
+    monkeypatch.setattr(gpu.parameters_of, "__defaults__", (512,))
+    monkeypatch.setattr(gpu, "tokens", lambda batch, **_: torch.randint(0, 512, (1, 8), generator=generator))
+    monkeypatch.setattr(gpu, "timed", lambda step, rounds, warm_up=0: [(step(), 1e-3)[1] for _ in range(2)])
+
+
+@pytest.mark.usefixtures("small")
+def test_every_part_runs_and_its_result_is_json() -> None:
+    found = {
+        "rates": gpu.rates(1 << 16),
+        "resident": gpu.resident(128, 1),
+        "streamed": gpu.streamed(128, 16, "256MiB"),
+        "largest": gpu.largest(0.0067, "1GiB", "1GiB", 128),
+    }
+    assert json.loads(json.dumps(found)) == found
+    assert len(found["streamed"]["rows"]) == 3 and found["largest"]["parameters"] == gpu.parameters_of(128, 1)
+    assert found["rates"]["ways"].startswith("ways across the link")
+    assert all(loss == loss for loss in found["largest"]["losses"])
+    environment = {"device": "a fake GPU 1.5", "date": "2000-01-01"}
+    text = gpu.markdown({"environment": environment, **found})
+    assert all(f"\n## {part}\n" in text for part in gpu.SECONDS)
+
+
+def test_each_share_of_the_weights_holds_the_largest_of_them_beside_another() -> None:
+    """Sizes that no run here has: a budget below the largest chunk would be refused on the GPU, minutes later."""
+    with torch.device("meta"):
+        model = gpu.GPT(2048, 16, vocabulary=gpu.SMALL_VOCABULARY)
+    sizes = sorted(2 * parameter.numel() for parameter in model.parameters())
+    assert 0.1 * sum(sizes) > 1.2 * (sizes[-1] + sizes[-2])
+
+
+def options(directory: Path, seconds: float, only: str = "rates,resident") -> argparse.Namespace:
+    return argparse.Namespace(
+        only=only, largest=1.0, host="1GiB", nvme="1GiB", directory=directory, seconds=seconds, part=None
+    )
+
+
+def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def run(command: list[str], timeout: float, **_: Any) -> Any:
+        limits.append(timeout)
+        part = command[command.index("--part") + 1]
+        if part == "streamed":
+            raise subprocess.TimeoutExpired(command, timeout)
+        out = 'noise\nRESULT {"ms": 1.5}\n' if part == "rates" else ""
+        return subprocess.CompletedProcess(command, 0, out, "no memory")
+
+    monkeypatch.setattr(gpu, "environment", lambda: {"device": "a fake GPU 1.5", "date": "2000-01-01"})
+    monkeypatch.setattr(subprocess, "run", run)
+    assert gpu.measure(options(tmp_path, 90.0, "rates,resident,streamed")) == 1
+    found = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
+    assert found["rates"] == {"ms": 1.5} and found["resident"] == {"failed": "no memory"}
+    assert found["streamed"]["failed"].startswith("longer than ")
+    assert "## streamed" in (tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.md").read_text()
+    assert limits[0] == gpu.SECONDS["rates"] and limits[2] <= 90.0, "no part gets more than is left for all"
+    assert gpu.measure(options(tmp_path, 0.0)) == 1
+    assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--directory", str(tmp_path / "results")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=gpu.ROOT)
+    assert ended.returncode == 1 and "torch sees no GPU here" in ended.stderr
+    assert not (tmp_path / "results").exists()
