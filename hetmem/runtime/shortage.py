@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.memory.chunk import Role
 from hetmem.plan.remedies import Needs, remedies
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier

@@ -185,8 +185,12 @@ class Traffic:
         self._tracer.host_use(home.block)
         self.residency.reach((home.block,), Tier.HOST)
         slot = self.acquire(home.block, Tier.HOST, load=load)
-        while self.residency.writing(home.block):
-            self.wait_for_one()
+        try:
+            while self.residency.writing(home.block):
+                self.wait_for_one()
+        except BaseException:
+            self.release(home.block, Tier.HOST)
+            raise
         return self.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
