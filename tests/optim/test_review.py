@@ -1,0 +1,433 @@
+"""Inputs and interleavings that updates behind backward and forward once got wrong: each test tells one story."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.optim.workers import WorkerPool
+from hetmem.runtime import registry
+from tests.runtime.harness import (
+    STREAMED,
+    Recipe,
+    Tower,
+    assert_same,
+    assert_same_states,
+    assert_same_weights,
+    budget,
+    loss_of,
+    manage,
+    mlp,
+    pair,
+    token_batches,
+    train_both,
+    vector_batches,
+)
+
+OVERLAPS = ("off", "backward", "speculative", "forward")
+
+
+def small() -> nn.Sequential:
+    """Many parameters in each chunk."""
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(24, 24), nn.Tanh())])
+
+
+def halves(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Every other parameter: neighbours in one chunk."""
+    parameters = list(module.parameters())
+    return parameters[::2], parameters[1::2]
+
+
+def adamw(parameters: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True, **options)
+
+
+def one(module: nn.Module, batch: Any, *optimizers: Any) -> None:
+    loss_of(module, batch).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_two_optimizers_share_chunks(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(small, placement, tmp_path)
+    left = [adamw(part) for part in halves(plain)]
+    right = [hetmem.AdamW(part, lr=1e-2, overlap=overlap) for part in halves(managed)]
+    for batch in vector_batches(5, 4, 24):
+        one(plain, batch, *left)
+        one(managed, batch, *right)
+        assert_same_weights(plain, managed)
+    for expected, got in zip(left, right, strict=True):
+        assert_same_states(expected, got)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_optimizer_of_some_parameters_leaves_the_gradients_of_others_alone(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(small, placement, tmp_path)
+    left, right = adamw(halves(plain)[0]), hetmem.AdamW(halves(managed)[0], lr=1e-2, overlap=overlap)
+    for batch in vector_batches(4, 4, 24):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_undoing_a_trial_keeps_what_another_optimizer_did_to_the_chunk(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(small, placement, tmp_path)
+    trial = hetmem.AdamW(halves(managed)[0], lr=1e-2, overlap="speculative", max_grad_norm=1e-3)
+    other = hetmem.AdamW(halves(managed)[1], lr=1e-2)
+    left = [adamw(part) for part in halves(plain)]
+    for batch in vector_batches(4, 4, 24):
+        loss_of(plain, batch).backward()
+        loss_of(managed, batch).backward()
+        other.step()
+        trial.step()
+        factor = 1e-3 / (trial.grad_norm + 1e-6)
+        for parameter in halves(plain)[0]:
+            parameter.grad.mul_(factor)
+        for optimizer in (*left, other, trial):
+            optimizer.step() if optimizer in left else None
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_states_that_were_loaded_between_steps_count(overlap: str, tmp_path: Path) -> None:
+    """Copies of the old ones may lie in staging."""
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    early = None
+    for index, batch in enumerate(vector_batches(6, 4, 64)):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        if index == 1:
+            early = copy.deepcopy(left.state_dict())
+        if index == 3:
+            left.load_state_dict(copy.deepcopy(early))
+            right.load_state_dict(copy.deepcopy(early))
+    assert_same_states(left, right)
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_states_that_the_user_wrote_between_steps_count(overlap: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in vector_batches(5, 4, 64):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        for module, optimizer in ((plain, left), (managed, right)):
+            for parameter in module.parameters():
+                optimizer.state[parameter]["exp_avg"].mul_(0.5)
+    assert_same_states(left, right)
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("which", ["all", "one chunk"])
+def test_gradients_dropped_before_the_step_are_not_used(
+    which: str, overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """Either nothing is updated, as in torch, or an error says what is wrong."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    batches = vector_batches(5, 4, 64)
+    for batch in batches[:3]:
+        one(plain, batch, left)
+        one(managed, batch, right)
+    for module in (plain, managed):
+        loss_of(module, batches[3]).backward()
+        for parameter in module.parameters() if which == "all" else [module[2].weight]:
+            parameter.grad = None
+    left.step()
+    try:
+        right.step()
+    except RuntimeError as error:
+        assert "overlap='off'" in str(error)
+        return
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_weights_written_before_the_step_count(overlap: str, placement: str, tmp_path: Path) -> None:
+    """Either the update is made of what was written, as in torch, or an error says what is wrong."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    batches = vector_batches(5, 4, 64)
+    for batch in batches[:3]:
+        one(plain, batch, left)
+        one(managed, batch, right)
+    for module in (plain, managed):
+        loss_of(module, batches[3]).backward()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+    left.step()
+    try:
+        right.step()
+    except RuntimeError as error:
+        assert "overlap='off'" in str(error)
+        return
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_gradients_are_as_large_as_they_are(overlap: str, placement: str, tmp_path: Path) -> None:
+    """Gradients of more than a megabyte go home on another thread."""
+    build = lambda: nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600))  # noqa: E731
+    room = budget(placement, tmp_path, device_chunks="16MiB", host="64MiB" if placement == "host" else "16MiB")
+    plain, managed = pair(build, room, tmp_path, chunk_bytes=None)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in vector_batches(4, 2, 600):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss_of(module, batch).backward()
+            optimizer.step()
+            module.zero_grad(set_to_none=False)
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_updates_go_on_when_their_optimizer_is_dropped(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+    batches = vector_batches(3, 4, 64)
+    for batch in batches:
+        one(plain, batch, left)
+        one(managed, batch, right)
+    del right
+    gc.collect()
+    assert_same(loss_of(plain, batches[0]), loss_of(managed, batches[0]), "loss")
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_updates_that_trail_into_inference_mode(kind: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    if kind == "adamw":
+        left: Any = adamw(plain.parameters())
+        right: Any = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+    else:
+        left = torch.optim.NAdam(plain.parameters(), lr=1e-2)
+        right = hetmem.optim.offload(
+            torch.optim.NAdam, managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9
+        )
+    for batch in vector_batches(3, 4, 64):
+        for module, optimizer in ((plain, left), (managed, right)):
+            one(module, batch, optimizer)
+            with torch.inference_mode():
+                module(*batch)
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_the_gradient_scaler_of_torch_works_or_is_refused(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    optimizers: Any = (
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=0.1, overlap=overlap),
+    )
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in optimizers]
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer, scaler in zip((plain, managed), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(module, batch)).backward()
+            try:
+                scaler.step(optimizer)
+            except RuntimeError as error:
+                assert module is managed
+                assert "overlap='off'" in str(error)
+                return
+            scaler.update()
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_loading_weights_while_updates_trail(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+    first = copy.deepcopy(plain.state_dict())
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer in ((plain, left), (managed, right)):
+            one(module, batch, optimizer)
+            module.load_state_dict(first)
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_the_state_dict_of_a_part_waits_for_updates_too(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+    for batch in vector_batches(4, 4, 64):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        assert_same_weights(plain[2], managed[2])
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_copy_of_the_model_has_the_weights_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
+    for batch in vector_batches(3, 4, 64):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        assert_same_weights(plain, copy.deepcopy(managed))
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_parameters_read_directly_are_those_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
+    for batch in vector_batches(3, 4, 64):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        for expected, got in zip(plain.parameters(), managed.parameters(), strict=True):
+            assert_same(expected, got, "parameter")
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_parameter_unfrozen_while_gradients_accumulate(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for module in (plain, managed):
+        module[2].weight.requires_grad_(False)
+    batches = vector_batches(6, 4, 64)
+    for step in range(6):
+        if step == 3:
+            for module in (plain, managed):
+                module[2].weight.requires_grad_(True)
+        for module, optimizer in ((plain, left), (managed, right)):
+            for batch in batches[step : step + 2]:
+                loss_of(module, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_weight_whose_value_is_needed_after_its_gradient(overlap: str, tmp_path: Path) -> None:
+    """Either torch's bits or an error; never the new weights."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            x = torch.tanh(x @ self.weight.detach())
+            return x @ self.weight
+
+    plain, managed = pair(Late, "host", tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in vector_batches(5, 4, 64):
+        try:
+            one(managed, batch, right)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            return
+        one(plain, batch, left)
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_learning_rate_in_a_tensor_of_one_element_changes_in_place(overlap: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, "host", tmp_path)
+    rates = [torch.tensor([1e-2]), torch.tensor([1e-2])]
+    left = torch.optim.AdamW(plain.parameters(), lr=rates[0], fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=rates[1], overlap=overlap, max_grad_norm=1e9)
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer, rate in ((plain, left, rates[0]), (managed, right, rates[1])):
+            one(module, batch, optimizer)
+            rate.mul_(0.5)
+        assert_same_weights(plain, managed)
+
+
+def test_amsgrad_is_not_ignored(tmp_path: Path) -> None:
+    plain, managed = pair(mlp, "host", tmp_path)
+    with pytest.raises(ValueError, match="amsgrad"):
+        hetmem.AdamW([{"params": list(managed.parameters()), "amsgrad": True}], lr=1e-2)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, amsgrad=True)
+    one(plain, vector_batches(1, 4, 64)[0], left)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match="amsgrad"):
+        right.load_state_dict(left.state_dict())
+
+
+def test_two_optimizers_get_by_with_staging_for_one(tmp_path: Path) -> None:
+    """What one has read ahead for a step that trails must not keep the other from its own."""
+    plain, managed = pair(lambda: nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]), "nvme", tmp_path)
+    (a, b), (c, d) = halves(plain), halves(managed)
+    left = [adamw(a), adamw(b)]
+    right = [
+        hetmem.AdamW(c, lr=1e-2, overlap="forward", max_grad_norm=1e9),
+        hetmem.AdamW(d, lr=1e-2),
+    ]
+    for batch in vector_batches(8, 4, 64):
+        one(plain, batch, *left)
+        one(managed, batch, *right)
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
+    for batch in vector_batches(3, 4, 64):
+        one(plain, batch, left)
+        one(managed, batch, right)
+    hetmem.release(managed)
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+    later = adamw(managed.parameters())
+    later.load_state_dict(right.state_dict())
+    for batch in vector_batches(3, 4, 64):
+        one(plain, batch, left)
+        one(managed, batch, later)
+    assert_same_weights(plain, managed)
