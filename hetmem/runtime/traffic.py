@@ -397,7 +397,7 @@ class Traffic:
         while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
             try:
                 self.wait_for_one()
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - each wait may fail
                 first = first or error
         if first is not None:
             raise first
