@@ -82,6 +82,11 @@ class Progress:
             part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
         )
 
+    def see_gradients(self) -> None:
+        """The gradients have arrived: whoever writes to them from now on changes what was used."""
+        for part in self.parts:
+            part.version = part.gradient._version
+
     def remember_numbers(self, states: Iterable[dict[str, Any]]) -> None:
         """Keep what an update changes beside chunks: step counts and the like."""
         self.before = [(state, {name: _copied(value) for name, value in state.items()}) for state in states]
@@ -267,6 +272,7 @@ class Stepper:
         return Job(progress.chunk, roles, tasks, done, writes=False)
 
     def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        progress.see_gradients()
         tasks: list[Task] = []
         progress.sums = []
         for part in progress.parts:
@@ -310,6 +316,7 @@ class Stepper:
         return idle and (here or self._runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
 
     def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        progress.see_gradients()
         if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
         progress.remember_numbers(self._optimizer.state_of(part.managed) for part in progress.parts)
