@@ -208,9 +208,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compute", type=float, default=1.0, help="compute, as a multiple of the optimizer's time")
     args = parser.parse_args()
-    print(
-        f"{args.layers} layers of {args.width}², {usable_cores()} cores, {platform.machine()}, torch {torch.__version__}"
-    )
+    machine = f"{usable_cores()} cores, {platform.machine()}, torch {torch.__version__}"
+    print(f"{args.layers} layers of {args.width}², {machine}")
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         for placement in ("host", "nvme"):
             compare(placement, args, Path(directory))
