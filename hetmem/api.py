@@ -160,9 +160,11 @@ def release(module: torch.nn.Module) -> None:
     interception.remove()
     runtime = interception.runtime
     try:
-        runtime.traffic.end_workers()
-        runtime.traffic.wait_for_updates()
-        runtime.traffic.drain()
+        try:
+            runtime.traffic.end_workers()
+            runtime.traffic.wait_for_updates()
+        finally:
+            runtime.traffic.quiesce()
     finally:
         with torch.no_grad():
             for managed_parameter in runtime.parameters:

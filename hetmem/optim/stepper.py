@@ -12,7 +12,8 @@ first step overlaps nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,11 @@ class Progress:
         return len(theirs) == len(self.parts) and all(
             part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
         )
+
+    def see_gradients(self) -> None:
+        """The gradients have arrived: whoever writes to them from now on changes what was used."""
+        for part in self.parts:
+            part.version = part.gradient._version
 
     def remember_numbers(self, states: Iterable[dict[str, Any]]) -> None:
         """Keep what an update changes beside chunks: step counts and the like."""
@@ -167,27 +173,30 @@ class Stepper:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done."""
         self._interception.reset()
         self._interception.segments.begin_step()
-        self._carry_out()
+        with self._remembering_a_failure():
+            self._carry_out()
 
     def square_sums(self, chunks: Work) -> list[Sums]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.optim.kernels.total`."""
-        wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_index)]
-        for progress in wanted:
-            if not progress.sums:
-                self._updates.add(self._sums_job(progress))
-        self._carry_out()
+        with self._remembering_a_failure():
+            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_index)]
+            for progress in wanted:
+                if not progress.sums:
+                    self._updates.add(self._sums_job(progress))
+            self._carry_out()
         return [sums for progress in wanted for sums in progress.sums]
 
     def update(self, chunks: Work, grad_scale: float) -> None:
         """Update `chunks`; gradients count `grad_scale` times."""
-        for chunk in sorted(chunks, key=_index):
-            progress = self._current(chunk, chunks[chunk])
-            if progress.begun and progress.scale != grad_scale:
-                self._take_back(progress)
-            if not progress.begun:
-                self._add_update(progress, grad_scale)
-        if self._optimizer.overlap is not Overlap.FORWARD:
-            self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
+        with self._remembering_a_failure():
+            for chunk in sorted(chunks, key=_index):
+                progress = self._current(chunk, chunks[chunk])
+                if progress.begun and progress.scale != grad_scale:
+                    self._take_back(progress)
+                if not progress.begun:
+                    self._add_update(progress, grad_scale)
+            if self._optimizer.overlap is not Overlap.FORWARD:
+                self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
         self._end()
         self._runtime.statistics.steps += 1
         self._runtime.after_step()
@@ -211,11 +220,17 @@ class Stepper:
 
     def _carry_out(self, homes: Iterable[Home] = ()) -> None:
         """All that is queued is computed, and `homes` are written. Other states are at home after `synchronize`."""
+        self._updates.finish()
+        self._runtime.traffic.wait_until_written(homes)
+
+    @contextmanager
+    def _remembering_a_failure(self) -> Iterator[None]:
+        """What raises leaves nothing under way, and the next step with the same gradients goes on from there."""
         try:
-            self._updates.finish()
-            self._runtime.traffic.wait_until_written(homes)
+            yield
         except BaseException:
             self._failed = True
+            self._updates.cancel()
             raise
 
     def _end(self) -> None:
@@ -257,6 +272,7 @@ class Stepper:
         return Job(progress.chunk, roles, tasks, done, writes=False)
 
     def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        progress.see_gradients()
         tasks: list[Task] = []
         progress.sums = []
         for part in progress.parts:
@@ -300,6 +316,7 @@ class Stepper:
         return idle and (here or self._runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
 
     def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        progress.see_gradients()
         if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
         progress.remember_numbers(self._optimizer.state_of(part.managed) for part in progress.parts)

@@ -81,8 +81,7 @@ def _bytes_of(tensor: torch.Tensor) -> _Bytes:
 
 
 def _copies(target: _Bytes, source: _Bytes) -> list[Task]:
-    starts = range(0, source.size, _TILE_BYTES)
-    return [
-        partial(np.copyto, target[start : min(start + _TILE_BYTES, source.size)], source[start : start + _TILE_BYTES])
-        for start in starts
-    ]
+    """Tiles of what both have room for: a home may be larger than what its chunk uses of it."""
+    nbytes = min(target.size, source.size)
+    tiles = [slice(start, min(start + _TILE_BYTES, nbytes)) for start in range(0, nbytes, _TILE_BYTES)]
+    return [partial(np.copyto, target[tile], source[tile]) for tile in tiles]

@@ -87,6 +87,7 @@ class Updates:
     def finish(self) -> None:
         """Carry everything out, and lend a hand. Raises the error of a transfer or of a task, with nothing under way
         and what was not begun forgotten."""
+        stuck: Job | None = None
         try:
             while not self.idle:
                 self.pump()
@@ -95,7 +96,11 @@ class Updates:
                     assert batch is not None
                     batch.drain()
                 elif not self._traffic.busy() and self._opening is not None:
-                    raise self._cannot_open(self._opening)
+                    if self._opening is stuck:
+                        raise self._cannot_open(stuck)
+                    stuck = self._opening
+                    self.give_way()  # a read of it failed earlier: once more
+                    continue
                 if not self.idle:
                     self._traffic.wait_for_one()
         except BaseException:

@@ -52,8 +52,12 @@ class MemoryReport:
 
 
 def report(model: torch.nn.Module) -> MemoryReport:
-    """What `model`, a managed module, did so far. Raises `ManageError` if it is not managed."""
+    """What `model`, a managed module, did so far, once the transfers that it asked for are over.
+
+    Raises `ManageError` if it is not managed, and the error of a transfer that failed.
+    """
     runtime = registry.of_module(model).runtime
+    runtime.traffic.drain()
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     layout, tiers = runtime.memory.layout, _tiers(runtime)
     window = last_window(runtime.events)

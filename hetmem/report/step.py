@@ -38,7 +38,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]]) -> dict[str, 
     stalled = union(clip(((s.start, s.end) for s in window.stalls), window.start, window.end))
     moved = {link.value: 0 for link in Link}
     for transfer in window.transfers:
-        if window.start < transfer.end <= window.end:
+        if window.start <= transfer.start < window.end:  # writes that a step asks for may end after it
             moved[transfer.link.value] += transfer.nbytes
     section = {
         "seconds": seconds,

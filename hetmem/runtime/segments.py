@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -39,7 +40,9 @@ class _Ended:
         if segments is not None:
             segments.settle()
 
-    __del__ = __call__
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
+            self()
 
 
 class Segments:

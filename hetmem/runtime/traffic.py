@@ -6,6 +6,7 @@ carried out before anything else goes on, always on the thread that trains.
 
 from __future__ import annotations
 
+import errno
 import time
 import weakref
 from collections import Counter, deque
@@ -388,6 +389,18 @@ class Traffic:
         """Wait until nothing is in flight; an error of a transfer is raised here."""
         while self.residency.in_flight():
             self.wait_for_one()
+
+    def quiesce(self) -> None:
+        """Wait until nothing is under way, whatever fails; then the first error is raised. A disk that hangs is waited
+        for once."""
+        first: BaseException | None = None
+        while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
+            try:
+                self.wait_for_one()
+            except Exception as error:  # noqa: PERF203 - each wait may fail
+                first = first or error
+        if first is not None:
+            raise first
 
     def wait_for_one(self) -> None:
         """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""

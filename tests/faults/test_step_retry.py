@@ -20,7 +20,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     return Training(FaultyDisk(), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("call", range(0, 80, 6))
+@pytest.mark.parametrize("call", range(0, 66, 6))
 @pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=["EIO", "full"])
 def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
     training: Training, fault: object, call: int
@@ -30,9 +30,13 @@ def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
         loss_of(module, batch).backward()
     training.left.step()
     training.disk.fault = once(call, fault)  # type: ignore[arg-type]
-    with pytest.raises(StoreError):
+    try:
         training.right.step()
-    training.right.step()
+    except StoreError:
+        training.right.step()
+    else:  # it was a write of states, which trail behind the step
+        with pytest.raises(StoreError):
+            training.right.synchronize()
     training.assert_same()
     for optimizer in (training.left, training.right):
         optimizer.zero_grad()

@@ -57,7 +57,7 @@ def test_a_fault_in_forward_or_backward_is_raised_there_and_repeating_them_gives
     hetmem.release(training.managed)
 
 
-@pytest.mark.parametrize(("fault", "call"), cases(range(0, 80, 7)))
+@pytest.mark.parametrize(("fault", "call"), cases(range(0, 71, 7)))
 def test_a_fault_in_the_step_is_raised_there_and_leaves_every_home_wholly_before_or_after_it(
     training: Training, fault: str, call: int
 ) -> None:
@@ -69,7 +69,7 @@ def test_a_fault_in_the_step_is_raised_there_and_leaves_every_home_wholly_before
     after = tensors(training.plain, training.left)
     training.disk.fault = once(call, FAULTS[fault])
     with pytest.raises(StoreError) as caught:
-        training.right.step()
+        training.step_to_the_end()
     assert training.where.search(str(caught.value))
     for (name, old), (_, new), (_, now) in zip(before, after, training.homes(), strict=True):
         assert same_bits(now, old) or same_bits(now, new), f"{name} is neither before nor after"
@@ -78,7 +78,7 @@ def test_a_fault_in_the_step_is_raised_there_and_leaves_every_home_wholly_before
     hetmem.release(training.managed)
 
 
-@pytest.mark.parametrize("call", range(0, 80, 5))
+@pytest.mark.parametrize("call", range(0, 71, 5))
 def test_after_a_fault_in_the_step_the_roles_of_a_chunk_are_all_before_or_all_after_it(
     training: Training, call: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_after_a_fault_in_the_step_the_roles_of_a_chunk_are_all_before_or_all_af
     after = tensors(training.plain, training.left)
     training.disk.fault = once(call, EIO)
     with pytest.raises(StoreError):
-        training.right.step()
+        training.step_to_the_end()
     now = training.homes()
     for start, parameter in enumerate(training.managed.parameters()):
         roles = range(3 * start, 3 * start + 3)
@@ -117,9 +117,13 @@ def test_writes_that_fail_midway_leave_homes_whole(training: Training) -> None:
     training.disk.fault = full
     with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC) + ".*only the page cache has all of it"):
         training.right.step()
+    training.disk.fault = healthy
+    for _ in range(20):  # each write that has failed meanwhile is told of once
+        with contextlib.suppress(StoreError):
+            training.right.synchronize()
+            break
     for (name, old), (_, new), (_, now) in zip(before, after, training.homes(), strict=True):
         assert same_bits(now, old) or same_bits(now, new), f"{name} is neither before nor after"
-    training.disk.fault = healthy
     for _ in range(8):  # each write that failed is told of once; what is not on the disk yet is still in memory
         with contextlib.suppress(StoreError):
             loss_of(training.managed, batch)
@@ -162,10 +166,12 @@ def test_every_byte_of_weights_and_states_is_written_once_a_step_and_of_gradient
 ) -> None:
     """Also the report's bytes per day: those of a step, at its rate."""
     training.both()
+    training.right.synchronize()
     (store,) = training.disk.stores
     training.disk.calls.clear()
     written = store.bytes_written
     training.both()
+    training.right.synchronize()
     homes = sum(-(-parameter.numel() // 4096) * CHUNK_BYTES for parameter in training.managed.parameters())
     times: dict[int, int] = {}
     for verb, offset, nbytes in training.disk.calls:

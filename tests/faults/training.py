@@ -41,6 +41,11 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
 
+    def step_to_the_end(self) -> None:
+        """A managed step, and the writes of states that trail behind it."""
+        self.right.step()
+        self.right.synchronize()
+
     def assert_same(self) -> None:
         """All weights and states have the bits of the undisturbed run."""
         assert_same_weights(self.plain, self.managed)

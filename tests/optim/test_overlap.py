@@ -64,6 +64,30 @@ def test_overlapped_training_equals_torch(
     assert updates_within(managed, "backward") > 0, "nothing overlapped"
 
 
+@pytest.mark.parametrize("overlap", OVERLAPS[1:])
+@pytest.mark.parametrize("limit", [None, 1e-3, 1e9])
+def test_gradients_that_arrive_behind_the_backward_are_waited_for(
+    overlap: str, limit: float | None, tmp_path: Path
+) -> None:
+    """Gradients of over a megabyte are copied by another thread."""
+    plain = nn.Sequential(*[nn.Linear(640, 640, bias=False) for _ in range(4)])
+    room = hetmem.Budget(device="64MiB", device_chunks="8MiB", host="128MiB")
+    seen = []
+    for how in ("off", overlap):
+        managed = manage(copy.deepcopy(plain), room, tmp_path, chunk_bytes="2MiB")
+        optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=how, max_grad_norm=limit)
+        for batch in vector_batches(4, 2, 640):
+            optimizer.zero_grad()
+            loss_of(managed, batch).backward()
+            optimizer.step()
+        seen.append((managed.state_dict(), optimizer.state_dict()["state"]))
+    for name, value in seen[0][0].items():
+        assert_same(value, seen[1][0][name], name)
+    for index, state in seen[0][1].items():
+        for name, value in state.items():
+            assert_same(value, seen[1][1][index][name], f"{name} of {index}")
+
+
 @pytest.mark.parametrize("placement", STREAMED)
 def test_gradients_that_are_zeroed_in_place_stay_right(placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)

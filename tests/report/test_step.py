@@ -35,8 +35,8 @@ def test_a_link_is_busy_while_any_transfer_is_in_flight_within_the_step() -> Non
     assert section["terms"]["nvme_write"] == 0
 
 
-def test_bytes_count_where_their_transfer_ended() -> None:
-    transfers = [read(99, 100, 1), read(99, 101, 2), read(107, 108, 4), read(107, 109, 8)]
+def test_bytes_count_where_their_transfer_was_asked_for() -> None:
+    transfers = [read(99, 101, 1), read(100, 101, 2), read(107, 109, 4), read(108, 109, 8)]
     assert step_section(window(transfers=transfers), TIERS)["bytes"]["nvme_read"] == 6
 
 

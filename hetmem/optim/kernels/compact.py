@@ -16,7 +16,6 @@ or arrangement in chunks, and in a run that goes on from a checkpoint. `loops.mi
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -118,7 +117,6 @@ def _keys(key: int, step: int, first: int) -> tuple[np.uint32, ...]:
 # ---- The choice between Numba and torch; they give the same bits. ----
 
 _Kernel = Callable[..., None]
-_compile_lock = threading.Lock()
 
 
 @cache
@@ -142,7 +140,7 @@ def _choose(loop: loops.Loop, plain: _Kernel, dtypes: list[torch.dtype | None]) 
     if dtypes[1] not in GRADIENTS or dtypes[-1] not in COPIES:
         return plain
     try:
-        with _compile_lock:
+        with loops.compiling():
             compiled = partial(_run_compiled, loops.compile_loop(loop))
             return compiled if _agree(compiled, plain, dtypes) else plain
     except Exception:  # whatever Numba raises, torch gives the same bits

@@ -9,8 +9,11 @@ A loop over elements keeps no state from one to the next, so that LLVM may take 
 from __future__ import annotations
 
 import math
+import sys
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -275,6 +278,23 @@ def _teach_numba() -> None:
         lower_builtin(operation, *operands)(lambda context, build, sig, args, emit=emit: emit(build, *args))
     for function in (element, _fetch_ahead, _add_squares, _add_lanes):
         register_jitable(function)
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """One thread compiles at a time. Says on stderr what is going on if it takes over a second."""
+    with _lock:
+        line = ["hetmem: compiling the host optimizer (the machine code is kept for next time) …"]
+        timer = threading.Timer(1.0, print, line, {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def compile_loop(loop: Loop) -> Loop:

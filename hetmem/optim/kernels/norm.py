@@ -11,7 +11,6 @@ and 2**500 of the greatest would not overflow: the sum is infinite or NaN if and
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -67,16 +66,13 @@ def _store(loop: loops.Loop, values: object, partials: Array, index: int) -> Non
     partials[index] = loop(values)
 
 
-_compile_lock = threading.Lock()
-
-
 @cache
 def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
     """The compiled loop for gradients of this dtype once it has given numpy's bits, or why numpy must do it."""
     if grad not in _LOOPED:
         return f"no loop for {grad}"
     try:
-        with _compile_lock:
+        with loops.compiling():
             loop = loops.compile_loop(loops.square_sum if grad == torch.float32 else loops.square_sum_16_bits)
             values = torch.linspace(0, 700, 1500, dtype=torch.float64, device="cpu").sin().to(grad)
             same = loop(as_array(values)) == _square_sum_numpy(values)

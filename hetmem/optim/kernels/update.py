@@ -15,7 +15,6 @@ without fma and rounds otherwise, torch's own kernel runs instead, with the same
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -150,8 +149,6 @@ def scalars_of(step: AdamWStep) -> tuple[np.float32, ...]:
 
 # ---- The choice between the two, and torch's kernel. ----
 
-_compile_lock = threading.Lock()
-
 
 @cache
 def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dtype | None) -> loops.Loop | str:
@@ -159,7 +156,7 @@ def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dt
     if param != torch.float32 or grad not in GRADIENTS or compute_copy not in COPIES:
         return f"no loop for {param}, {grad}, {compute_copy}"
     try:
-        with _compile_lock:
+        with loops.compiling():
             loop = loops.compile_loop(loops.adamw)
             return loop if _equals_torch(loop, grad, compute_copy) else "this build of torch rounds differently"
     except Exception as error:  # whatever Numba raises, the other kernel gives the same bits
