@@ -64,6 +64,21 @@ def test_overlapped_training_equals_torch(
     assert updates_within(managed, "backward") > 0, "nothing overlapped"
 
 
+@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
+def test_parameters_can_be_read_as_soon_as_a_step_is_over(overlap: str, tmp_path: Path) -> None:
+    """Not through `state_dict`, which waits: as they are in the mapped file."""
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in vector_batches(8, 4, 64):
+        for module, optimizer in ((plain, left), (managed, right)):
+            optimizer.zero_grad()
+            loss_of(module, batch).backward()
+            optimizer.step()
+        for (name, expected), got in zip(plain.named_parameters(), managed.parameters(), strict=True):
+            assert_same(expected, got, name)
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS[1:])
 @pytest.mark.parametrize("limit", [None, 1e-3, 1e9])
 def test_gradients_that_arrive_behind_the_backward_are_waited_for(
