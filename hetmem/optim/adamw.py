@@ -80,6 +80,21 @@ class AdamW(OffloadedOptimizer):
             gradients=gradients,
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
+        _refuse_amsgrad([param_group])
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
+        _refuse_amsgrad(state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+
+
+def _refuse_amsgrad(groups: list[dict[str, Any]]) -> None:
+    if any(group.get("amsgrad") for group in groups):
+        raise ValueError("hetmem.AdamW has no amsgrad: use hetmem.optim.offload(torch.optim.AdamW, …, amsgrad=True)")
+
 
 class AdamWRule:
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""

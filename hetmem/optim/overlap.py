@@ -23,7 +23,9 @@ class Overlap(str, Enum):
     "off": all within `step`. "backward": chunk by chunk as gradients arrive; where a factor that needs all gradients
     (clipping, loss scaling) forbids it, in `step`. "speculative": also there, on trial, undone where the factor turns
     out not to be 1; takes host memory that the budget has left. "forward": as "backward", and `step` returns before
-    all is done: the next forward waits for what it needs.
+    all is done: the next forward waits for what it needs. It uses gradients up (`p.grad` is None after `step`), and
+    outside forward and backward parameters may be read or written only after `synchronize`; state dicts, of the model
+    and of the optimizer, wait by themselves.
     """
 
     OFF = "off"

@@ -36,6 +36,7 @@ from hetmem.runtime.interception import Interception
 if TYPE_CHECKING:
     from hetmem.optim.offloaded import OffloadedOptimizer
 
+_SAMPLES = 1024
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 Members = list[tuple[ManagedParameter, dict[str, Any]]]
 Work = dict[Chunk, Members]
@@ -51,6 +52,7 @@ class Part:
     gradient: torch.Tensor
     at_home: bool
     version: int
+    sample: tuple[int, bytes] | None = None
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""
@@ -82,11 +84,6 @@ class Progress:
             part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
         )
 
-    def see_gradients(self) -> None:
-        """The gradients have arrived: whoever writes to them from now on changes what was used."""
-        for part in self.parts:
-            part.version = part.gradient._version
-
     def remember_numbers(self, states: Iterable[dict[str, Any]]) -> None:
         """Keep what an update changes beside chunks: step counts and the like."""
         self.before = [(state, {name: _copied(value) for name, value in state.items()}) for state in states]
@@ -105,7 +102,7 @@ class Stepper:
     def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
         self._optimizer, self._interception, self._workers = optimizer, interception, workers
         self._runtime = interception.runtime
-        self._updates = Updates(self._runtime.traffic, workers, self._runtime.events)
+        self._updates = Updates(self._runtime, workers)
         self._undo = UndoLog(self._runtime.memory.host_pool)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals: Counter[int] = Counter()
@@ -120,7 +117,7 @@ class Stepper:
 
     def coming(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
-        progress = self._progress.get(managed.chunk)
+        progress = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
         if progress is not None and self._failed:
             self.forget()  # the step that failed is not tried again
         elif progress is not None and progress.begun:
@@ -149,8 +146,10 @@ class Stepper:
     def _complete(self, chunk: Chunk) -> bool:
         """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
+        usual = max(self._most.values(), default=1)  # for a parameter that never had one
         return chunk not in self._progress and all(
-            self._arrivals[id(m)] >= max(1, self._most[id(m)]) and not has_hooks_of_the_user(m.parameter) for m in mine
+            self._arrivals[id(m)] >= (self._most[id(m)] or usual) and not has_hooks_of_the_user(m.parameter)
+            for m in mine
         )
 
     def _begin_early(self, chunk: Chunk) -> None:
@@ -179,6 +178,7 @@ class Stepper:
     def square_sums(self, chunks: Work) -> list[Sums]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.optim.kernels.total`."""
         with self._remembering_a_failure():
+            self._check_untouched()
             wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_index)]
             for progress in wanted:
                 if not progress.sums:
@@ -189,13 +189,16 @@ class Stepper:
     def update(self, chunks: Work, grad_scale: float) -> None:
         """Update `chunks`; gradients count `grad_scale` times."""
         with self._remembering_a_failure():
+            self._check_untouched()
             for chunk in sorted(chunks, key=_index):
                 progress = self._current(chunk, chunks[chunk])
                 if progress.begun and progress.scale != grad_scale:
                     self._take_back(progress)
                 if not progress.begun:
                     self._add_update(progress, grad_scale)
-            if self._optimizer.overlap is not Overlap.FORWARD:
+            if self._optimizer.overlap is Overlap.FORWARD:
+                self._use_up_gradients()
+            else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
         self._end()
         self._runtime.statistics.steps += 1
@@ -253,13 +256,44 @@ class Stepper:
             self._notice(chunk)
             progress = self._progress[chunk] = Progress(chunk, [self._part(*member) for member in members])
         elif not progress.of(parts):
-            names = ", ".join(part.managed.name for part in parts[:3])
-            raise RuntimeError(
-                f"gradients or hyper-parameters of {names} … changed after their update had begun during backward "
-                f"(overlap={self._optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, "
-                f"or overlap='off'"
-            )
+            raise self._changed(progress)
         return progress
+
+    def _check_untouched(self) -> None:
+        """Whatever was updated during backward, with a gradient that others see, must still be as it was then."""
+        if self._failed:
+            return
+        writes = self._runtime.writes
+        for progress in self._progress.values():
+            used_up = self._optimizer.gradients is Gradients.STREAMED
+            for part in progress.parts if progress.begun else ():
+                kept = part.managed.parameter.grad is part.gradient
+                if part.sample is not None and kept:
+                    at, bits = part.sample
+                    kept = bits == _bits(self._flat_gradient(part, {}), at)
+                if not (used_up or kept) or writes.changed(part.managed):
+                    raise self._changed(progress)
+
+    def _see_gradients(self, progress: Progress, job: Job) -> None:
+        """The gradients have arrived: whoever writes to them from now on changes what was used."""
+        for part in progress.parts:
+            part.version = part.gradient._version
+            part.sample = _sample(self._flat_gradient(part, job.opened))
+
+    def _changed(self, progress: Progress) -> RuntimeError:
+        names = ", ".join(part.managed.name for part in progress.parts[:3])
+        return RuntimeError(
+            f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
+            f"(overlap={self._optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, or "
+            f"overlap='off'"
+        )
+
+    def _use_up_gradients(self) -> None:
+        """The updates that trail read them: nobody else may find them and write zeros there."""
+        for progress in self._progress.values():
+            for part in progress.parts:
+                if part.at_home and part.managed.parameter.grad is part.gradient:
+                    part.managed.parameter.grad = None
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
@@ -272,7 +306,7 @@ class Stepper:
         return Job(progress.chunk, roles, tasks, done, writes=False)
 
     def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
-        progress.see_gradients()
+        self._see_gradients(progress, job)
         tasks: list[Task] = []
         progress.sums = []
         for part in progress.parts:
@@ -285,7 +319,7 @@ class Stepper:
                 sums = np.array([float(norm.square())])
             progress.sums.append(sums)
         if progress.saved is not None:
-            tasks += progress.saved.tasks_to_save(job.opened)
+            tasks += progress.saved.tasks_to_save(job.opened, [part.managed for part in progress.parts])
         return tasks
 
     def _summed(self, progress: Progress, done: bool) -> None:
@@ -316,7 +350,7 @@ class Stepper:
         return idle and (here or self._runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
 
     def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
-        progress.see_gradients()
+        self._see_gradients(progress, job)
         if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
         progress.remember_numbers(self._optimizer.state_of(part.managed) for part in progress.parts)
@@ -375,7 +409,7 @@ class Stepper:
             )
         traffic.begin_update(chunk, keep_copy=False)
         try:
-            self._workers.run(saved.tasks_to_restore(chunk))
+            self._workers.run(saved.tasks_to_restore(chunk, [part.managed for part in progress.parts]))
         finally:
             traffic.end_update(chunk)
         progress.restore_numbers()
@@ -393,7 +427,7 @@ class Stepper:
     def _part(self, managed: ManagedParameter, group: dict[str, Any]) -> Part:
         gradient = managed.parameter.grad
         assert gradient is not None
-        frozen = {name: _copied(value) for name, value in group.items() if name != "params"}
+        frozen = {name: _frozen(value) for name, value in group.items() if name != "params"}
         return Part(managed, frozen, gradient, is_home_gradient(managed), gradient._version)
 
     def _state_roles(self, parts: Iterable[Part]) -> tuple[Role, ...]:
@@ -430,6 +464,25 @@ def _index(chunk: Chunk) -> int:
 def _copied(value: Any) -> Any:
     """Numbers in tensors change in place; tensors of a parameter's size are the homes, which stay."""
     return value.detach().clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _frozen(value: Any) -> Any:
+    """A learning rate in a tensor may be changed in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _sample(flat: torch.Tensor) -> tuple[int, bytes] | None:
+    """The place and bits of an element that says whether a gradient was scaled, which some do without counting a
+    version: the greatest of a thousand."""
+    if flat.device.type != "cpu" or not flat.numel():
+        return None
+    step = max(1, flat.numel() // _SAMPLES)
+    at = int(flat.detach()[::step].abs().argmax()) * step
+    return at, _bits(flat, at)
+
+
+def _bits(flat: torch.Tensor, at: int) -> bytes:
+    return flat.detach()[at : at + 1].view(torch.uint8).numpy().tobytes()
 
 
 def _number(value: Any) -> Any:

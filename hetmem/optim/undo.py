@@ -5,7 +5,7 @@ It takes what the budget has left; without room there is nothing to undo with, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from hetmem.errors import CapacityError
-from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.pools import HostPool
 from hetmem.optim.kernels import Task
 from hetmem.plan.trace import Tier
 
 _TILE_BYTES = 1 << 21
-_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,16 +27,24 @@ class Saved:
 
     buffers: dict[Role, memoryview]
 
-    def tasks_to_save(self, opened: dict[Role, torch.Tensor]) -> list[Task]:
-        """Copy what is `opened` here, tile by tile."""
-        return [task for role in self.buffers for task in _copies(self._bytes(role), _bytes_of(opened[role]))]
+    def tasks_to_save(self, opened: dict[Role, torch.Tensor], parameters: Sequence[ManagedParameter]) -> list[Task]:
+        """Copy what `parameters` have of `opened` here, tile by tile."""
+        return self._tasks(opened, parameters, back=False)
 
-    def tasks_to_restore(self, chunk: Chunk) -> list[Task]:
-        """Copy it back to the homes of `chunk`."""
-        return [task for role in self.buffers for task in _copies(_bytes_of(chunk.flat(role)), self._bytes(role))]
+    def tasks_to_restore(self, chunk: Chunk, parameters: Sequence[ManagedParameter]) -> list[Task]:
+        """Copy it back to the homes of `chunk`, whose other parameters may have changed meanwhile."""
+        return self._tasks({role: chunk.flat(role) for role in self.buffers}, parameters, back=True)
 
-    def _bytes(self, role: Role) -> _Bytes:
-        return np.frombuffer(self.buffers[role], np.uint8)
+    def _tasks(
+        self, flats: dict[Role, torch.Tensor], parameters: Sequence[ManagedParameter], *, back: bool
+    ) -> list[Task]:
+        tasks: list[Task] = []
+        for role, memory in self.buffers.items():
+            for managed in parameters:
+                kept = managed.parts(role, managed.chunk.over(role, memory))
+                for name, there in managed.parts(role, flats[role]).items():
+                    tasks += _copies(there, kept[name]) if back else _copies(kept[name], there)
+        return tasks
 
 
 class UndoLog:
@@ -75,13 +82,7 @@ class UndoLog:
             return None
 
 
-def _bytes_of(tensor: torch.Tensor) -> _Bytes:
-    found: _Bytes = tensor.detach().view(torch.uint8).numpy()
-    return found
-
-
-def _copies(target: _Bytes, source: _Bytes) -> list[Task]:
-    """Tiles of what both have room for: a home may be larger than what its chunk uses of it."""
-    nbytes = min(target.size, source.size)
-    tiles = [slice(start, min(start + _TILE_BYTES, nbytes)) for start in range(0, nbytes, _TILE_BYTES)]
-    return [partial(np.copyto, target[tile], source[tile]) for tile in tiles]
+def _copies(target: torch.Tensor, source: torch.Tensor) -> list[Task]:
+    to, of = (tensor.detach().view(torch.uint8).numpy() for tensor in (target, source))
+    tiles = [slice(start, min(start + _TILE_BYTES, of.size)) for start in range(0, of.size, _TILE_BYTES)]
+    return [partial(np.copyto, to[tile], of[tile]) for tile in tiles]

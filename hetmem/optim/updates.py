@@ -20,8 +20,8 @@ import torch
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.optim.workers import Batch, Task, WorkerPool
-from hetmem.runtime.events import EventLog, Span
-from hetmem.runtime.traffic import Traffic
+from hetmem.runtime.events import Span
+from hetmem.runtime.runtime import Runtime
 
 _AT_ONCE = 2
 """Jobs opening or running together: while one is computed, the next one is brought."""
@@ -55,8 +55,8 @@ class Job:
 class Updates:
     """The jobs of one optimizer on one runtime, in order. An error leaves every chunk as it was or updated."""
 
-    def __init__(self, traffic: Traffic, workers: WorkerPool, events: EventLog) -> None:
-        self._traffic, self._workers, self._events = traffic, workers, events
+    def __init__(self, runtime: Runtime, workers: WorkerPool) -> None:
+        self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
         self._queue: deque[Job] = deque()
         self._opening: Job | None = None
         self._running: list[Job] = []
@@ -72,15 +72,17 @@ class Updates:
         if job.writes:
             job.had_copy = self._traffic.begin_update(job.chunk, keep_copy=job.keeps_copy)
         self._queue.append(job)
+        self._traffic.keep(self)
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
-        if self._pumping:
+        if self._pumping or self.idle:
             return
         self._pumping = True
         try:
-            while (job := self._next()) is not None:
-                self._run(job)
+            with self._runtime.unwatched(), torch.no_grad():  # in the middle of whatever the user does
+                while (job := self._next()) is not None:
+                    self._run(job)
         finally:
             self._pumping = False
 
@@ -96,10 +98,11 @@ class Updates:
                     assert batch is not None
                     batch.drain()
                 elif not self._traffic.busy() and self._opening is not None:
-                    if self._opening is stuck:
-                        raise self._cannot_open(stuck)
-                    stuck = self._opening
-                    self.give_way()  # a read of it failed earlier: once more
+                    if not self._traffic.make_way(self):
+                        if self._opening is stuck:
+                            raise self._cannot_open(stuck)
+                        stuck = self._opening
+                        self.give_way()  # a read of it failed earlier: once more
                     continue
                 if not self.idle:
                     self._traffic.wait_for_one()
@@ -134,6 +137,7 @@ class Updates:
         while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
+        self._traffic.forget(self)
 
     def _next(self) -> Job | None:
         """The next job to run, with everything open; None if that is not so yet."""
@@ -174,7 +178,9 @@ class Updates:
             self._close(job, failed=True)
             raise
         self._close(job, failed=False)
-        self._events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, job.batch.ended))
+        if self.idle:
+            self._traffic.forget(self)
+        self._runtime.events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, job.batch.ended))
         self.pump()
 
     @staticmethod
@@ -189,6 +195,11 @@ class Updates:
 
     def _close(self, job: Job, *, failed: bool) -> None:
         """Give everything back. What was half computed in staging is dropped: its home is as it was."""
+        with self._runtime.unwatched(), torch.no_grad():
+            self._give_back(job, failed=failed)
+        job.done(not failed)
+
+    def _give_back(self, job: Job, *, failed: bool) -> None:
         traffic, chunk = self._traffic, job.chunk
         if job.copy is not None:
             traffic.let_go_of_copy(chunk)
@@ -202,7 +213,6 @@ class Updates:
             traffic.end_update(chunk, renew=job.had_copy and not job.keeps_copy)
             if not failed:
                 traffic.settle(chunk.homes[role] for role in job.roles if role is not Role.GRAD)
-        job.done(not failed)
 
     def _cannot_open(self, job: Job) -> CapacityError:
         """Nothing is under way that could make room for `job`."""

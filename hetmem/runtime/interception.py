@@ -54,7 +54,10 @@ class Interception:
         for part in module.modules():
             self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(part.register_forward_hook(after, always_call=True))
-        self._handles.append(module.register_state_dict_pre_hook(BeforeStateDict(self)))
+        reading = BeforeStateDict(self)
+        for part in module.modules():
+            self._handles.append(part.register_state_dict_pre_hook(reading))
+            self._handles.append(part._register_load_state_dict_pre_hook(reading))
         self._buffers = weakref.WeakMethod(module.buffers)
         if runtime.memory.streams:
             for managed in runtime.parameters:
@@ -165,9 +168,9 @@ class Interception:
                 raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
             return tensor  # type: ignore[no-any-return]
         managed = packed.managed
+        device = self.runtime.saved(managed)  # may wait for an update of it
         if managed.parameter._version != packed.version:
             raise RuntimeError(_modified(managed.name, managed.parameter._version, packed.version))
-        device = self.runtime.saved(managed)
         if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
             return device
         with self.runtime.unwatched():
@@ -243,12 +246,12 @@ class AfterForward:
 
 
 class BeforeStateDict:
-    """A state-dict pre-hook beside them: what users read is what the last step made."""
+    """A pre-hook of state dicts beside them: what users read, or write over, is what the last step made."""
 
     def __init__(self, interception: Interception | None = None) -> None:
         self._interception = weakref.ref(interception) if interception is not None else _nothing
 
-    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    def __call__(self, *args: Any) -> None:
         interception = self._interception()
         if interception is not None:
             interception.runtime.traffic.wait_for_updates()

@@ -78,6 +78,7 @@ class Traffic:
         self._jobs = 0
         self.updating: set[Chunk] = set()
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self._at_work: set[Worker] = set()
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
         self._fetching: dict[int, Fetch] = {}
@@ -144,9 +145,21 @@ class Traffic:
         if slots < before:
             self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
 
+    def keep(self, worker: Worker) -> None:
+        """`worker` has begun something, and lives until it says `forget`, whoever drops it."""
+        self._at_work.add(worker)
+
+    def forget(self, worker: Worker) -> None:
+        """`worker` has done everything."""
+        self._at_work.discard(worker)
+
+    def make_way(self, worker: Worker) -> bool:
+        """Have some worker other than this one give memory up; False if none does."""
+        return any(other.give_way() for other in self.workers if other is not worker)
+
     def end_workers(self) -> None:
         """Nothing is done behind training any more."""
-        for worker in self.workers:
+        for worker in list(self.workers):
             worker.close()
 
     def give_back_free(self) -> None:
@@ -419,7 +432,7 @@ class Traffic:
         return any(worker.give_way() for worker in self.workers)
 
     def _pump(self) -> None:
-        for worker in self.workers:
+        for worker in list(self._at_work):
             worker.pump()
 
     def execute(self, commands: list[Command], urgent: int | None = None) -> None:

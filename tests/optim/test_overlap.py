@@ -108,7 +108,7 @@ def test_gradients_that_are_zeroed_in_place_stay_right(placement: str, tmp_path:
     plain, managed = pair(mlp, placement, tmp_path)
     optimizers = (
         torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward"),
+        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward"),
     )
     recipe = Recipe(steps=5, set_to_none=False)
     train_both(plain, managed, vector_batches(5, 4, 64), recipe, optimizers=optimizers)

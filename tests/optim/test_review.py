@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +12,15 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim.workers import WorkerPool
-from hetmem.runtime import registry
 from tests.runtime.harness import (
     STREAMED,
-    Recipe,
-    Tower,
     assert_same,
     assert_same_states,
     assert_same_weights,
     budget,
     loss_of,
-    manage,
     mlp,
     pair,
-    token_batches,
-    train_both,
     vector_batches,
 )
 
@@ -309,6 +299,8 @@ def test_a_copy_of_the_model_has_the_weights_of_the_last_step(overlap: str, plac
     for batch in vector_batches(3, 4, 64):
         one(plain, batch, left)
         one(managed, batch, right)
+        if overlap == "forward":
+            right.synchronize()
         assert_same_weights(plain, copy.deepcopy(managed))
 
 
@@ -321,6 +313,8 @@ def test_parameters_read_directly_are_those_of_the_last_step(overlap: str, place
     for batch in vector_batches(3, 4, 64):
         one(plain, batch, left)
         one(managed, batch, right)
+        if overlap == "forward":
+            right.synchronize()
         for expected, got in zip(plain.parameters(), managed.parameters(), strict=True):
             assert_same(expected, got, "parameter")
 
