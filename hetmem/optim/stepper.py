@@ -331,6 +331,7 @@ class Stepper:
     def _add_update(self, progress: Progress, grad_scale: float) -> None:
         chunk, parts = progress.chunk, progress.parts
         roles = self._state_roles(parts)
+        self._runtime.traffic.wait_for_update(chunk)  # another optimizer's, which may make states that lie beside these
         self._runtime.traffic.ensure_homes([chunk], roles)
         needed = {Role.PARAM: True} | ({Role.GRAD: True} if any(part.at_home for part in parts) else {})
         needed |= {role: chunk.homes[role].written for role in roles}
