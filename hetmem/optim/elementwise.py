@@ -109,7 +109,7 @@ class TorchRule:
         mine |= {name: state[tile] for name, state in update.states.items() if name not in update.fresh}
 
         def run() -> None:
-            with torch.no_grad(), one_torch_thread():
+            with torch.inference_mode(False), torch.no_grad(), one_torch_thread():
                 after = self._step(update.group, update.param[tile], _scaled(update, tile), mine)
                 for name, state in update.states.items():
                     value = after.pop(name, None)

@@ -159,6 +159,7 @@ class Stepper:
             if id(m.parameter) in self._groups and m.parameter.grad is not None
         ]
         progress = self._progress[chunk] = Progress(chunk, parts)
+        self._notice_states(chunk)
         if not self._optimizer.needs_all_gradients:
             self._add_update(progress, 1.0)
             return
@@ -448,14 +449,17 @@ class Stepper:
 
     def _notice(self, chunk: Chunk) -> None:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
-        writes, traffic = self._runtime.writes, self._runtime.traffic
+        writes = self._runtime.writes
         for managed in chunk.parameters:
             if writes.changed(managed):
                 writes.by_user(managed)
         honour_written_gradients(self._runtime, chunk)
+        self._notice_states(chunk)
+
+    def _notice_states(self, chunk: Chunk) -> None:
         for role in chunk.homes:
             if role not in (Role.PARAM, Role.GRAD) and self._optimizer.states_written(chunk, role):
-                traffic.superseded(chunk, role)
+                self._runtime.traffic.superseded(chunk, role)
 
 
 def _index(chunk: Chunk) -> int:
@@ -469,6 +473,8 @@ def _copied(value: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     """A learning rate in a tensor may be changed in place."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_frozen(part) for part in value)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -487,6 +493,8 @@ def _bits(flat: torch.Tensor, at: int) -> bytes:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_number(part) for part in value]
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
