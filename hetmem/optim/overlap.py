@@ -10,7 +10,8 @@ class Gradients(str, Enum):
 
     "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
     arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is None afterwards: 12 bytes a
-    parameter in place of 16. It takes one backward per step, and nothing that needs the gradients of all.
+    parameter in place of 16 (float32 AdamW). It takes one backward per step, `overlap` "backward" or "forward", and
+    nothing that needs the gradients of all.
     """
 
     VISIBLE = "visible"
@@ -23,7 +24,11 @@ class Overlap(str, Enum):
     "off": all within `step`. "backward": chunk by chunk as gradients arrive; where a factor that needs all gradients
     (clipping, loss scaling) forbids it, in `step`. "speculative": also there, on trial, undone where the factor turns
     out not to be 1; takes host memory that the budget has left. "forward": as "backward", and `step` returns before
-    all is done: the next forward waits for what it needs.
+    all is done: the next forward waits for what it needs, and so do `state_dict` and the optimizer's `state`; call
+    `synchronize` before you read parameters themselves.
+
+    With all but "off", gradients must not change between their arrival and `step`: `clip_grad_norm_` raises there, and
+    `torch.amp.GradScaler`, whose writes count no version, goes unnoticed and gives wrong weights.
     """
 
     OFF = "off"

@@ -52,7 +52,8 @@ class MemoryReport:
 
 
 def report(model: torch.nn.Module) -> MemoryReport:
-    """What `model`, a managed module, did so far. Raises `ManageError` if it is not managed."""
+    """What `model`, a managed module, did so far: bytes and seconds on every link, homes and peaks of every tier, and
+    the terms of the last whole step. It only reads. Raises `ManageError` if it is not managed."""
     runtime = registry.of_module(model).runtime
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     layout, tiers = runtime.memory.layout, _tiers(runtime)
