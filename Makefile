@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint typecheck bench clean
+.PHONY: help demo test gpu lint typecheck docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +29,9 @@ lint: $(STAMP) typecheck  ## check style, format and types
 
 typecheck: $(STAMP)  ## check types only
 	$(RUN) -m mypy --strict hetmem
+
+docs: $(STAMP)  ## write docs/api.md from the docstrings
+	$(RUN) docs/build_api.py
 
 gpu:  ## on a machine with a GPU: its tests and benchmarks, in one command; installs nothing
 	$(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \

@@ -55,17 +55,21 @@ def manage(
     """Let hetmem keep the parameters of `module` within `budget`; returns that same instance.
 
     The class, the `state_dict` keys and the identity of every parameter stay. Outside forward and backward a
-    parameter is its home: a tensor in host memory, or a mapped view of a file on NVMe. Training gives the same bits
-    as plain torch.
+    parameter is its home, in its true shape, strides and dtype: a tensor in host memory, a mapped view of a file on
+    NVMe, or a device tensor if the whole model stays there. Training gives the same bits as plain torch. Buffers move
+    to the device. The parameters of `module` must be dense and in host memory; those of any dtype are managed, float32
+    ones in 16-bit copies if `mixed_precision` says so.
 
-    `budget`: see `Budget`; None = what the machine has free, less a reserve. `device`: "sim" or a `SimDevice`; None =
-    the simulated accelerator on a machine without a GPU. `mixed_precision`: torch.bfloat16 or torch.float16 = float32
-    parameters stay float32 at home and operators see 16-bit copies. `chunk_bytes`: bytes of a chunk at home; None =
-    searched. `policy`: which copy gives way; None = next use. `sanitize`: poison freed slots and raise where an
-    operator meets memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`
-    and `chunk_bytes`.
+    `budget`: see `Budget`; None = what the machine has free, less a reserve. `device`: "cuda", "cuda:0", "sim" or a
+    `SimDevice`; None = the GPU if there is one, else the simulated accelerator. `mixed_precision`: torch.bfloat16 or
+    torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies; gradients are float32.
+    `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB"; None = searched. `policy`: which copy
+    gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
+    memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget` and
+    `chunk_bytes`.
 
-    Raises `ManageError` or `BudgetError` (both ValueErrors), with the module as it was.
+    Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do (both
+    ValueErrors) and `StoreError` for a drive without room, with the module as it was.
     """
     if not isinstance(module, torch.nn.Module):
         raise ManageError(f"expected a torch.nn.Module, got {type(module).__name__}")
@@ -104,10 +108,12 @@ def _accelerator(device: str | torch.device | Device | None) -> Device:
 
 
 def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], ClassT]:
-    """Class decorator: every instance is managed as by `manage(instance, budget, **options)`.
+    """Class decorator: every instance is managed as by `manage(instance, budget, **options)`; the class stays itself.
 
     Parameters go to their tiers while the module is built, so a model larger than host memory can be constructed if
     the budget has an NVMe directory: each parameter moves to a mapped file there as soon as it is registered.
+    `options` are the keywords of `manage`. Raises `ManageError` for anything but a class derived from
+    `torch.nn.Module`; an instance raises what `manage` does.
     """
 
     def decorate(cls: ClassT) -> ClassT:

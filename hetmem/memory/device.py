@@ -114,7 +114,8 @@ class SimDevice:
 
     `memory`: capacity in bytes or as a string; None = the budget's. `host_to_device`, `device_to_host`: bytes per
     second (ints or strings such as "12GB"); None = as fast as this machine copies. Operators compute on the CPU;
-    `hetmem` sees to it that they meet only memory of this device, as on a GPU.
+    `hetmem` sees to it that they meet only memory of this device, as on a GPU (with `manage(sanitize=True)` it raises
+    where they do not). Raises `BudgetError` for a size that is none.
     """
 
     torch_device = torch.device("cpu")

@@ -42,7 +42,8 @@ def offload(
     `optimizer(…, foreach=False)`. Checkpoints interchange with it. The other keywords: see `OffloadedOptimizer`.
 
     Raises `ManageError` where an element's update depends on other elements, or needs more than gradients (LBFGS, Muon,
-    Adafactor), and what `optimizer` itself raises for its options.
+    Adafactor), for `fused`, `foreach`, `capturable` and `differentiable`, and what `optimizer` itself raises for its
+    options.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ManageError(f"expected a class like torch.optim.SGD, got {optimizer!r}")

@@ -34,10 +34,11 @@ class OffloadedOptimizer(Optimizer):
     Parameter groups, schedulers, closures, hooks and `state_dict` are torch's own. `state[p]` holds the states' homes.
     A parameter whose `grad` is None is not touched. Creating it reserves memory for gradients and states.
 
-    `max_grad_norm`: gradients are scaled down where the norm of all of them is greater, within the pass that updates;
-    `grad_norm` is the norm of the last step. `loss_scale`: gradients are those of `scale(loss)`; a step whose gradients
-    are not all finite changes nothing. `overlap`: see `Overlap`, `gradients`: see `Gradients`; the bits do not
-    depend on them.
+    `max_grad_norm`: gradients are scaled down where the norm of all of them (L2, summed in float64) is greater, within
+    the pass that updates; `p.grad` stays as it is, and `grad_norm` is the norm of the last step, None without
+    `max_grad_norm` or `loss_scale`. `loss_scale`: "dynamic", a number, or a `LossScale`: gradients are those of
+    `scale(loss)`, and a step whose gradients are not all finite changes nothing. `overlap`: see `Overlap`, `gradients`:
+    see `Gradients`; the bits do not depend on them.
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
@@ -110,7 +111,11 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
+        """One update of every parameter that has a gradient; returns the closure's loss, if there is one.
+
+        Raises `StoreError` if a drive fails (call `step` again: see above), and RuntimeError where gradients or
+        hyper-parameters changed after their update had begun during backward.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,7 +139,10 @@ class OffloadedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home."""
+        """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home.
+
+        Raises `ManageError`, with nothing changed, if its states are of another kind (8-bit moments or not).
+        """
         self.synchronize()
         saved = self._saved_states(state_dict)
         super().load_state_dict(state_dict)
@@ -168,7 +176,7 @@ class OffloadedOptimizer(Optimizer):
             stepper.synchronize()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the present `loss_scale`: what to call `backward` on."""
+        """`loss` times the present `loss_scale`: what to call `backward` on. Without a `loss_scale`, `loss` itself."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     # ---- what the stepper asks ---------------------------------------------------------------------------------

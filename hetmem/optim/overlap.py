@@ -10,7 +10,8 @@ class Gradients(str, Enum):
 
     "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
     arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is None afterwards: 12 bytes a
-    parameter in place of 16. It takes one backward per step, and nothing that needs the gradients of all.
+    parameter in place of 16 (float32 AdamW). It takes one backward per step, `overlap` "backward" or "forward", and
+    nothing that needs the gradients of all.
     """
 
     VISIBLE = "visible"
@@ -26,6 +27,9 @@ class Overlap(str, Enum):
     all is done: the next forward waits for what it needs. It uses gradients up (`p.grad` is None after `step`), and
     outside forward and backward parameters may be read or written only after `synchronize`; state dicts, of the model
     and of the optimizer, wait by themselves.
+
+    With all but "off", weights and gradients must stay as they are between the backward and `step`: `step` raises where
+    they were clipped, unscaled by `torch.amp.GradScaler`, set to None or written to.
     """
 
     OFF = "off"

@@ -11,6 +11,9 @@ class LossScale:
 
     A step whose gradients are not all finite is skipped, and the scale multiplied by `backoff_factor`; after
     `growth_interval` steps in a row without that it is multiplied by `growth_factor`. With both factors 1 it is static.
+    `value` is the present scale, `skipped` the number of steps that were skipped.
+
+    Raises ValueError for a scale that is not positive and finite, and for factors on the wrong side of 1.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class LossScale:
         self._finite_in_a_row = 0
 
     def update(self, *, finite: bool) -> None:
-        """A step had gradients that were all `finite`, or not."""
+        """A step had gradients that were all `finite`, or not. The optimizer calls it, once a step."""
         if not finite:
             self.value *= self.backoff_factor
             self.skipped += 1

@@ -36,7 +36,7 @@ class NextUse:
     """Give up the copy used furthest in the future; among equals a clean one, then the least recently used."""
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
-        """(next use, clean before dirty, older before newer)."""
+        """Next use, then clean before dirty, then the longer ago the last use was."""
         return (facts.next_use, 0 if facts.dirty else 1, -facts.last_use)
 
 
@@ -44,7 +44,7 @@ class LRU:
     """Give up the copy that was used longest ago."""
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
-        """(age of the last use,)."""
+        """A tuple of one: the longer ago the last use was, the greater."""
         return (-facts.last_use,)
 
 
@@ -52,5 +52,5 @@ class FIFO:
     """Give up the copy that was fetched first."""
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
-        """(age of the fetch,)."""
+        """A tuple of one: the longer ago the fetch was, the greater."""
         return (-facts.fetched,)

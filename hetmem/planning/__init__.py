@@ -55,7 +55,8 @@ def plan(
     `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote; None: the h100's.
     `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
     to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
-    and backwards come before a step. Other keywords as for `manage`.
+    and backwards come before a step. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and
+    seconds by the simulator with the rates of `hardware`.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, `ProfileError` for a bad profile.
     A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.

@@ -32,7 +32,8 @@ _watched: WeakKeyDictionary[Runtime, _Watch] = WeakKeyDictionary()
 def progress(model: torch.nn.Module) -> str:
     """One line of what `model` did since the last call: step time, share of stalls, bytes on each tier, link speeds.
 
-    Costs microseconds, and a write of half a KiB at most once a second. Raises `ManageError` if it is not managed.
+    Costs microseconds, and at most once a second a write of half a KiB, which `hetmem top` reads. Raises `ManageError`
+    if it is not managed.
     """
     runtime = registry.of_module(model).runtime
     watch = _watched.get(runtime)

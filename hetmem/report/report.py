@@ -52,7 +52,8 @@ class MemoryReport:
 
 
 def report(model: torch.nn.Module) -> MemoryReport:
-    """What `model`, a managed module, did so far, once the transfers that it asked for are over.
+    """What `model`, a managed module, did so far, once the transfers that it asked for are over: bytes and seconds on
+    every link, homes and peaks of every tier, and the terms of the last whole step.
 
     Raises `ManageError` if it is not managed, and the error of a transfer that failed.
     """

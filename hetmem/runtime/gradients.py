@@ -161,8 +161,8 @@ class GradientSink:
         """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
         Where no update will end (the gradients of many chunks wait for their last one), `chunk` gets one of its own."""
         memory, traffic = self.runtime.memory, self.runtime.traffic
+        traffic.poll()
         while not memory.lend(chunk, Role.GRAD):
-            traffic.poll()
             if not (memory.lends(chunk, Role.GRAD) and traffic.busy()):
                 return
             traffic.wait_for_one()

@@ -1,0 +1,238 @@
+"""The documentation says what is: the reference comes from the code, links lead somewhere, formulas give its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.runtime.harness import CHUNK_ELEMENTS
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("docs", "examples", "benchmarks", "tests", "hetmem")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for source in SOURCES for page in (ROOT / source).rglob("*.md"))])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAMED_FILE = re.compile(rf"`((?:{'|'.join(SOURCES)})/[\w./-]+)`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def load(path: Path) -> ModuleType:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+build_api = load(ROOT / "docs" / "build_api.py")
+
+
+def entries() -> Iterator[tuple[str, str]]:
+    """Names of the reference and their docstrings."""
+    for _, found in build_api.sections():
+        for entry in found:
+            yield entry.name, entry.doc
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_what_the_docstrings_say_now() -> None:
+    written = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert written == build_api.render(), "docs/api.md is out of date: make docs"
+
+
+def test_every_public_name_has_a_docstring_of_its_own() -> None:
+    assert [name for name, doc in entries() if not doc] == []
+
+
+@pytest.mark.parametrize("package", build_api.PACKAGES)
+def test_no_public_name_is_left_out_of_the_reference(package: str) -> None:
+    module = importlib.import_module(package)
+    documented = {name.rpartition(".")[2] for name, _ in entries()}
+    assert build_api.public_names(module)
+    assert set(build_api.public_names(module)) <= documented
+
+
+def test_what_is_kept_from_the_reference_is_there() -> None:
+    """A name that is gone must not hide one that comes."""
+    things = {
+        entry.thing.__name__: entry.thing for _, found in build_api.sections() for entry in found if not entry.depth
+    }
+    for name, members in build_api.FOR_HETMEM.items():
+        assert [member for member in members if member not in vars(things[name])] == []
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of `page`, as links name them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return {build_api.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text.replace("`", ""), re.MULTILINE)}
+
+
+def dead_links(page: Path) -> list[str]:
+    """The targets in `page` that are not there: files, headings, and files named as code."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    dead = [name for name in NAMED_FILE.findall(text) if not (ROOT / name).exists()]
+    for target in LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            continue  # elsewhere
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (heading and heading not in anchors(file)):
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_link_is_dead(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A Heading: `one`\n[a](#a-heading-one) [b](page.md#a-heading-one) [c](https://example.org)\n")
+    assert dead_links(page) == []
+    page.write_text("# One\n[a](#two) [b](other.md) `docs/nowhere.md`\n")
+    assert dead_links(page) == ["docs/nowhere.md", "#two", "other.md"]
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+
+BF16 = torch.bfloat16
+LAYERS, WIDTH = 48, 64  # one chunk each
+PARAMETERS = LAYERS * CHUNK_ELEMENTS
+RESIDENT = 12  # slots of the device
+ALL_STATES_ON_NVME, PARAMETERS_TOO = 100, 48
+"""Chunks of host memory: with those, parameters, some gradients and staging fit there, or some of the parameters."""
+
+
+def run_snippets(page: str) -> tuple[dict[str, Any], str]:
+    """The names that the Python code on `page` makes, and what it prints."""
+    names: dict[str, Any] = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            exec(snippet, names)
+    return names, printed.getvalue()
+
+
+FORMULAS_PAGE = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
+FORMULAS, PRINTED = run_snippets(FORMULAS_PAGE)
+
+
+def test_the_example_prints_what_the_page_shows() -> None:
+    assert re.findall(r"```text\n(.*?)```", FORMULAS_PAGE, re.DOTALL) == [PRINTED]
+
+
+class Trained:
+    """Bytes of homes and of links, for each parameter and step, of `LAYERS` layers that were trained."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        *,
+        m: int = 1,
+        dtype: Any = torch.float32,
+        mixed: Any = None,
+        host: int = 0,
+        **options: Any,
+    ) -> None:
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        chunk = CHUNK_ELEMENTS * dtype.itemsize
+        slot = CHUNK_ELEMENTS * (mixed or dtype).itemsize
+        budget = hetmem.Budget(
+            device="64MiB",
+            device_chunks=RESIDENT * slot,
+            host=host * chunk if host else "64MiB",
+            nvme="64MiB" if host else None,
+            nvme_dir=tmp_path if host else None,
+        )
+        # With a link of a stated speed weights cross it, as on a GPU; else the update writes 16-bit copies itself.
+        device = hetmem.SimDevice(host_to_device="100GB")
+        model = nn.Sequential(*layers).to(dtype)
+        hetmem.manage(model, budget, chunk_bytes=chunk, mixed_precision=mixed, device=device)
+        self.optimizer = hetmem.AdamW(model.parameters(), **options)
+
+        def steps(count: int) -> dict[str, int]:
+            for _ in range(count):
+                for _ in range(m):
+                    model(torch.ones(2, WIDTH, dtype=mixed or dtype)).square().mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.optimizer.synchronize()
+            return {name: link["bytes"] for name, link in hetmem.report(model).to_dict()["links"].items()}
+
+        before, after = steps(2), steps(3)
+        self.moved = {name: (after[name] - before[name]) / 3 / PARAMETERS for name in after}
+        report = hetmem.report(model).to_dict()
+        self.bytes_per_parameter = report["bytes_per_parameter"]
+        on_nvme = {role: nbytes / PARAMETERS for role, nbytes in report["tiers"]["nvme"]["homes"].items()}
+        self.on_nvme = (on_nvme.pop("param", 0.0), on_nvme.pop("grad", 0.0), sum(on_nvme.values()))
+        hetmem.release(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "nbytes"),
+    [
+        (torch.float32, {}, 16),
+        (torch.float32, {"moments": BF16}, 12),
+        (torch.float32, {"moments": "8bit"}, 10.03),
+        (BF16, {"stochastic_rounding": True}, 8),
+        (BF16, {"stochastic_rounding": True, "moments": "8bit"}, 6.03),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True], ids=["visible", "streamed"])
+def test_homes_take_what_the_page_says(
+    dtype: torch.dtype, options: dict[str, Any], nbytes: float, streamed: bool, tmp_path: Path
+) -> None:
+    """Scales take whole pages here, which large chunks do not notice: one page for each 8-bit moment of a chunk."""
+    assert f" {nbytes} |" in FORMULAS_PAGE
+    if streamed:
+        options = {**options, "overlap": "backward", "gradients": "streamed"}
+        visible, nbytes = nbytes, nbytes - dtype.itemsize
+        assert f" {visible} | {nbytes:g} |" in FORMULAS_PAGE
+        nbytes += dtype.itemsize * 6 / LAYERS
+    trained = Trained(tmp_path, dtype=dtype, **options)
+    if "8bit" in options.values():
+        nbytes += 2 * 4096 / CHUNK_ELEMENTS - 0.03
+    assert trained.bytes_per_parameter == pytest.approx(nbytes, abs=1e-9)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize(("dtype", "mixed"), [(torch.float32, None), (torch.float32, BF16), (BF16, None)])
+def test_links_move_what_the_page_says(m: int, dtype: torch.dtype, mixed: torch.dtype | None, tmp_path: Path) -> None:
+    options = {} if dtype is torch.float32 else {"stochastic_rounding": True}
+    trained = Trained(tmp_path, m=m, dtype=dtype, mixed=mixed, **options)
+    expected = FORMULAS["link_bytes"](dtype.itemsize, m, RESIDENT / LAYERS)
+    assert trained.moved["device_to_host"] == expected["device_to_host"]
+    assert trained.moved["host_to_device"] == pytest.approx(expected["host_to_device"], rel=0.05)
+    assert trained.on_nvme == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("host", [ALL_STATES_ON_NVME, PARAMETERS_TOO])
+def test_nvme_moves_what_the_page_says(m: int, host: int, tmp_path: Path) -> None:
+    trained = Trained(tmp_path, m=m, host=host)
+    assert trained.on_nvme[2] == 8
+    assert (trained.on_nvme[0] > 0) == (host == PARAMETERS_TOO)
+    expected = FORMULAS["nvme_bytes"](*trained.on_nvme, m, RESIDENT / LAYERS)
+    assert trained.moved["nvme_write"] == pytest.approx(expected["nvme_write"], abs=1e-9)
+    assert trained.moved["nvme_read"] == pytest.approx(expected["nvme_read"], rel=0.1)
