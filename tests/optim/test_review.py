@@ -258,7 +258,7 @@ def test_the_gradient_scaler_of_torch_works_or_is_refused(overlap: str, placemen
             try:
                 scaler.step(optimizer)
             except RuntimeError as error:
-                assert module is managed  # noqa: PT017
+                assert module is managed
                 assert "overlap='off'" in str(error)  # noqa: PT017
                 return
             scaler.update()
