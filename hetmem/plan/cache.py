@@ -195,13 +195,10 @@ class Cache:
             copy = copies.get(block)
             if copy is not None and (copy.uses or schedule.next_use(block) < needed_at):
                 awaited = max(awaited, schedule.next_use(block, needed_at))
-        if False:
-            before = [block for block in copies if schedule.next_use(block) < needed_at]
-        else:
-            before = [block for use in schedule.between(schedule.position, needed_at) for block in use]
-        for block in before:
-            if block in copies:
-                awaited = max(awaited, schedule.next_use(block, needed_at))
+        for use in schedule.between(schedule.position, needed_at):
+            for block in use:
+                if block in copies:
+                    awaited = max(awaited, schedule.next_use(block, needed_at))
         return awaited
 
     def _up_to_date(self, order: Order) -> Order:
