@@ -133,7 +133,7 @@ MUTATIONS = {
         "tests/optim/test_overlap.py::test_clipping_equals_a_clip_of_plain_gradients",
     ),
     "count an undone step": Mutation(
-        "optim/stepper.py",
+        "optim/progress.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
         "tests/optim/test_overlap.py::test_an_overflow_skips_one_step_and_changes_nothing_else",

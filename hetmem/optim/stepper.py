@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,9 @@ from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import Link
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
+from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, sample_of
 from hetmem.optim.rule import ParameterUpdate
-from hetmem.optim.undo import Saved, UndoLog
+from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Job, Opened, Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
@@ -36,64 +36,9 @@ from hetmem.runtime.interception import Interception
 if TYPE_CHECKING:
     from hetmem.optim.offloaded import OffloadedOptimizer
 
-_SAMPLES = 1024
-Sums = np.ndarray[Any, np.dtype[np.float64]]
 Members = list[tuple[ManagedParameter, dict[str, Any]]]
 Work = dict[Chunk, Members]
 """Parameters that have a gradient, and their groups, by chunk."""
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """A parameter that is to be updated: with which gradient, and what its group says at that moment."""
-
-    managed: ManagedParameter
-    group: dict[str, Any]
-    gradient: torch.Tensor
-    at_home: bool
-    version: int
-    sample: tuple[int, bytes] | None = None
-
-    def same(self, other: Part) -> bool:
-        """Whether both ask for the same update."""
-        mine, theirs = self.group, other.group
-        return (
-            (self.managed, self.version) == (other.managed, other.version)
-            and self.gradient is other.gradient
-            and mine.keys() == theirs.keys()
-            and all(_number(mine[key]) == _number(theirs[key]) for key in mine)
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Progress:
-    """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`."""
-
-    chunk: Chunk
-    parts: list[Part]
-    sums: list[Sums] = field(default_factory=list)
-    begun: bool = False
-    scale: float = 1.0
-    saved: Saved | None = None
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-
-    def of(self, parts: list[Part]) -> bool:
-        """Whether it is of `parts`, in whatever order, as they are now."""
-        theirs = {part.managed: part for part in parts}
-        return len(theirs) == len(self.parts) and all(
-            part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
-        )
-
-    def remember_numbers(self, states: Iterable[dict[str, Any]]) -> None:
-        """Keep what an update changes beside chunks: step counts and the like."""
-        self.before = [(state, {name: _copied(value) for name, value in state.items()}) for state in states]
-
-    def restore_numbers(self) -> None:
-        """Undo what the update did to those."""
-        for state, before in self.before:
-            state.clear()
-            state.update(before)
-        self.before = []
 
 
 class Stepper:
@@ -271,15 +216,15 @@ class Stepper:
                 kept = part.managed.parameter.grad is part.gradient
                 if part.sample is not None and kept:
                     at, bits = part.sample
-                    kept = bits == _bits(self._flat_gradient(part, {}), at)
+                    kept = bits == bits_at(self._flat_gradient(part, {}), at)
                 if not (used_up or kept) or writes.changed(part.managed):
                     raise self._changed(progress)
 
     def _see_gradients(self, progress: Progress, job: Job) -> None:
-        """The gradients have arrived: whoever writes to them from now on changes what was used."""
-        for part in progress.parts:
+        """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
+        for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
             part.version = part.gradient._version
-            part.sample = _sample(self._flat_gradient(part, job.opened))
+            part.sample = sample_of(self._flat_gradient(part, job.opened))
 
     def _changed(self, progress: Progress) -> RuntimeError:
         names = ", ".join(part.managed.name for part in progress.parts[:3])
@@ -429,7 +374,7 @@ class Stepper:
     def _part(self, managed: ManagedParameter, group: dict[str, Any]) -> Part:
         gradient = managed.parameter.grad
         assert gradient is not None
-        frozen = {name: _frozen(value) for name, value in group.items() if name != "params"}
+        frozen = {name: frozen(value) for name, value in group.items() if name != "params"}
         return Part(managed, frozen, gradient, is_home_gradient(managed), gradient._version)
 
     def _state_roles(self, parts: Iterable[Part]) -> tuple[Role, ...]:
@@ -464,38 +409,6 @@ class Stepper:
 
 def _index(chunk: Chunk) -> int:
     return chunk.spec.index
-
-
-def _copied(value: Any) -> Any:
-    """Numbers in tensors change in place; tensors of a parameter's size are the homes, which stay."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-
-
-def _frozen(value: Any) -> Any:
-    """A learning rate in a tensor may be changed in place."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_frozen(part) for part in value)
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _sample(flat: torch.Tensor) -> tuple[int, bytes] | None:
-    """The place and bits of an element that says whether a gradient was scaled, which some do without counting a
-    version: the greatest of a thousand."""
-    if flat.device.type != "cpu" or not flat.numel():
-        return None
-    step = max(1, flat.numel() // _SAMPLES)
-    at = int(flat.detach()[::step].abs().argmax()) * step
-    return at, _bits(flat, at)
-
-
-def _bits(flat: torch.Tensor, at: int) -> bytes:
-    return flat.detach()[at : at + 1].view(torch.uint8).numpy().tobytes()
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_number(part) for part in value]
-    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _nothing() -> None:

@@ -1,0 +1,104 @@
+"""How far a chunk is in a step: which gradients its update was, or will be, made with, and what undoes it.
+
+It compares and remembers; it starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter
+from hetmem.optim.undo import Saved
+
+_SAMPLES = 1024
+Sums = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A parameter that is to be updated: with which gradient, and what its group says at that moment."""
+
+    managed: ManagedParameter
+    group: dict[str, Any]
+    gradient: torch.Tensor
+    at_home: bool
+    version: int
+    sample: tuple[int, bytes] | None = None
+
+    def same(self, other: Part) -> bool:
+        """Whether both ask for the same update."""
+        mine, theirs = self.group, other.group
+        return (
+            (self.managed, self.version) == (other.managed, other.version)
+            and self.gradient is other.gradient
+            and mine.keys() == theirs.keys()
+            and all(_number(mine[key]) == _number(theirs[key]) for key in mine)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`."""
+
+    chunk: Chunk
+    parts: list[Part]
+    sums: list[Sums] = field(default_factory=list)
+    begun: bool = False
+    scale: float = 1.0
+    saved: Saved | None = None
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+
+    def of(self, parts: list[Part]) -> bool:
+        """Whether it is of `parts`, in whatever order, as they are now."""
+        theirs = {part.managed: part for part in parts}
+        return len(theirs) == len(self.parts) and all(
+            part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
+        )
+
+    def remember_numbers(self, states: Iterable[dict[str, Any]]) -> None:
+        """Keep what an update changes beside chunks: step counts and the like."""
+        self.before = [(state, {name: _copied(value) for name, value in state.items()}) for state in states]
+
+    def restore_numbers(self) -> None:
+        """Undo what the update did to those."""
+        for state, before in self.before:
+            state.clear()
+            state.update(before)
+        self.before = []
+
+
+def _copied(value: Any) -> Any:
+    """Numbers in tensors change in place; tensors of a parameter's size are the homes, which stay."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def frozen(value: Any) -> Any:
+    """A learning rate in a tensor may be changed in place."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(frozen(part) for part in value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def sample_of(flat: torch.Tensor) -> tuple[int, bytes] | None:
+    """The place and bits of an element that says whether a gradient was scaled, which some do without counting a
+    version: the greatest of a thousand."""
+    if flat.device.type != "cpu" or not flat.numel():
+        return None
+    step = max(1, flat.numel() // _SAMPLES)
+    at = int(flat.detach()[::step].abs().argmax()) * step
+    return at, bits_at(flat, at)
+
+
+def bits_at(flat: torch.Tensor, at: int) -> bytes:
+    return flat.detach()[at : at + 1].view(torch.uint8).numpy().tobytes()
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_number(part) for part in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
