@@ -374,8 +374,8 @@ class Stepper:
     def _part(self, managed: ManagedParameter, group: dict[str, Any]) -> Part:
         gradient = managed.parameter.grad
         assert gradient is not None
-        frozen = {name: frozen(value) for name, value in group.items() if name != "params"}
-        return Part(managed, frozen, gradient, is_home_gradient(managed), gradient._version)
+        options = {name: frozen(value) for name, value in group.items() if name != "params"}
+        return Part(managed, options, gradient, is_home_gradient(managed), gradient._version)
 
     def _state_roles(self, parts: Iterable[Part]) -> tuple[Role, ...]:
         found = [role for part in parts for role in self._optimizer.rule.roles(part.group, part.managed.chunk.dtype)]
