@@ -142,7 +142,7 @@ class Stepper:
                     self._take_back(progress)
                 if not progress.begun:
                     self._add_update(progress, grad_scale)
-            if self._optimizer.overlap is Overlap.FORWARD:
+            if self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams:
                 self._use_up_gradients()
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])

@@ -188,8 +188,9 @@ class Updates:
         """Tiles that failed (no memory for a temporary, say) run again, alone: the others have been computed, so that
         the chunk must not be left as it is."""
         try:
-            for task in batch.failed:
-                task()
+            with torch.inference_mode(False), torch.no_grad():
+                for task in batch.failed:
+                    task()
         except BaseException as again:
             raise error from again
 
@@ -197,7 +198,7 @@ class Updates:
         """Give everything back. What was half computed in staging is dropped: its home is as it was."""
         with self._runtime.unwatched(), torch.no_grad():
             self._give_back(job, failed=failed)
-        job.done(not failed)
+            job.done(not failed)
 
     def _give_back(self, job: Job, *, failed: bool) -> None:
         traffic, chunk = self._traffic, job.chunk

@@ -267,7 +267,8 @@ class Traffic:
         for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
             while self.residency.state(block, tier) in _LOADING and self.residency.in_flight():
                 self.wait_for_one()
-            self.execute(self.residency.invalidate(block, tier))
+            if self.residency.state(block, tier) is not CopyState.WAITING:  # what is not there yet is not old
+                self.execute(self.residency.invalidate(block, tier))
 
     def forget_copies(self) -> None:
         """Drop every copy on every tier; nothing may be in use."""
