@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.plan.rehearsal import UPDATE_BYTES
 from tests.runtime.harness import CHUNK_ELEMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -140,6 +141,12 @@ FORMULAS, PRINTED = run_snippets(FORMULAS_PAGE)
 
 def test_the_example_prints_what_the_page_shows() -> None:
     assert re.findall(r"```text\n(.*?)```", FORMULAS_PAGE, re.DOTALL) == [PRINTED]
+
+
+def test_the_update_moves_what_the_plan_counts() -> None:
+    update_bytes = FORMULAS["update_bytes"]
+    assert update_bytes(4, 8) == UPDATE_BYTES
+    assert (update_bytes(4, 4), round(update_bytes(4, 2.03), 1)) == (20, 16.1)  # as the page says
 
 
 class Trained:
