@@ -76,18 +76,18 @@ class Entry:
     @property
     def doc(self) -> str:
         """Its own docstring (never an inherited one), without indentation; empty if it has none."""
-        target = self.thing.fget if isinstance(self.thing, property) else _plain(self.thing)
-        return inspect.cleandoc(vars(target).get("__doc__") or "" if inspect.isclass(target) else target.__doc__ or "")
+        target = self.thing if inspect.isclass(self.thing) else _function(self.thing)
+        return inspect.cleandoc((vars(target).get("__doc__") if inspect.isclass(target) else target.__doc__) or "")
 
     @property
     def signature(self) -> str:
         """How it is called; of a property, what it is."""
         if isinstance(self.thing, property):
-            return f"{self.name}: {_annotation(inspect.signature(self.thing.fget).return_annotation)}"
+            return f"{self.name}: {_annotation(inspect.signature(_function(self.thing)).return_annotation)}"
         if inspect.isclass(self.thing) and not _constructed(self.thing):
             bases = ", ".join(base.__name__ for base in self.thing.__bases__ if base is not object)
             return f"class {self.name}({bases})" if bases else f"class {self.name}"
-        signature = inspect.signature(_plain(self.thing))
+        signature = inspect.signature(_function(self.thing))
         parameters = [p for name, p in signature.parameters.items() if name not in ("self", "cls")]
         returned = signature.return_annotation
         arrow = (
@@ -111,8 +111,8 @@ def entries(name: str, thing: Any) -> Iterator[Entry]:
         for member, value in vars(thing).items():
             described = isinstance(value, (property, classmethod, staticmethod, FunctionType))
             internal = member.startswith("_") or member in FOR_HETMEM.get(thing.__name__, ())
-            if described and not internal:
-                yield Entry(f"{name.rpartition('.')[2]}.{member}", value, 1)
+            if described and not internal and _function(value).__qualname__ == f"{thing.__qualname__}.{member}":
+                yield Entry(f"{name.rpartition('.')[2]}.{member}", value, 1)  # torch copies an inherited `step` here
 
 
 def sections() -> Iterator[tuple[str, list[Entry]]]:
@@ -152,7 +152,10 @@ def _resolved(thing: Any) -> Any:
     return importlib.import_module("hetmem.planning").plan if isinstance(thing, ModuleType) else thing
 
 
-def _plain(thing: Any) -> Any:
+def _function(thing: Any) -> Any:
+    """What is behind a method or a property; a class is called itself."""
+    if isinstance(thing, property):
+        return thing.fget
     return thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing
 
 

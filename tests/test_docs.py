@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.plan.rehearsal import UPDATE_BYTES
 from tests.runtime.harness import CHUNK_ELEMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -117,11 +118,9 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
 # ---- formulas --------------------------------------------------------------------------------------------------------
 
 BF16 = torch.bfloat16
-LAYERS, WIDTH = 48, 64  # one chunk each
-PARAMETERS = LAYERS * CHUNK_ELEMENTS
-RESIDENT = 12  # slots of the device
-ALL_STATES_ON_NVME, PARAMETERS_TOO = 100, 48
-"""Chunks of host memory: with those, parameters, some gradients and staging fit there, or some of the parameters."""
+WIDTH = 64  # of a layer: one chunk
+LAYERS = 48
+RESIDENT = 0.25  # share of them that the device holds
 
 
 def run_snippets(page: str) -> tuple[dict[str, Any], str]:
@@ -142,8 +141,17 @@ def test_the_example_prints_what_the_page_shows() -> None:
     assert re.findall(r"```text\n(.*?)```", FORMULAS_PAGE, re.DOTALL) == [PRINTED]
 
 
+def test_the_update_moves_what_the_plan_counts() -> None:
+    update_bytes = FORMULAS["update_bytes"]
+    assert update_bytes(4, 8) == UPDATE_BYTES
+    assert (update_bytes(4, 4), round(update_bytes(4, 2.03), 1)) == (20, 16.1)  # as the page says
+
+
 class Trained:
-    """Bytes of homes and of links, for each parameter and step, of `LAYERS` layers that were trained."""
+    """A model that was trained: bytes of homes and of links, for each parameter and step.
+
+    `host`: the chunks that host memory has room for; without it, all of them.
+    """
 
     def __init__(
         self,
@@ -152,22 +160,23 @@ class Trained:
         m: int = 1,
         dtype: Any = torch.float32,
         mixed: Any = None,
+        layers: int = LAYERS,
         host: int = 0,
         **options: Any,
     ) -> None:
-        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         chunk = CHUNK_ELEMENTS * dtype.itemsize
         slot = CHUNK_ELEMENTS * (mixed or dtype).itemsize
         budget = hetmem.Budget(
             device="64MiB",
-            device_chunks=RESIDENT * slot,
+            device_chunks=int(RESIDENT * layers) * slot,
             host=host * chunk if host else "64MiB",
             nvme="64MiB" if host else None,
             nvme_dir=tmp_path if host else None,
         )
         # With a link of a stated speed weights cross it, as on a GPU; else the update writes 16-bit copies itself.
         device = hetmem.SimDevice(host_to_device="100GB")
-        model = nn.Sequential(*layers).to(dtype)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to(dtype)
+        parameters = layers * CHUNK_ELEMENTS
         hetmem.manage(model, budget, chunk_bytes=chunk, mixed_precision=mixed, device=device)
         self.optimizer = hetmem.AdamW(model.parameters(), **options)
 
@@ -181,10 +190,10 @@ class Trained:
             return {name: link["bytes"] for name, link in hetmem.report(model).to_dict()["links"].items()}
 
         before, after = steps(2), steps(3)
-        self.moved = {name: (after[name] - before[name]) / 3 / PARAMETERS for name in after}
+        self.moved = {name: (after[name] - before[name]) / 3 / parameters for name in after}
         report = hetmem.report(model).to_dict()
         self.bytes_per_parameter = report["bytes_per_parameter"]
-        on_nvme = {role: nbytes / PARAMETERS for role, nbytes in report["tiers"]["nvme"]["homes"].items()}
+        on_nvme = {role: nbytes / parameters for role, nbytes in report["tiers"]["nvme"]["homes"].items()}
         self.on_nvme = (on_nvme.pop("param", 0.0), on_nvme.pop("grad", 0.0), sum(on_nvme.values()))
         hetmem.release(model)
 
@@ -221,18 +230,18 @@ def test_homes_take_what_the_page_says(
 def test_links_move_what_the_page_says(m: int, dtype: torch.dtype, mixed: torch.dtype | None, tmp_path: Path) -> None:
     options = {} if dtype is torch.float32 else {"stochastic_rounding": True}
     trained = Trained(tmp_path, m=m, dtype=dtype, mixed=mixed, **options)
-    expected = FORMULAS["link_bytes"](dtype.itemsize, m, RESIDENT / LAYERS)
+    expected = FORMULAS["link_bytes"](dtype.itemsize, m, RESIDENT)
     assert trained.moved["device_to_host"] == expected["device_to_host"]
     assert trained.moved["host_to_device"] == pytest.approx(expected["host_to_device"], rel=0.05)
     assert trained.on_nvme == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize("host", [ALL_STATES_ON_NVME, PARAMETERS_TOO])
-def test_nvme_moves_what_the_page_says(m: int, host: int, tmp_path: Path) -> None:
-    trained = Trained(tmp_path, m=m, host=host)
+@pytest.mark.parametrize(("m", "layers", "host"), [(1, 48, 100), (2, 48, 100), (1, 96, 48)])
+def test_nvme_moves_what_the_page_says(m: int, layers: int, host: int, tmp_path: Path) -> None:
+    """Host memory has room for parameters and some gradients beside the staging ring, or for some of the parameters."""
+    trained = Trained(tmp_path, m=m, layers=layers, host=host)
     assert trained.on_nvme[2] == 8
-    assert (trained.on_nvme[0] > 0) == (host == PARAMETERS_TOO)
-    expected = FORMULAS["nvme_bytes"](*trained.on_nvme, m, RESIDENT / LAYERS)
+    assert (trained.on_nvme[0] > 2) == (host < layers)
+    expected = FORMULAS["nvme_bytes"](*trained.on_nvme, m, RESIDENT)
     assert trained.moved["nvme_write"] == pytest.approx(expected["nvme_write"], abs=1e-9)
     assert trained.moved["nvme_read"] == pytest.approx(expected["nvme_read"], rel=0.1)
