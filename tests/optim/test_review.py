@@ -440,7 +440,7 @@ def test_a_forward_on_homes_sees_no_update_that_trails(mixed: torch.dtype | None
     left = adamw(plain.parameters())
     right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
     masters = Mixed(plain, mixed) if mixed is not None else None
-    for batch in vector_batches(4, 4, 64):
+    for batch in vector_batches(4, 4, 64, dtype=mixed):
         expected = masters.backward(lambda m, b=batch: loss_of(m, b)) if masters else loss_of(plain, batch)
         got = loss_of(managed, batch)
         assert_same(expected, got, "loss")
