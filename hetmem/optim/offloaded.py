@@ -120,6 +120,7 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
         self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()
@@ -264,12 +265,19 @@ class OffloadedOptimizer(Optimizer):
 
     def _saved_states(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
         """The entries of `state_dict` by parameter, in their own dtypes: torch would cast them to the parameter's.
-        Raises `ManageError` for states that have other dtypes than bits can be copied between."""
-        mine = [parameter for group in self.param_groups for parameter in group["params"]]
-        theirs = [number for group in state_dict["param_groups"] for number in group["params"]]
-        saved = {p: state_dict["state"][n] for p, n in zip(mine, theirs, strict=False) if n in state_dict["state"]}
+        Gives homes to states that only options of the checkpoint ask for. Raises `ManageError` for states that have
+        other dtypes than bits can be copied between, and for options that this optimizer does not have."""
+        saved: dict[torch.Tensor, dict[str, Any]] = {}
+        groups: dict[torch.Tensor, dict[str, Any]] = {}
+        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            for parameter, number in zip(mine["params"], theirs["params"], strict=False):
+                if number in state_dict["state"]:
+                    saved[parameter], groups[parameter] = state_dict["state"][number], {**mine, **theirs}
         for parameter, state in saved.items():
-            for role in self._roles_of(self._managed(parameter)[1]):
+            stepper, managed = self._managed(parameter)
+            roles = self.rule.roles(groups[parameter], managed.chunk.dtype)
+            stepper.ensure_homes(managed.chunk, roles)
+            for role in roles:
                 scaled = f"{role.name}_scale" in state
                 if state.get(role.name) is not None and scaled != bool(role.scale_block):
                     raise ManageError(

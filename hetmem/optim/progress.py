@@ -5,7 +5,7 @@ It compares and remembers; it starts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,9 +60,13 @@ class Progress:
             part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
         )
 
-    def remember_numbers(self, states: Iterable[dict[str, Any]]) -> None:
-        """Keep what an update changes beside chunks: step counts and the like."""
-        self.before = [(state, {name: _copied(value) for name, value in state.items()}) for state in states]
+    def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
+        """Keep what an update changes beside chunks: step counts and the like. Those called `homes` lie in chunks, also
+        where they are one number."""
+        self.before = [
+            (state, {name: value if name in homes else _copied(value) for name, value in state.items()})
+            for state in states
+        ]
 
     def restore_numbers(self) -> None:
         """Undo what the update did to those."""

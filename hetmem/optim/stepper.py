@@ -88,6 +88,15 @@ class Stepper:
             self._begin_early(managed.chunk)
         self._updates.pump()
 
+    def recomputed_with(self, managed: ManagedParameter) -> None:
+        """An operator within a backward uses `managed`, which may be updated already."""
+        progress = self._progress.get(managed.chunk)
+        if progress is not None and progress.begun and not self._failed:
+            raise RuntimeError(
+                f"{managed.name} is used by a recomputation within backward after its update had begun (overlap="
+                f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: use overlap='off'"
+            )
+
     def _complete(self, chunk: Chunk) -> bool:
         """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
@@ -161,6 +170,10 @@ class Stepper:
     def synchronize(self) -> None:
         """Everything is done and at home, also on NVMe."""
         self._carry_out(home for chunk in self._runtime.chunks for home in chunk.homes.values())
+
+    def ensure_homes(self, chunk: Chunk, roles: Iterable[Role]) -> None:
+        """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""
+        self._runtime.traffic.ensure_homes([chunk], roles)
 
     def forget(self) -> None:
         """What was done belongs to a step that is not tried again."""
@@ -300,7 +313,8 @@ class Stepper:
         self._see_gradients(progress, job)
         if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
-        progress.remember_numbers(self._optimizer.state_of(part.managed) for part in progress.parts)
+        homes = {name for role in self._state_roles(progress.parts) for name in (role.name, f"{role.name}_scale")}
+        progress.remember_numbers((self._optimizer.state_of(part.managed) for part in progress.parts), homes)
         updates = [self._update_of(part, job, progress.scale) for part in progress.parts]
         if job.opened[Role.PARAM].device.type != "cpu":
             self._optimizer.rule.on_device(updates)

@@ -30,6 +30,9 @@ class Watcher(Protocol):
     def arrived(self, managed: ManagedParameter) -> None:
         """It is on its way home: `Traffic.arriving` says whether it is there."""
 
+    def recomputed_with(self, managed: ManagedParameter) -> None:
+        """An operator within a backward uses `managed`. Raises if that is not what the forward has used any more."""
+
 
 class GradientSink:
     """The way of gradients from the device to their homes, for one runtime."""
@@ -94,6 +97,12 @@ class GradientSink:
                 self._arrive()
             for watcher in self.watchers:
                 watcher.arrived(managed)
+
+    def recompute_with(self, used: list[ManagedParameter]) -> None:
+        """A part of the forward is computed once more within a backward, with `used`."""
+        for watcher in self.watchers:
+            for managed in used:
+                watcher.recomputed_with(managed)
 
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""

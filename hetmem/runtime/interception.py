@@ -46,10 +46,10 @@ class Interception:
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self._stack: list[torch.nn.Module] = []
-        self._faults = OperatorFaults(runtime)
+        self._faults = OperatorFaults(runtime, self.gradients)
         self._entered: list[Callable[[], None]] = []
         self._handles: list[Any] = []
-        self.arranged = False
+        self.arranged, self.removed = False, False
         before, after = BeforeForward(self), AfterForward(self)
         for part in module.modules():
             self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
@@ -65,6 +65,7 @@ class Interception:
 
     def remove(self) -> None:
         """Take all hooks off."""
+        self.removed = True
         self.reset()
         self.gradients.remove()
         for handle in self._handles:
@@ -313,9 +314,10 @@ def _writes(func: Any) -> bool:
 class OperatorFaults(TorchFunctionMode):
     """Binds managed parameters to their device copies for the length of each operator that uses them."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, gradients: GradientSink) -> None:
         super().__init__()
         self._runtime = runtime
+        self._gradients = gradients
         self._by_id = runtime.bindings.by_id
         self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
 
@@ -343,6 +345,8 @@ class OperatorFaults(TorchFunctionMode):
             return self._set_data(used[0], args[1])
         if func in _PLACES:
             return func(self._stand_in, *args[1:], **kwargs)
+        if in_backward():
+            self._gradients.recompute_with(used)
         self._runtime.use(getattr(func, "__name__", str(func)), used)
         try:
             return self._run(func, args, kwargs)

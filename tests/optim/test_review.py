@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from tests.runtime.harness import (
     STREAMED,
     Mixed,
+    Tower,
     assert_same,
     assert_same_states,
     assert_same_weights,
@@ -22,6 +25,7 @@ from tests.runtime.harness import (
     loss_of,
     mlp,
     pair,
+    token_batches,
     vector_batches,
 )
 
@@ -436,16 +440,193 @@ def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_forward_on_homes_sees_no_update_that_trails(mixed: torch.dtype | None, tmp_path: Path) -> None:
     """All on the device: operators see homes, or what is cast of them."""
-    plain, managed = pair(mlp, "resident", tmp_path, mixed_precision=mixed)
+    plain, managed = pair(Tower, "resident", tmp_path, mixed_precision=mixed)
     left = adamw(plain.parameters())
     right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
     masters = Mixed(plain, mixed) if mixed is not None else None
-    for batch in vector_batches(4, 4, 64, dtype=mixed):
-        expected = masters.backward(lambda m, b=batch: loss_of(m, b)) if masters else loss_of(plain, batch)
+    for batch in token_batches(4):
+        if masters is not None:
+            expected = masters.backward(lambda module, batch=batch: loss_of(module, batch))
+        else:
+            expected = loss_of(plain, batch)
+            expected.backward()
         got = loss_of(managed, batch)
+        got.backward()
         assert_same(expected, got, "loss")
-        for loss in (got,) if masters else (expected, got):
-            loss.backward()
         for optimizer in (left, right):
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_options_that_come_with_a_checkpoint_bring_their_states(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left: Any = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    right: Any = hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=0.1)
+    batches = vector_batches(4, 4, 64)
+    for batch in batches[:2]:
+        one(plain, batch, left)
+    managed.load_state_dict(plain.state_dict())
+    right.load_state_dict(copy.deepcopy(left.state_dict()))
+    for batch in batches[2:]:
+        one(plain, batch, left)
+        one(managed, batch, right)
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, placement: str, tmp_path: Path) -> None:
+    """The pattern of torch's tutorial: hooks step as soon as a gradient is there."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    for module, make in ((plain, adamw), (managed, lambda p: hetmem.AdamW(p, lr=1e-2, overlap=overlap))):
+        optimizers = {parameter: make([parameter]) for parameter in module.parameters()}
+
+        def step(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+    for batch in vector_batches(4, 4, 64):
+        losses = [loss_of(module, batch) for module in (plain, managed)]
+        assert_same(*losses, "loss")
+        for loss in losses:
+            loss.backward()
+    for optimizer in managed[0].weight._post_accumulate_grad_hooks.values():
+        for each in (getattr(optimizer, "__defaults__", None) or [{}])[0].values():
+            each.synchronize()
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", ["resident", *STREAMED])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])
+def test_clipping_gradients_that_are_not_finite_does_what_torch_does(
+    value: float, overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left: Any = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    right = hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=0.1, max_grad_norm=1e6, overlap=overlap)
+    for step, batch in enumerate(vector_batches(4, 4, 64)):
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss = loss_of(module, batch)
+            if step == 3:
+                loss = loss + module[2].weight[0, 0] * value
+            loss.backward()
+            if module is plain:
+                nn.utils.clip_grad_norm_(module.parameters(), 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, expected), got in zip(plain.named_parameters(), managed.state_dict().values(), strict=True):
+        assert torch.equal(expected.isnan(), got.isnan()), name
+        assert torch.equal(expected.nan_to_num(), got.nan_to_num()), name
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_one_of_two_models_is_released(overlap: str, placement: str, tmp_path: Path) -> None:
+    """The optimizer goes on with the other one, as long as the first has no gradients."""
+    pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
+    left = adamw([p for plain, _ in pairs for p in plain.parameters()])
+    right = hetmem.AdamW(
+        [p for _, managed in pairs for p in managed.parameters()], lr=1e-2, overlap=overlap, max_grad_norm=1e9
+    )
+    batches = vector_batches(6, 4, 64)
+    for batch in batches[:3]:
+        for which, optimizer in ((0, left), (1, right)):
+            sum(loss_of(both[which], batch) for both in pairs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    hetmem.release(pairs[0][1])
+    for batch in batches[3:]:
+        one(pairs[1][0], batch, left)
+        one(pairs[1][1], batch, right)
+    for plain, managed in pairs:
+        assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_graph_of_the_gradients_does_not_disturb_updates(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
+    for step, batch in enumerate(vector_batches(5, 4, 64)):
+        for module, optimizer in ((plain, left), (managed, right)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of the cycle that this makes
+                loss_of(module, batch).backward(create_graph=step == 3)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+
+
+class Frozen(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight.detach())
+
+
+class Recomputed(nn.Module):
+    """A block that is computed once more within backward uses a weight whose gradient is complete by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+        self.block = Frozen(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, self.first(x), use_reentrant=False) @ self.weight
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_weight_that_is_used_again_within_backward(overlap: str, tmp_path: Path) -> None:
+    """Either torch's bits or an error; never the new weights."""
+    plain, managed = pair(Recomputed, "host", tmp_path)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in vector_batches(5, 4, 64):
+        try:
+            one(managed, batch, right)
+        except RuntimeError as error:
+            assert "overlap" in str(error)  # noqa: PT017
+            return
+        one(plain, batch, left)
+        assert_same_weights(plain, managed)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.scale
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_states_of_a_single_number_are_undone_and_made_again(placement: str, tmp_path: Path) -> None:
+    """They look like a step count."""
+    plain, managed = pair(Scaled, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="speculative", max_grad_norm=1e-2)
+    for batch in vector_batches(5, 4, 64):
+        loss_of(managed, batch).backward()
+        right.step()
+        right.zero_grad()
+        loss_of(plain, batch).backward()
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1e-2 / (right.grad_norm + 1e-6))
+        left.step()
+        left.zero_grad()
+        assert_same_states(left, right)
+    assert_same_weights(plain, managed)
