@@ -76,7 +76,7 @@ MUTATIONS = {
         "plan/residency.py",
         "        copy.writing = True\n        self._flying += 1",
         "        copy.dirty = False\n        self._flying += 1",
-        STORIES + "test_what_is_on_its_way_home_is_used_where_it_is_and_not_read_from_there",
+        STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
     ),
     "use a copy before its fetch is done": Mutation(
         "plan/residency.py",
@@ -91,15 +91,15 @@ MUTATIONS = {
         "tests/runtime/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread",
     ),
     "compute before a copy has arrived": Mutation(
-        "runtime/traffic.py",
-        "        return self.engine.order_compute_after(fetch)\n",
+        "runtime/carrier.py",
+        "        return self._engine.order_compute_after(fetch)\n",
         "        return True\n",
         "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
     ),
     "copy into a slot that compute still reads": Mutation(
-        "runtime/traffic.py",
-        "self._compute_marks[index] = mark\n",
-        "pass\n",
+        "runtime/carrier.py",
+        "            self._compute_marks[index] = mark\n",
+        "            pass\n",
         "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "read gradients before they have arrived": Mutation(
@@ -128,8 +128,8 @@ MUTATIONS = {
     ),
     "undo nothing of a speculative update": Mutation(
         "optim/undo.py",
-        "for task in _copies(_bytes_of(chunk.flat(role)), self._bytes(role))]",
-        "for task in ()]",
+        "        for role, memory in self.buffers.items():\n",
+        "        for role, memory in () if back else self.buffers.items():\n",
         "tests/optim/test_overlap.py::test_clipping_equals_a_clip_of_plain_gradients",
     ),
     "count an undone step": Mutation(
@@ -175,7 +175,7 @@ MUTATIONS = {
         "tests/optim/test_small_states.py::test_the_bits_are_those_of_the_kernels_wherever_states_live",
     ),
     "carry commands out before those given earlier": Mutation(
-        "runtime/traffic.py",
+        "runtime/carrier.py",
         "self._carry_out(*self._commands.popleft())",
         "self._carry_out(*self._commands.pop())",
         "tests/runtime/test_command_order.py",

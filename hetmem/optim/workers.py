@@ -84,6 +84,7 @@ class Batch:
                     self.failed.append(task)
                 self._unfinished -= 1
                 last = self._unfinished == 0
+            del task  # whoever waits for the end finds the memory that it held free
             if last:
                 self._end()
 

@@ -225,7 +225,7 @@ def _staged_differs(runtime: Runtime, chunk: Chunk) -> bool:
         return False
     if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
         return False
-    staged = runtime.traffic.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
+    staged = runtime.traffic.carrier.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
     at_home = chunk.flat(Role.GRAD)
     for managed in chunk.parameters:
         if is_home_gradient(managed) and managed.numel:

@@ -1,7 +1,6 @@
 """The one caller of `plan.residency` and `memory.transfer`: brings blocks to tiers, and waits where it must.
 
-It knows chunks and slots, and nothing of operators, autograd or optimizers. What follows from a finished transfer is
-carried out before anything else goes on, always on the thread that trains.
+It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `carrier`.
 """
 
 from __future__ import annotations
@@ -9,23 +8,23 @@ from __future__ import annotations
 import errno
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.transfer import Finished, Link, TransferEngine
+from hetmem.memory.transfer import Link, TransferEngine
 from hetmem.plan.cache import CopyState
-from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
+from hetmem.runtime.carrier import Carrier
 from hetmem.runtime.construction import Memory
-from hetmem.runtime.events import CopyChange, EventLog, Fault, Span, Transfer
+from hetmem.runtime.events import CopyChange, EventLog, Fault
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
 
@@ -50,7 +49,7 @@ class Worker(Protocol):
 
 
 class Traffic:
-    """Every copy between tiers. `residency` says what, `engine` does it; here is the order in which it happens."""
+    """Every copy between tiers. `residency` says what, `carrier` does it; here is when, and who waits for it."""
 
     def __init__(
         self,
@@ -67,22 +66,15 @@ class Traffic:
         self.residency = residency
         self.engine = engine
         self._memory = memory
-        self._bindings = bindings
         self._tracer = tracer
-        self._statistics = statistics
         self._events = events
-        engine.observe = partial(_observe, events)
-        self._sanitize = sanitize
-        self._chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
+        self.carrier = Carrier(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
+        self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
         self._gradients: Counter[Chunk] = Counter()
         self._jobs = 0
         self.updating: set[Chunk] = set()
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._at_work: set[Worker] = set()
-        self._commands: deque[tuple[Command, bool]] = deque()
-        self._executing = False
-        self._fetching: dict[int, Fetch] = {}
-        self._compute_marks: dict[int, Any] = {}
         for chunk in memory.chunks:
             self.register_home(chunk, Role.PARAM)
 
@@ -93,7 +85,7 @@ class Traffic:
         home = chunk.homes[role]
         if self._memory.streams:
             home.block = self.residency.add(self._memory.block(chunk, role))
-            self._chunk_of_block[home.block] = (chunk, role)
+            self.carrier.chunk_of_block[home.block] = (chunk, role)
 
     def ensure_homes(self, chunks: Iterable[Chunk], roles: Iterable[Role]) -> None:
         """Give each of `roles` of `chunks` a home where it has none. Raises `BudgetError` if there is no room."""
@@ -105,7 +97,7 @@ class Traffic:
 
     def rename_blocks(self) -> None:
         """Chunks hold other parameters than when their blocks were registered."""
-        for block, (chunk, role) in self._chunk_of_block.items():
+        for block, (chunk, role) in self.carrier.chunk_of_block.items():
             self.residency.blocks[block] = self._memory.block(chunk, role)
 
     # ---- the device --------------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ class Traffic:
         try:
             self.execute(commands, urgent=block)
             while self.residency.state(block, tier) is not CopyState.VALID:
-                if tier is Tier.DEVICE and self._compute_ordered_after(block):
+                if tier is Tier.DEVICE and self.carrier.order_compute_after(block):
                     break
                 if not self._go_on():
                     raise self.residency.withdraw(block, tier)
@@ -134,9 +126,7 @@ class Traffic:
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less; what compute does with the copy has been asked for by now."""
         if tier is Tier.DEVICE and self.engine.ordered and self.residency.state(block, tier) in _PLACED:
-            slot, mark = self.residency.place(block, tier), self.engine.mark()
-            for index in range(slot, slot + self.residency.blocks[block].span):
-                self._compute_marks[index] = mark
+            self.carrier.mark_use(block, self.residency.place(block, tier))
         self.execute(self.residency.release(block, tier, dirty=dirty))
 
     def limit_device(self, slots: int, *, before: int) -> None:
@@ -175,7 +165,7 @@ class Traffic:
             self.wait_for_one()
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
-        return self.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+        return self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
 
     def renew_device_copy(self, chunk: Chunk) -> None:
         """The home of `chunk` has changed: drop the device copy and start to fetch it again."""
@@ -205,7 +195,7 @@ class Traffic:
         except BaseException:
             self.release(home.block, Tier.HOST)
             raise
-        return self.staged(chunk, role, slot)
+        return self.carrier.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
         """Begin what `open_role` does, and do not wait: the role is there once `asked_role` has it."""
@@ -224,7 +214,7 @@ class Traffic:
         assert home.block is not None
         if self.residency.state(home.block, Tier.HOST) is not CopyState.VALID or self.residency.writing(home.block):
             return None
-        return self.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
+        return self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
         """Take `ask_role` back."""
@@ -276,14 +266,6 @@ class Traffic:
         for tier in (Tier.DEVICE, Tier.HOST):
             for block in self.residency.resident(tier):
                 self.execute(self.residency.invalidate(block, tier))
-
-    def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
-        """What lies in `slot` of the device as a flat tensor of `chunk`'s elements."""
-        return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
-
-    def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
-        """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
-        return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
@@ -391,12 +373,11 @@ class Traffic:
         while self._gradients:
             self.wait_for_one()
 
-    # ---- carrying commands out ---------------------------------------------------------------------------------
+    # ---- waiting -----------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Take note of what has finished meanwhile."""
-        while (finished := self.engine.take(wait=False)) is not None:
-            self._note(finished)
+        self.carrier.poll()
         self._pump()
 
     def drain(self) -> None:
@@ -416,14 +397,6 @@ class Traffic:
         if first is not None:
             raise first
 
-    def wait_for_one(self) -> None:
-        """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
-        start = time.perf_counter()
-        finished = self.engine.take(wait=True)
-        self._stalled(start)
-        assert finished is not None
-        self._note(finished)
-
     def _go_on(self) -> bool:
         """Wait for something that is under way, or have somebody give memory up; False if there is neither."""
         self._pump()
@@ -436,129 +409,12 @@ class Traffic:
         for worker in list(self._at_work):
             worker.pump()
 
-    def execute(self, commands: list[Command], urgent: int | None = None) -> None:
-        """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
-        done here and now where nothing is gained by another thread.
-
-        What follows from a command that is done at once goes behind the commands that were given with it: otherwise
-        a slot could be filled before the drop of what it held.
-        """
-        self._commands.extend((command, command.block == urgent) for command in commands)
-        if self._executing:
-            return
-        self._executing = True
-        try:
-            while self._commands:
-                self._carry_out(*self._commands.popleft())
-        finally:
-            self._executing = False
-
-    def _compute_ordered_after(self, block: int) -> bool:
-        """Order compute behind the copy of `block` that is on its way to the device; False if that cannot be."""
-        fetch = self._fetching.get(block)
-        if fetch is None or not self.engine.ordered:
-            return False
-        return self.engine.order_compute_after(fetch)
-
     def _abandon(self, block: int, tier: Tier) -> None:
         state = self.residency.state(block, tier)
         if state is CopyState.WAITING:
             self.residency.withdraw(block, tier)
         elif state is not None and self.residency.uses(block, tier):
             self.release(block, tier)
-
-    def _note(self, finished: Finished) -> None:
-        command = finished.tag
-        if not isinstance(command, (Fetch, Write)):
-            command(finished.error)
-            return
-        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
-            self._fetching.pop(command.block, None)
-        if finished.error is None:
-            self.execute(self.residency.done(command))
-        else:
-            self.execute(self.residency.failed(command))
-            raise finished.error
-
-    def _stalled(self, start: float) -> None:
-        end = time.perf_counter()
-        self._statistics.stall_seconds += end - start
-        self._events.stalls.append(Span("stall", start, end))
-
-    def _carry_out(self, command: Command, now: bool) -> None:
-        if not isinstance(command, Write):
-            tier = command.target if isinstance(command, Fetch) else command.tier
-            change = CopyChange(time.perf_counter(), command.block, tier, isinstance(command, Fetch))
-            self._events.copies.append(change)
-        if isinstance(command, Drop):
-            self._drop(command)
-            return
-        chunk, role = self._chunk_of_block[command.block]
-        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
-            self._fetch_to_device(command, now=now)
-            return
-        extent = chunk.homes[role].extent
-        assert extent is not None, f"{chunk.label(role)} is not on NVMe"
-        memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
-        if isinstance(command, Write):
-            self.engine.write(command, extent, memory)
-        else:
-            self.engine.read(command, extent, memory)
-
-    def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
-        """A fetch that cannot begin (the device's allocator has no memory for the slot, say) has failed at once."""
-        try:
-            self._begin_fetch(command, now=now)
-        except BaseException:
-            self._fetching.pop(command.block, None)
-            self.execute(self.residency.failed(command))
-            raise
-
-    def _begin_fetch(self, command: Fetch, *, now: bool) -> None:
-        chunk, _ = self._chunk_of_block[command.block]
-        home = chunk.homes[Role.PARAM]
-        if home.tier is not Tier.NVME:
-            source = chunk.flat(Role.PARAM)
-        else:
-            source = self.staged(chunk, Role.PARAM, self.residency.slot(command.block, Tier.HOST))
-        after = self._free_after(chunk, command.slot)
-        target = self.on_device(chunk, command.slot)
-        if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
-            self._memory.device.copy_in(target, source)
-            self.execute(self.residency.done(command))
-        elif now and self.engine.unlimited(Link.HOST_TO_DEVICE):
-            start = time.perf_counter()
-            work = partial(self._memory.device.copy_in, target, source)
-            self.engine.copy_now(Link.HOST_TO_DEVICE, work, chunk.nbytes, command)
-            self._stalled(start)
-            self.execute(self.residency.done(command))
-        else:
-            self._fetching[command.block] = command
-            work = partial(self._memory.device.copy_in, target, source)
-            self.engine.copy(command, Link.HOST_TO_DEVICE, work, chunk.nbytes, after)
-
-    def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
-        """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
-        if self._memory.device_pool.prepare(slot, chunk.compute_nbytes):
-            return [self.engine.mark()]
-        slots = range(slot, slot + chunk.spec.span)
-        return [self._compute_marks[index] for index in slots if index in self._compute_marks]
-
-    def _drop(self, command: Drop) -> None:
-        chunk, _ = self._chunk_of_block[command.block]
-        span = self.residency.blocks[command.block].span
-        if command.tier is Tier.DEVICE:
-            self._bindings.close_device(chunk)
-            if self._sanitize:
-                self._memory.device_pool.poison(command.slot, span)
-                for index in range(command.slot, command.slot + span):
-                    self._compute_marks[index] = self.engine.mark()
-
-
-def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
-    """A function of the log alone: the engine's threads must not keep a model alive."""
-    block = tag.block if isinstance(tag, (Fetch, Write)) else -1
-    events.transfers.append(Transfer(link, block, start, end, nbytes))
 
 
 def param_block(managed: ManagedParameter) -> int:

@@ -75,9 +75,9 @@ class Writes:
         mine = slice(managed.offset, managed.offset + managed.numel, step)
         chunk, copies = managed.chunk, []
         if residency.state(home.block, Tier.DEVICE) is CopyState.VALID:
-            copies.append(self._traffic.on_device(chunk, residency.slot(home.block, Tier.DEVICE)))
+            copies.append(self._traffic.carrier.on_device(chunk, residency.slot(home.block, Tier.DEVICE)))
         if residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.dirty(home.block):
-            copies.append(self._traffic.staged(chunk, Role.PARAM, residency.slot(home.block, Tier.HOST)))
+            copies.append(self._traffic.carrier.staged(chunk, Role.PARAM, residency.slot(home.block, Tier.HOST)))
         at_home = chunk.flat(Role.PARAM)[mine]
         return any(not _same_bits(copy[mine].cpu(), at_home.to(copy).cpu()) for copy in copies)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import hetmem
 from hetmem.optim.kernels import square_sum
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime import registry
+from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     STREAMED,
     Mixed,
@@ -64,9 +66,21 @@ def test_overlapped_training_equals_torch(
     assert updates_within(managed, "backward") > 0, "nothing overlapped"
 
 
+def late_writes(verb: str, _: int, nbytes: int) -> int:
+    """A disk that takes its time to write."""
+    if verb == "write":
+        time.sleep(0.02)
+    return nbytes
+
+
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
-def test_parameters_can_be_read_as_soon_as_a_step_is_over(overlap: str, tmp_path: Path) -> None:
-    """Not through `state_dict`, which waits: as they are in the mapped file."""
+def test_parameters_can_be_read_as_soon_as_a_step_is_over(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not through `state_dict`, which waits: as they are in the mapped file, however slow the disk is."""
+    disk = FaultyDisk()
+    disk.fault = late_writes
+    disk.used_by(monkeypatch, threads=2)
     plain, managed = pair(mlp, "nvme", tmp_path)
     left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)

@@ -6,6 +6,8 @@ Everything is compared bit for bit. NaNs with equal bits are equal, and -0.0 is 
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +71,21 @@ def manage(
     if placement == "nvme":
         assert nvme_bytes(managed) > 0, "the model is too small to get to NVMe"
     return managed
+
+
+def hetmem_threads() -> list[str]:
+    """The names of the threads that hetmem has started and that still run, of whichever model."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetmem-")]
+
+
+def comes_to_be(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Whether `condition` holds soon: other threads may hold something for a moment longer than they are waited for."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def nvme_bytes(module: nn.Module) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 import hetmem
 from hetmem.plan.residency import Residency
-from hetmem.runtime.traffic import Traffic
+from hetmem.runtime.carrier import Carrier
 
 
 def stack() -> nn.Sequential:
@@ -38,9 +38,9 @@ def test_no_command_overtakes_one_that_was_given_before_it(tmp_path: Path, monke
             return commands
 
         monkeypatch.setattr(Residency, name, spy)
-    carry_out = Traffic._carry_out
+    carry_out = Carrier._carry_out
     monkeypatch.setattr(
-        Traffic, "_carry_out", lambda self, command, now: (carried_out.append(command), carry_out(self, command, now))
+        Carrier, "_carry_out", lambda self, command, now: (carried_out.append(command), carry_out(self, command, now))
     )
     model = tight(stack(), tmp_path)
     optimizer = hetmem.AdamW(model.parameters())

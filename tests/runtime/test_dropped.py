@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
+from tests.runtime.harness import (
+    PLACEMENTS,
+    Recipe,
+    Tower,
+    comes_to_be,
+    hetmem_threads,
+    pair,
+    token_batches,
+    train_both,
+)
 
 
 def trained_and_dropped(placement: str, directory: Path) -> None:
     plain, managed = pair(Tower, placement, directory)
     train_both(plain, managed, token_batches(2), Recipe(steps=2))
-
-
-def hetmem_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetmem-")]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -34,8 +38,5 @@ def test_collecting_a_dropped_model_joins_no_thread(
         patch.setattr(threading.Thread, "join", lambda self, timeout=None: joined.append(self.name))
         gc.collect()
     assert joined == []
-    until = time.monotonic() + 30
-    while hetmem_threads() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert hetmem_threads() == [], "they end by themselves"
+    assert comes_to_be(lambda: not hetmem_threads()), "they end by themselves"
     assert list(tmp_path.iterdir()) == []

@@ -35,6 +35,8 @@ from tests.runtime.harness import (
     assert_same_grads,
     assert_same_states,
     assert_same_weights,
+    comes_to_be,
+    hetmem_threads,
     loss_of,
     manage,
     mlp,
@@ -132,7 +134,7 @@ def test_managing_twice_or_a_part_is_refused_and_changes_nothing(tmp_path: Path)
 
 @everywhere
 def test_release_gives_an_ordinary_module_that_trains_on_with_the_same_bits(placement: str, tmp_path: Path) -> None:
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    files = len(os.listdir("/proc/self/fd"))
     modules = pair(mlp, placement, tmp_path)
     left, right = train_both(*modules, vector_batches(3, 4, WIDTH))
     modules[0](torch.ones(2, WIDTH)).sum().backward()
@@ -151,10 +153,11 @@ def test_release_gives_an_ordinary_module_that_trains_on_with_the_same_bits(plac
         module.zero_grad()
     train_both(*modules, vector_batches(3, 4, WIDTH, seed=2), optimizers=(left, ordinary))
     assert all(not module._forward_pre_hooks and not module._forward_hooks for module in modules[1].modules())
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) <= (threads + 2, files)
-    del right
+    assert comes_to_be(lambda: {name.rpartition("-")[0] for name in hetmem_threads()} <= {"hetmem-worker"})
+    del right  # it held states, which are views of the file
     gc.collect()
-    assert threading.active_count() <= threads
+    assert comes_to_be(lambda: not hetmem_threads())
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 @streamed
@@ -169,7 +172,8 @@ def test_a_released_module_can_be_managed_again(placement: str, tmp_path: Path) 
 @everywhere
 def test_dropping_model_and_optimizer_frees_threads_and_files(placement: str, tmp_path: Path) -> None:
     gc.collect()
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    assert comes_to_be(lambda: not hetmem_threads()), "those of dropped models end by themselves"
+    files = len(os.listdir("/proc/self/fd"))
     module = manage(mlp(), placement, tmp_path)
     optimizer = hetmem.AdamW(module.parameters())
     for _ in range(2):
@@ -180,7 +184,8 @@ def test_dropping_model_and_optimizer_frees_threads_and_files(placement: str, tm
     del module, optimizer
     gc.collect()
     assert [reference() for reference in watched] == [None, None, None]
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+    assert comes_to_be(lambda: not hetmem_threads())
+    assert len(os.listdir("/proc/self/fd")) == files
     assert not any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
 

@@ -1,0 +1,196 @@
+"""Carries out what the residency commands, in its order, and takes note of what has finished.
+
+What follows from a finished transfer is carried out before anything else goes on, always on the thread that trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.transfer import Finished, Link, TransferEngine
+from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.residency import Residency
+from hetmem.plan.trace import Tier
+from hetmem.runtime.bindings import Bindings
+from hetmem.runtime.construction import Memory
+from hetmem.runtime.events import CopyChange, EventLog, Span, Transfer
+from hetmem.runtime.statistics import Statistics
+
+
+class Carrier:
+    """The one that tells `engine` to copy, and `residency` what became of it."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        residency: Residency,
+        engine: TransferEngine,
+        bindings: Bindings,
+        statistics: Statistics,
+        events: EventLog,
+        *,
+        sanitize: bool,
+    ) -> None:
+        self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
+        self._memory = memory
+        self._residency = residency
+        self._engine = engine
+        self._bindings = bindings
+        self._statistics = statistics
+        self._events = events
+        self._sanitize = sanitize
+        self._commands: deque[tuple[Command, bool]] = deque()
+        self._executing = False
+        self._fetching: dict[int, Fetch] = {}
+        self._compute_marks: dict[int, Any] = {}
+        engine.observe = partial(_observe, events)
+
+    def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
+        """What lies in `slot` of the device as a flat tensor of `chunk`'s elements."""
+        return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
+
+    def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
+        """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
+        return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
+
+    def poll(self) -> None:
+        """Take note of what has finished meanwhile."""
+        while (finished := self._engine.take(wait=False)) is not None:
+            self._note(finished)
+
+    def wait_for_one(self) -> None:
+        """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
+        start = time.perf_counter()
+        finished = self._engine.take(wait=True)
+        self._stalled(start)
+        assert finished is not None
+        self._note(finished)
+
+    def mark_use(self, block: int, slot: int) -> None:
+        """What compute does with the copy of `block` in `slot` has been asked for by now."""
+        mark = self._engine.mark()
+        for index in range(slot, slot + self._residency.blocks[block].span):
+            self._compute_marks[index] = mark
+
+    def execute(self, commands: list[Command], urgent: int | None = None) -> None:
+        """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
+        done here and now where nothing is gained by another thread.
+
+        What follows from a command that is done at once goes behind the commands that were given with it: otherwise
+        a slot could be filled before the drop of what it held.
+        """
+        self._commands.extend((command, command.block == urgent) for command in commands)
+        if self._executing:
+            return
+        self._executing = True
+        try:
+            while self._commands:
+                self._carry_out(*self._commands.popleft())
+        finally:
+            self._executing = False
+
+    def order_compute_after(self, block: int) -> bool:
+        """Order compute behind the copy of `block` that is on its way to the device; False if that cannot be."""
+        fetch = self._fetching.get(block)
+        if fetch is None or not self._engine.ordered:
+            return False
+        return self._engine.order_compute_after(fetch)
+
+    def _note(self, finished: Finished) -> None:
+        command = finished.tag
+        if not isinstance(command, (Fetch, Write)):
+            command(finished.error)
+            return
+        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+            self._fetching.pop(command.block, None)
+        if finished.error is None:
+            self.execute(self._residency.done(command))
+        else:
+            self.execute(self._residency.failed(command))
+            raise finished.error
+
+    def _stalled(self, start: float) -> None:
+        end = time.perf_counter()
+        self._statistics.stall_seconds += end - start
+        self._events.stalls.append(Span("stall", start, end))
+
+    def _carry_out(self, command: Command, now: bool) -> None:
+        if not isinstance(command, Write):
+            tier = command.target if isinstance(command, Fetch) else command.tier
+            change = CopyChange(time.perf_counter(), command.block, tier, isinstance(command, Fetch))
+            self._events.copies.append(change)
+        if isinstance(command, Drop):
+            self._drop(command)
+            return
+        chunk, role = self.chunk_of_block[command.block]
+        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+            self._fetch_to_device(command, now=now)
+            return
+        extent = chunk.homes[role].extent
+        assert extent is not None, f"{chunk.label(role)} is not on NVMe"
+        memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
+        if isinstance(command, Write):
+            self._engine.write(command, extent, memory)
+        else:
+            self._engine.read(command, extent, memory)
+
+    def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
+        """A fetch that cannot begin (the device's allocator has no memory for the slot, say) has failed at once."""
+        try:
+            self._begin_fetch(command, now=now)
+        except BaseException:
+            self._fetching.pop(command.block, None)
+            self.execute(self._residency.failed(command))
+            raise
+
+    def _begin_fetch(self, command: Fetch, *, now: bool) -> None:
+        chunk, _ = self.chunk_of_block[command.block]
+        home = chunk.homes[Role.PARAM]
+        if home.tier is not Tier.NVME:
+            source = chunk.flat(Role.PARAM)
+        else:
+            source = self.staged(chunk, Role.PARAM, self._residency.slot(command.block, Tier.HOST))
+        after = self._free_after(chunk, command.slot)
+        target = self.on_device(chunk, command.slot)
+        if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
+            self._memory.device.copy_in(target, source)
+            self.execute(self._residency.done(command))
+        elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
+            start = time.perf_counter()
+            work = partial(self._memory.device.copy_in, target, source)
+            self._engine.copy_now(Link.HOST_TO_DEVICE, work, chunk.nbytes, command)
+            self._stalled(start)
+            self.execute(self._residency.done(command))
+        else:
+            self._fetching[command.block] = command
+            work = partial(self._memory.device.copy_in, target, source)
+            self._engine.copy(command, Link.HOST_TO_DEVICE, work, chunk.nbytes, after)
+
+    def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
+        """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
+        if self._memory.device_pool.prepare(slot, chunk.compute_nbytes):
+            return [self._engine.mark()]
+        slots = range(slot, slot + chunk.spec.span)
+        return [self._compute_marks[index] for index in slots if index in self._compute_marks]
+
+    def _drop(self, command: Drop) -> None:
+        chunk, _ = self.chunk_of_block[command.block]
+        span = self._residency.blocks[command.block].span
+        if command.tier is Tier.DEVICE:
+            self._bindings.close_device(chunk)
+            if self._sanitize:
+                self._memory.device_pool.poison(command.slot, span)
+                for index in range(command.slot, command.slot + span):
+                    self._compute_marks[index] = self._engine.mark()
+
+
+def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
+    """A function of the log alone: the engine's threads must not keep a model alive."""
+    block = tag.block if isinstance(tag, (Fetch, Write)) else -1
+    events.transfers.append(Transfer(link, block, start, end, nbytes))
