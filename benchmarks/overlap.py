@@ -2,8 +2,8 @@
 
     python benchmarks/overlap.py --dir DIRECTORY [--layers 16] [--width 1024] [--rounds 7]
 
-The model is a stack of linear layers whose accelerator is a clock: each layer waits, without using the CPU, as long as
-an accelerator would compute it, so that the host is free as it is beside a GPU. The waits of a forward and backward
+The model is a stack of layers whose accelerator is a clock: each waits, without using the CPU, as long as an accelerator
+would compute it, so that the host is free as it is beside a GPU. The waits of a forward and backward
 together take as long as the optimizer alone (`--compute` changes that). Each variant trains a copy of the same model;
 they take turns within a round, so what else the machine does falls on all of them. T is the median of a variant's
 steps. The terms are measured apart: compute is forward and backward of the plain model; the optimizer is the step of a
@@ -34,32 +34,36 @@ from hetmem.optim.workers import usable_cores
 CHUNK_BYTES = 4 << 20
 
 
-class Waits(torch.autograd.Function):
-    """Passes its input on after `seconds`, and the gradient after twice as many: compute that needs no CPU."""
+class Layer(torch.autograd.Function):
+    """A layer on an accelerator: it takes `seconds` in forward and twice that in backward, and no CPU. It uses its
+    weight in both; the gradient is `gradient`, which autograd copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, seconds: float) -> Any:
+        ctx.save_for_backward(weight)
+        ctx.gradient, ctx.seconds = gradient, seconds
         time.sleep(seconds)
-        return x.clone()
+        return x + weight[0, 0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
         time.sleep(2 * ctx.seconds)
-        return grads[0], None
+        return grads[0] + weight[0, 0], ctx.gradient, None, None
 
 
 class Stack(nn.Module):
-    """`layers` square linear layers, each `wait` seconds of an accelerator in forward, twice that in backward."""
+    """`layers` weights of `width` squared elements, each `wait` seconds in forward."""
 
     def __init__(self, layers: int, width: int, wait: float) -> None:
         super().__init__()
         self.wait = wait
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(width, width)) for _ in range(layers))
+        self.gradient = torch.randn(width, width) / width
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = Waits.apply(torch.tanh(layer(x)), self.wait)  # type: ignore[no-untyped-call]
+        for weight in self.layers:
+            x = Layer.apply(x, weight, self.gradient, self.wait)  # type: ignore[no-untyped-call]
         return x.square().mean()
 
 

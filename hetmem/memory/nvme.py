@@ -163,6 +163,11 @@ class NvmeStore:
             file = self._file_of(extent)
             return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
 
+    def will_look(self, extent: Extent, offset: int) -> None:
+        """Somebody will look at byte `offset` of the view of `extent` soon: its page is fetched meanwhile."""
+        with self._lock:
+            self._file_of(extent).fetch_page(extent.offset + offset)
+
     def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
         """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.
 

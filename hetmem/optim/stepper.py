@@ -127,6 +127,7 @@ class Stepper:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done."""
         self._interception.reset()
         self._interception.segments.begin_step()
+        self._look_ahead()
         with self._remembering_a_failure():
             self._carry_out()
 
@@ -217,6 +218,18 @@ class Stepper:
         elif not progress.of(parts):
             raise self._changed(progress)
         return progress
+
+    def _look_ahead(self) -> None:
+        """`_check_untouched` looks at one element of each gradient: where they lie on NVMe, all are fetched at once."""
+        store = self._runtime.memory.store
+        for progress in self._progress.values():
+            home = progress.chunk.homes.get(Role.GRAD)
+            if store is None or home is None or home.extent is None:
+                continue
+            for part in progress.parts:
+                if part.sample is not None and part.at_home:
+                    at = (part.managed.offset + part.sample[0]) * progress.chunk.dtype.itemsize
+                    store.will_look(home.extent, at)
 
     def _check_untouched(self) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then."""
