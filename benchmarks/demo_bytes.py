@@ -52,14 +52,14 @@ def main() -> None:
         traffic = runtime.traffic
         residency = traffic.residency
         slots = [0]
-        note = traffic._carry_out
+        carry_out = traffic.carrier._carry_out
 
         def count(command: Any, now: bool) -> None:
             if isinstance(command, Fetch) and command.target is Tier.DEVICE:
                 slots[0] += residency.blocks[command.block].span
-            note(command, now)
+            carry_out(command, now)
 
-        traffic._carry_out = count
+        traffic.carrier._carry_out = count
         batches = demo.random_batches(demo.read_corpus(), model.context, "cpu")
         for step in range(options.steps + 2):
             if step == 2:

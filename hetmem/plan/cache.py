@@ -162,8 +162,8 @@ class Cache:
         cannot be done now. Dirty copies are among them: they have to be written first."""
         return self._victims(self._demand, span, None, spared)
 
-    def harmless_victims(self, span: int, needed_at: int) -> list[int]:
-        """What may be given up now for a block of `span` slots that is needed at `needed_at`.
+    def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
+        """What may be given up now, without `spared`, for a block of `span` slots that is needed at `needed_at`.
 
         On the device only what MIN would give up then: if a copy that is used before is the one used furthest after
         `needed_at`, its turn must be waited for. So prefetching costs no fetch that demand would not. In HOST staging
@@ -175,7 +175,7 @@ class Cache:
         lowest = needed_at + 1
         if self.tier is Tier.DEVICE:
             lowest = max(lowest, self._awaited(needed_at))
-        return self._victims(self._ahead, span, -lowest, ())
+        return self._victims(self._ahead, span, -lowest, spared)
 
     def excess(self) -> list[int]:
         """What has to go because more than `limit` slots are taken, as far as it may and no write makes room."""

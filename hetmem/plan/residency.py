@@ -385,13 +385,15 @@ class Residency:
         if slot is not None:
             return slot
         if needed_at is not None:
-            victims, dirty = cache.harmless_victims(span, needed_at), []
-        elif cache.writing_slots() >= span:
-            return None  # a write on its way makes room
+            victims = cache.harmless_victims(span, needed_at)
         else:
             # What is staged for another request is spared: two could take it from each other for ever.
-            victims = cache.victims(span, {block for other, block in self._waiting if other is not tier})
-            dirty = [block for block in victims if cache.copies[block].dirty]
+            spared = {block for other, block in self._waiting if other is not tier}
+            if cache.writing_slots() < span:
+                victims = cache.victims(span, spared)
+            else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
+                victims = cache.harmless_victims(span, cache.schedule.position + 2 * self._lookahead, spared)
+        dirty = [block for block in victims if cache.copies[block].dirty]
         for block in dirty:
             self._write(block, cache.copies[block], commands)
         if dirty or not victims:

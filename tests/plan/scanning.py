@@ -45,9 +45,10 @@ class ComparedCache(Cache):
         assert found == scan_victims(self, span, ranks)
         return found
 
-    def harmless_victims(self, span: int, needed_at: int) -> list[int]:
-        found = super().harmless_victims(span, needed_at)
-        assert found == scan_victims(self, span, scan_harmless(self, needed_at))
+    def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
+        found = super().harmless_victims(span, needed_at, spared)
+        ranks = {block: rank for block, rank in scan_harmless(self, needed_at).items() if block not in spared}
+        assert found == scan_victims(self, span, ranks)
         return found
 
     def excess(self) -> list[int]:

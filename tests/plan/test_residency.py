@@ -122,6 +122,16 @@ def test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again() -> None:
     assert r.done(Write(0, 0)) == [Drop(0, HOST, 0), Drop(1, HOST, 1), read(2, 0)]
 
 
+@pytest.mark.parametrize("far", [True, False])
+def test_staging_waits_for_a_write_only_where_what_is_clean_is_needed_soon(far: bool) -> None:
+    r = residency(NVME, NVME, NVME, host=2)
+    visit(r, 0, HOST, dirty=True)
+    visit(r, 1, HOST)
+    r.expect(HOST, Schedule([(2,), (0,), (1,)] if far else [(1,), (2,), (0,)], periodic=False))
+    assert r.settle(0) == [Write(0, 0)]
+    assert r.acquire(2, HOST) == ([Drop(1, HOST, 1), read(2, 1)] if far else [])
+
+
 def test_what_is_on_its_way_home_is_used_where_it_is_and_not_read_from_there() -> None:
     r = residency(NVME, host=1)
     visit(r, 0, HOST, dirty=True)
