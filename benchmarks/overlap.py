@@ -1,9 +1,9 @@
 """How well updates hide: steps with each way of overlap beside the longest of compute, optimizer and disk.
 
-    python benchmarks/overlap.py --dir DIRECTORY [--layers 16] [--width 1024] [--rounds 7]
+    python benchmarks/overlap.py --dir DIRECTORY [--layers 48] [--width 1024] [--rounds 7]
 
-The model is a stack of layers whose accelerator is a clock: each waits, without using the CPU, as long as an accelerator
-would compute it, so that the host is free as it is beside a GPU. The waits of a forward and backward
+The model is a stack of layers whose accelerator is a clock: each waits, without using the CPU, as long as an
+accelerator would compute it, so that the host is free as it is beside a GPU. The waits of a forward and backward
 together take as long as the optimizer alone (`--compute` changes that). Each variant trains a copy of the same model;
 they take turns within a round, so what else the machine does falls on all of them. T is the median of a variant's
 steps. The terms are measured apart: compute is forward and backward of the plain model; the optimizer is the step of a
@@ -206,7 +206,7 @@ def main() -> None:
     """Parse, measure, print Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk to measure (a temporary directory)")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
