@@ -26,7 +26,8 @@ def arrange_by_use(runtime: Runtime) -> bool:
     """Rearrange the chunks whose states are still empty in order of first use; whether anything was changed.
 
     Nothing is changed if the order is that already, or if somebody holds a view of a home (a `state_dict`, say) or of a
-    copy, which would show other weights afterwards. Call it between a backward and the first update, with nothing in flight.
+    copy, which would show other weights afterwards. Call it between a backward and the first update, with nothing in
+    flight.
     """
     movable = [chunk for chunk in runtime.chunks if Role.GRAD in chunk.homes and len(_scratch(chunk)) >= _SCRATCH]
     groups: dict[str, list[Chunk]] = {}
