@@ -81,7 +81,8 @@ class Plain(Side):
 
 
 def _hand_over(copied: torch.Tensor, master: torch.Tensor) -> None:
-    assert copied.grad is not None
+    if copied.grad is None:  # frozen since the forward
+        return
     arrived, copied.grad = copied.grad.detach().to(master.dtype), None
     master.grad = arrived if master.grad is None else master.grad + arrived
 

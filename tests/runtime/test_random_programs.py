@@ -79,7 +79,9 @@ class Duel:
             raise AssertionError(f"{what}: plain torch ended with {error!r}, hetmem with {other!r}") from other
         if error is not None:
             return
-        if not on_new_weights:
+        if on_new_weights:
+            self._copy_buffers()
+        else:
             self._later.append((what, left, right))
         if not self._weights_may_be_new():
             for where, expected, got in self._later:
@@ -90,10 +92,13 @@ class Duel:
         """A backward failed: its gradients are dropped."""
         if self.program.early:
             raise RefusedError("a backward that updates failed") from error
-        for mine, its in zip(self.plain.module.buffers(), self.managed.module.buffers(), strict=True):
-            its.copy_(mine)
+        self._copy_buffers()
         for side in (self.plain, self.managed):
             side.skip(Random())
+
+    def _copy_buffers(self) -> None:
+        for mine, its in zip(self.plain.module.buffers(), self.managed.module.buffers(), strict=True):
+            its.copy_(mine)
 
     def compare(self, what: str) -> None:
         """Everything there is."""
