@@ -188,10 +188,10 @@ class TorchRule:
 
 
 def _scaled(update: ParameterUpdate, tile: slice) -> torch.Tensor:
-    """The gradient as torch's optimizer wants it."""
+    """The gradient as torch's optimizer wants it; scaled in float32, unless it is wider."""
     grad = update.grad[tile]
     if update.grad_scale != 1.0:
-        grad = grad.float().mul(update.grad_scale)
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32)).mul(update.grad_scale)
     return grad.to(update.param.dtype)
 
 

@@ -126,11 +126,20 @@ class OffloadedOptimizer(Optimizer):
             stepper.begin()
         work = self._work()
         grad_scale = self._grad_scale(work)
-        for stepper, chunks in work.items():
-            if grad_scale is None:
-                stepper.skip()
-            else:
-                stepper.update(chunks, grad_scale)
+        try:
+            for stepper, chunks in work.items():
+                if grad_scale is None:
+                    stepper.skip()
+                else:
+                    stepper.update(chunks, grad_scale)
+        except BaseException:
+            for stepper in work:  # those that are done must know too that this step may be tried again
+                stepper.failed = True
+            raise
+        for stepper in work:
+            stepper.end(updated=grad_scale is not None)
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite=grad_scale is not None)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -310,11 +319,8 @@ class OffloadedOptimizer(Optimizer):
         sums = [sums for stepper, chunks in work.items() for sums in stepper.square_sums(chunks)]
         unscale = self.expected_scale()
         self.grad_norm = total(sums) ** 0.5 * unscale
-        if self.loss_scale is not None:
-            finite = self.grad_norm - self.grad_norm == 0
-            self.loss_scale.update(finite=finite)
-            if not finite:
-                return None
+        if self.loss_scale is not None and self.grad_norm - self.grad_norm != 0:
+            return None
         return unscale * clip_factor(self.grad_norm, self.max_grad_norm)
 
     def _arrange_by_use(self) -> None:

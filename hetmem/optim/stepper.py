@@ -53,7 +53,8 @@ class Stepper:
         self._arrivals: Counter[int] = Counter()
         self._most: Counter[int] = Counter()
         self._progress: dict[Chunk, Progress] = {}
-        self._failed = False
+        self.failed = False
+        """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.workers.add(self._updates)
         if self._runtime.memory.streams:
             interception.gradients.watchers.add(self)
@@ -63,7 +64,7 @@ class Stepper:
     def coming(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
         progress = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
-        if progress is not None and self._failed:
+        if progress is not None and self.failed:
             self.forget()  # the step that failed is not tried again
         elif progress is not None and progress.begun:
             raise RuntimeError(
@@ -91,7 +92,7 @@ class Stepper:
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`, which may be updated already."""
         progress = self._progress.get(managed.chunk)
-        if progress is not None and progress.begun and not self._failed:
+        if progress is not None and progress.begun and not self.failed:
             raise RuntimeError(
                 f"{managed.name} is used by a recomputation within backward after its update had begun (overlap="
                 f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: use overlap='off'"
@@ -156,16 +157,17 @@ class Stepper:
                 self._use_up_gradients()
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
-        self._end()
-        self._runtime.statistics.steps += 1
-        self._runtime.after_step()
 
     def skip(self) -> None:
         """No update is made: take back what was made on trial."""
         for progress in self._progress.values():
             if progress.begun:
                 self._take_back(progress)
+
+    def end(self, *, updated: bool) -> None:
+        """The step is over for all models of the optimizer: nobody will try it again."""
         self._end()
+        self._runtime.statistics.steps += updated
         self._runtime.after_step()
 
     def synchronize(self) -> None:
@@ -192,12 +194,12 @@ class Stepper:
         try:
             yield
         except BaseException:
-            self._failed = True
+            self.failed = True
             self._updates.cancel()
             raise
 
     def _end(self) -> None:
-        self._failed = False
+        self.failed = False
         for progress in self._progress.values():
             self._undo.give_back(progress.saved)
         self._progress.clear()
@@ -209,7 +211,7 @@ class Stepper:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
         parts = [self._part(managed, group) for managed, group in members]
         progress = self._progress.get(chunk)
-        if progress is not None and self._failed and not progress.of(parts):
+        if progress is not None and self.failed and not progress.of(parts):
             self.forget()  # the step that failed is not tried again
             progress = None
         if progress is None or (not progress.begun and not progress.of(parts)):
@@ -233,7 +235,7 @@ class Stepper:
 
     def _check_untouched(self) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then."""
-        if self._failed:
+        if self.failed:
             return
         writes = self._runtime.writes
         for progress in self._progress.values():

@@ -82,7 +82,8 @@ class GradientSink:
         """It was: `p.grad` is what arrived."""
         parameter = managed.parameter
         arrived, previous = parameter.grad, self._taken.pop(id(managed), None)
-        if arrived is None:
+        if arrived is None:  # frozen since the forward: torch leaves what was there
+            parameter.grad = previous
             return
         if arrived.requires_grad or arrived.layout is not torch.strided:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.

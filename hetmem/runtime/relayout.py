@@ -25,8 +25,9 @@ _SCRATCH = 2
 def arrange_by_use(runtime: Runtime) -> bool:
     """Rearrange the chunks whose states are still empty in order of first use; whether anything was changed.
 
-    Nothing is changed if the order is that already, or if somebody holds a view of a home (a `state_dict`, say), which
-    would show other weights afterwards. Call it between a backward and the first update, with nothing in flight.
+    Nothing is changed if the order is that already, or if somebody holds a view of a home (a `state_dict`, say) or of a
+    copy, which would show other weights afterwards. Call it between a backward and the first update, with nothing in
+    flight.
     """
     movable = [chunk for chunk in runtime.chunks if Role.GRAD in chunk.homes and len(_scratch(chunk)) >= _SCRATCH]
     groups: dict[str, list[Chunk]] = {}
@@ -35,7 +36,7 @@ def arrange_by_use(runtime: Runtime) -> bool:
     plans = [(chunks, _plan(runtime, chunks)) for chunks in groups.values()]
     moves = [(chunks, plan) for chunks, plan in plans if plan is not None]
     held = any(_is_held(managed) for chunks, _ in moves for chunk in chunks for managed in chunk.parameters)
-    if not moves or held:
+    if not moves or held or runtime.holds_copies():
         return False
     runtime.forget_copies()
     with torch.no_grad():

@@ -296,6 +296,11 @@ class Runtime:
             self._untracked.discard(id(managed))
             self.writes.of_data(managed, value)
 
+    def holds_copies(self) -> bool:
+        """Whether somebody still has memory of a copy on the device (a view of a weight, say)."""
+        self._let_go()
+        return bool(self._held)
+
     def forget_copies(self) -> None:
         """Drop every copy on every tier; nothing may be in use."""
         self.traffic.drain()

@@ -6,13 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import hetmem
 from hetmem.errors import StoreError
-from tests.faults.disk import EIO, ENOSPC, FaultyDisk, once
+from hetmem.optim.scaling import LossScale
+from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
-from tests.faults.training import Training
-from tests.runtime.harness import loss_of
+from tests.faults.training import REQUEST_BYTES, Training
+from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, vector_batches
 
 
 @pytest.fixture
@@ -43,6 +45,49 @@ def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
     training.both()
     training.assert_same()
     hetmem.release(training.managed)
+
+
+@pytest.mark.parametrize("call", range(0, 66, 12))
+def test_a_step_that_is_repeated_counts_once_for_the_loss_scale(training: Training, call: int) -> None:
+    """It counted when it failed too: the scale grew in between, and the rest was updated with another factor."""
+    training.right.loss_scale = scale = LossScale(2.0**10, growth_interval=1)
+    batch = next(training.batches)
+    loss_of(training.plain, batch).backward()
+    training.right.scale(loss_of(training.managed, batch)).backward()
+    training.left.step()
+    training.disk.fault = once(call, EIO)
+    try:
+        training.step_to_the_end()
+    except StoreError:
+        training.step_to_the_end()
+    training.assert_same()
+    assert scale.value == 2.0**11
+    hetmem.release(training.managed)
+
+
+@pytest.mark.parametrize("call", range(0, 132, 12))
+def test_a_step_over_two_models_that_is_repeated_updates_each_once(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was done when the second failed, and was updated once more."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2, request_bytes=REQUEST_BYTES)
+    pairs = [pair(mlp, "nvme", tmp_path) for _ in range(2)]
+    left = torch.optim.AdamW([p for plain, _ in pairs for p in plain.parameters()], lr=1e-2, fused=True)
+    right = hetmem.AdamW([p for _, managed in pairs for p in managed.parameters()], lr=1e-2)
+    for batch, fault in zip(vector_batches(3, 8, 64), (healthy, once(call, EIO), healthy), strict=True):
+        for which, optimizer in ((0, left), (1, right)):
+            sum(loss_of(both[which], batch) for both in pairs).backward()
+            disk.fault = fault if optimizer is right else healthy
+            try:
+                optimizer.step()
+                getattr(optimizer, "synchronize", lambda: None)()
+            except StoreError:
+                optimizer.step()
+            optimizer.zero_grad()
+    for plain, managed in pairs:
+        assert_same_weights(plain, managed)
+        hetmem.release(managed)
 
 
 # The backward that failed is told once more of the same disk when autograd forgets it, where nobody can be told.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.optim.scaling import clip_factor
 from tests.runtime.harness import (
     PLACEMENTS,
     Recipe,
@@ -18,6 +19,7 @@ from tests.runtime.harness import (
     assert_same_states,
     assert_same_weights,
     budget,
+    loss_of,
     manage,
     mlp,
     pair,
@@ -168,3 +170,20 @@ def test_bad_options_are_refused(
 def test_parameters_that_are_not_managed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(hetmem.errors.ManageError, match="not managed"):
         hetmem.optim.offload(torch.optim.SGD, mlp().parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("placement", ["host", "resident"])
+def test_clipping_does_not_round_wide_gradients(placement: str, tmp_path: Path) -> None:
+    """Gradients in float64 were rounded to float32 where a factor was applied."""
+    plain, managed = pair(lambda: mlp().double(), placement, tmp_path)
+    left = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    right = hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=0.1, max_grad_norm=1e-3)
+    batch = vector_batches(1, 4, 64, dtype=torch.float64)[0]
+    for module in (plain, managed):
+        loss_of(module, batch).backward()
+    right.step()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(clip_factor(right.grad_norm or 0.0, 1e-3))
+    left.step()
+    assert_same_weights(plain, managed)

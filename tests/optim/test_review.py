@@ -630,3 +630,33 @@ def test_states_of_a_single_number_are_undone_and_made_again(placement: str, tmp
         left.zero_grad()
         assert_same_states(left, right)
     assert_same_weights(plain, managed)
+
+
+class Backwards(nn.Module):
+    """Uses its layers in the opposite order, and keeps a view of each weight while `keeps` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.keeps = True
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+            self.kept += [layer.weight.detach()] if self.keeps else []
+        return x
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_weights_stay_where_they_are_while_views_of_their_copies_are_held(placement: str, tmp_path: Path) -> None:
+    """They traded places in the first step, and what the views had held was released as somebody else's."""
+    plain, managed = pair(Backwards, placement, tmp_path)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    for batch in vector_batches(4, 4, 32):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        assert_same_weights(plain, managed)
+        for module in (plain, managed):
+            module.keeps = False
+            module.kept.clear()

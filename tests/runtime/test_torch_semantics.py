@@ -291,6 +291,20 @@ def test_frozen_parameters_may_be_unfrozen_and_frozen_again(
     train_both(*modules, token_batches(4), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
 
 
+@everywhere
+def test_a_parameter_frozen_before_its_backward_keeps_the_gradient_that_it_had(placement: str, tmp_path: Path) -> None:
+    """It was taken away for the new one to arrive, and none came."""
+    modules = pair(mlp, placement, tmp_path)
+    first, second = vector_batches(2, 4, WIDTH)
+    for module in modules:
+        loss_of(module, first).backward()
+        loss = loss_of(module, second)
+        module[2].weight.requires_grad_(False)
+        loss.backward()
+    assert modules[0][2].weight.grad is not None
+    assert_same_grads(*modules)
+
+
 class PartlyUsed(nn.Module):
     """Uses `second` only when told to."""
 
