@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from hetmem.memory.cuda import CudaPool
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.streams import StreamCopier
@@ -67,11 +69,21 @@ class LazyStreams:
         return event.at
 
 
+class HostSlots:
+    """Memory of slots from the CPU's allocator."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def last_use(self, memory: torch.Tensor) -> None:
+        """Nobody is late with it."""
+
+
 class LazyDevice(SimDevice):
     """Acts like a GPU whose copies are late, with a GPU's pool over the memory of the CPU."""
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return CudaPool(slot_bytes, slots, self.torch_device)
+        return CudaPool(slot_bytes, slots, self.torch_device, HostSlots())
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         self.streams = LazyStreams()
