@@ -357,14 +357,15 @@ class Traffic:
             self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
     def send_gradient(self, chunk: Chunk, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes a gradient of `nbytes` home to `chunk`: a small one at once, others behind the
-        backward."""
+        """Run `work`, which takes a gradient of `nbytes` home to `chunk`, or to its staging, which is open and is closed
+        then: a small one at once, others behind the backward."""
         home = chunk.homes[Role.GRAD]
-        if home.tier is Tier.DEVICE:
-            work()
-            return
-        if nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST):
-            self.send_home(home, work, nbytes)
+        at_once = nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST)
+        if home.tier is Tier.DEVICE or at_once:
+            try:
+                self.send_home(home, work, nbytes)
+            finally:
+                self.close_role(chunk, Role.GRAD, dirty=True)
             return
         self._gradients[chunk] += 1
         self.engine.copy(partial(self._gradient_arrived, chunk), Link.DEVICE_TO_HOST, work, nbytes)
@@ -375,6 +376,7 @@ class Traffic:
         self._gradients[chunk] -= 1
         if not self._gradients[chunk]:
             del self._gradients[chunk]
+        self.close_role(chunk, Role.GRAD, dirty=True)
         if error is not None:
             raise error
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hetmem.memory.transfer import TransferEngine
+from hetmem.runtime.construction import Memory
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _CROSSES = {"to", "copy_"}
@@ -28,27 +30,33 @@ _WAITING_OPERATORS = {
 
 
 class Watch:
-    """What waited, as "who < caller: what", while a `watching` of it was entered."""
+    """`waits` are the places where the host waited, as "who < caller: what", while `watching`.
 
-    def __init__(self, on_host: Callable[[int], bool], on_device: Callable[[int], bool]) -> None:
+    `memory` is the model's. Memory of neither side (a buffer of the device's, a number on the host) crosses nothing.
+    """
+
+    def __init__(self, memory: Memory) -> None:
         self.waits: list[str] = []
-        self._on_host, self._on_device = on_host, on_device
+        self._memory = memory
         self._computed: dict[int, StorageWeakRef] = {}
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether it is in host memory that hetmem owns, or in a mapped file."""
+        address, pinned = tensor.untyped_storage().data_ptr(), self._memory.host_pool.mapping
+        return self._memory.is_home_address(address) or 0 <= address - pinned.address < pinned.nbytes
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether it would be in the GPU's memory."""
-        if tensor.layout is not torch.strided or not tensor.numel():
+        if tensor.layout is not torch.strided or not tensor.numel() or self.on_host(tensor):
             return False
         storage = tensor.untyped_storage()
-        if self._on_host(storage.data_ptr()):
-            return False
-        return self._on_device(storage.data_ptr()) or storage._cdata in self._computed
+        return self._memory.is_device_address(storage.data_ptr()) or storage._cdata in self._computed
 
     def computed(self, tensors: Iterable[torch.Tensor]) -> None:
         """These would be there too."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if not self._on_host(storage.data_ptr()):
+            if not self.on_host(tensor):
+                storage = tensor.untyped_storage()
                 self._computed[storage._cdata] = StorageWeakRef(storage)  # weak, but nobody else gets its number
 
     def note(self, what: str) -> None:
@@ -56,13 +64,13 @@ class Watch:
         self.waits.append(f"{_who()}: {what}")
 
     @contextmanager
-    def watching(self, monkeypatch: Any) -> Iterator[None]:
-        """Until the end of it, waits for transfers too are seen."""
-        for name in ("copy_now", "take"):
-            monkeypatch.setattr(TransferEngine, name, _noted(self, getattr(TransferEngine, name)))
-        with _Operators(self), _Functions(self):
-            yield
-        monkeypatch.undo()
+    def watching(self) -> Iterator[None]:
+        """Waits for transfers are seen too."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("copy_now", "take"):
+                patch.setattr(TransferEngine, name, _noted(self, getattr(TransferEngine, name)))
+            with _Operators(self), _Functions(self):
+                yield
 
 
 def _noted(watch: Watch, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,10 +93,11 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        there = [self._watch.on_device(tensor) for tensor in tensors]
-        if name in _READS and any(there):
+        there = any(self._watch.on_device(tensor) for tensor in tensors)
+        if name in _READS and there:
             self._watch.note(name)
-        if name in _CROSSES and len(set(there)) > 1 and not kwargs.get("non_blocking"):
+        here = any(self._watch.on_host(tensor) for tensor in tensors)
+        if name in _CROSSES and here and there and not kwargs.get("non_blocking"):
             self._watch.note(f"{name} across")
         return func(*args, **kwargs)
 
