@@ -143,13 +143,17 @@ class GradientSink:
             managed.open_grad_home()
         assert managed.grad_home is not None
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
+        if arrived.device == managed.grad_home.device and home.tier is not Tier.DEVICE and traffic.engine.ordered:
+            # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
+            traffic.wait_for_gradients()
         on_nvme = home.tier is Tier.NVME
         target = self._open(managed, adds=previous is managed.grad_home) if on_nvme else managed.grad_home
         if previous is not None and previous is not managed.grad_home:
-            target.copy_(previous)
-        if arrived.device == target.device and home.tier is not Tier.DEVICE and traffic.engine.ordered:
-            # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
-            traffic.wait_for_gradients()
+            try:
+                target.copy_(previous)
+            except BaseException:
+                traffic.close_role(chunk, Role.GRAD, dirty=True)
+                raise
         work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
         traffic.send_gradient(chunk, work, managed.numel * chunk.dtype.itemsize)
 

@@ -357,8 +357,8 @@ class Traffic:
             self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
     def send_gradient(self, chunk: Chunk, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes a gradient of `nbytes` home to `chunk`, or to its staging, which is open and is closed
-        then: a small one at once, others behind the backward."""
+        """Run `work`, which takes a gradient of `nbytes` to `chunk`; at its end the role, open before, is closed.
+        A small one at once, others behind the backward."""
         home = chunk.homes[Role.GRAD]
         at_once = nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST)
         if home.tier is Tier.DEVICE or at_once:

@@ -69,6 +69,14 @@ class LazyStreams:
         return event.at
 
 
+class EarlyStreams(LazyStreams):
+    """Copies are as early as they may be, and still nobody knows that they are over before somebody waits for them."""
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+        work()
+        return super().enqueue(link, after, lambda: None)
+
+
 class HostSlots:
     """Memory of slots from the CPU's allocator."""
 
@@ -87,6 +95,14 @@ class LazyDevice(SimDevice):
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         self.streams = LazyStreams()
+        return StreamCopier(self.streams, seen, finished)
+
+
+class EarlyDevice(LazyDevice):
+    """Acts like a GPU whose copies are early."""
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        self.streams = EarlyStreams()
         return StreamCopier(self.streams, seen, finished)
 
 
