@@ -99,6 +99,7 @@ class Writes:
         assert managed.device is not None
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
+        self._traffic.wait_until_written([where])  # an update that trails must not come after this
         self._traffic.send_home(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
         block = param_block(managed)
