@@ -172,7 +172,7 @@ class Traffic:
         """The copy on the device, if there is one, has just come to say what the newest copy in host memory says."""
         home = chunk.homes[Role.PARAM]
         assert home.block is not None
-        if home.tier is Tier.DEVICE or self.residency.state(home.block, Tier.DEVICE) is not CopyState.VALID:
+        if home.tier is Tier.DEVICE or self.residency.state(home.block, Tier.DEVICE) not in _PLACED:
             return
         values = chunk.flat(Role.PARAM)
         if self.residency.state(home.block, Tier.HOST) is CopyState.VALID:

@@ -17,7 +17,7 @@ from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.traffic import Traffic, param_block
 
-_MADE = (CopyState.VALID, CopyState.LOADING)
+_PLACED = (CopyState.VALID, CopyState.LOADING)
 
 
 class Writes:
@@ -78,7 +78,7 @@ class Writes:
         if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
             return False  # without a copy, or what is at home is older than every copy
         at_home = chunk.flat(Role.PARAM)
-        if residency.state(home.block, Tier.DEVICE) in _MADE and fingerprints.differ(chunk, at_home, managed):
+        if residency.state(home.block, Tier.DEVICE) in _PLACED and fingerprints.differ(chunk, at_home, managed):
             return True
         if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
             return False
