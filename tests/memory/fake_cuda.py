@@ -252,7 +252,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr(torch.Tensor, "record_stream", fake.record_stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
     hetmem.memory.cuda._observe_allocator.cache_clear()
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
     return fake

@@ -194,7 +194,7 @@ class Short(CudaPool):
 
 class ShortMachine(Machine):
     def pool(self, slot_bytes: int, slots: int) -> CudaPool:
-        self.pools.append(Short(slot_bytes, slots, self.torch_device))
+        self.pools.append(Short(slot_bytes, slots, self.torch_device, HostSlots()))
         return self.pools[-1]
 
 
