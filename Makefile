@@ -36,10 +36,7 @@ docs: $(STAMP)  ## write docs/api.md from the docstrings
 gpu:  ## on a machine with a GPU: its tests and benchmarks, in one command; installs nothing
 	$(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
 	    { echo '$(PYTHON) sees no GPU through torch: name another interpreter (make gpu PYTHON=…)' >&2; exit 1; }
-	start=$$(date +%s); \
-	PYTHONPATH=. timeout -s INT 180 $(PYTHON) -m pytest -m gpu -W default -p no:cacheprovider tests/gpu \
-	    tests/cuda/test_on_gpu.py $(ARGS); tests=$$?; \
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --seconds $$((start + 525 - $$(date +%s))) && exit $$tests
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --tests --seconds 500 $(ARGS)
 
 bench: $(STAMP)  ## measure what importing hetmem costs
 	$(RUN) benchmarks/import_cost.py

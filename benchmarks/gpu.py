@@ -1,10 +1,11 @@
-"""What a GPU shows: link rates, the managed step against plain torch with all, half and a tenth of the memory, and the
-largest GPT that trains here.
+"""What a GPU shows: its tests, link rates, the managed step against plain torch with all, half and a tenth of the
+memory, and the largest GPT that trains here.
 
-    python -m benchmarks.gpu [--only rates,resident,streamed,largest] [--largest 9.4] [--directory benchmarks/results]
+    python -m benchmarks.gpu [--tests] [--only rates,resident,streamed,largest] [--seconds 460] [--largest 9.4]
 
 Writes gpu-<name>-<date>.json and .md with device, driver, versions and commit. Every part runs in a process of its own,
-so one that fails leaves the others' numbers. Ratios are of medians within one run.
+so one that fails, or hangs, leaves the others' numbers; what one found before its time was up is kept, with "cut off".
+Ratios are of medians within one run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from benchmarks.gpu_processes import TESTS, in_a_process, tested
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -195,7 +198,9 @@ def streamed(width: int = 2048, depth: int = 16, host: str = "24GiB") -> dict[st
         hetmem.release(model)
         del model, optimizer
         torch.cuda.empty_cache()
-    return {"parameters": count, "forward and backward alone ms": 1e3 * compute, "rows": rows}
+        found = {"parameters": count, "forward and backward alone ms": 1e3 * compute, "rows": rows}
+        tell(found)
+    return found
 
 
 def _compute_alone(plain: GPT, batch: torch.Tensor) -> float:
@@ -233,6 +238,7 @@ def largest(billions: float, host: str, nvme: str, width: int = 6144) -> dict[st
             losses.append(float(step()))
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
+            tell({"parameters": count, "seconds to build": built, "seconds of each step": seconds, "losses": losses})
         report = hetmem.report(model).to_dict()
         return {
             "parameters": count,
@@ -272,7 +278,11 @@ def _training_step(model: Any, optimizer: Any, batch: torch.Tensor) -> Callable[
 
 def environment() -> dict[str, Any]:
     def said(*command: str) -> str:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=10)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"unknown ({type(error).__name__})"
+        return ended.stdout.strip() or "unknown"
 
     return {
         "device": torch.cuda.get_device_name(),
@@ -291,7 +301,7 @@ def environment() -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     lines = [f"# {found['environment']['device']}", ""]
     lines += [f"- {name}: {value}" for name, value in found["environment"].items()]
-    for part in SECONDS:
+    for part in (*TESTS, *SECONDS):
         if part in found:
             lines += ["", f"## {part}", "", "```json", json.dumps(found[part], indent=2), "```"]
     return "\n".join(lines) + "\n"
@@ -304,6 +314,7 @@ def main() -> int:
     parser.add_argument("--largest", type=float, default=9.4, help="billions of parameters")
     parser.add_argument("--host", default="104GiB")
     parser.add_argument("--nvme", default="52GiB")
+    parser.add_argument("--tests", action="store_true", help="run the tests that need a GPU first")
     parser.add_argument("--seconds", type=float, default=sum(SECONDS.values()), help="for all parts together")
     parser.add_argument("--directory", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
@@ -313,7 +324,7 @@ def main() -> int:
     if options.part:
         run = {"rates": rates, "resident": resident, "streamed": streamed}
         arguments = () if options.part in run else (options.largest, options.host, options.nvme)
-        print("RESULT " + json.dumps(run.get(options.part, largest)(*arguments)))
+        tell(run.get(options.part, largest)(*arguments))
         return 0
     return measure(options)
 
@@ -322,25 +333,35 @@ def measure(options: argparse.Namespace) -> int:
     """Every part in a process of its own; what was found so far is written after each."""
     until = time.monotonic() + options.seconds
     found: dict[str, Any] = {"environment": environment()}
-    parts = options.only.split(",")
+    write(found, options.directory)
+    parts = [*(TESTS if options.tests else ()), *(options.only.split(",") if options.only else ())]
     for part in parts:
-        found[part] = _in_a_process(part, options, min(SECONDS[part], until - time.monotonic()))
+        left = until - time.monotonic()
+        if left <= 0:
+            found[part] = {"failed": "no time was left"}
+        elif part in TESTS:
+            found[part] = tested(part, min(TESTS[part], left))
+        else:
+            found[part] = _measured(part, options, min(SECONDS[part], left))
         print(f"{part}: {json.dumps(found[part])[:600]}", flush=True)
         write(found, options.directory)
-    return 0 if all("failed" not in found[part] for part in parts) else 1
+    return 0 if not any({"failed", "cut off"} & found[part].keys() for part in parts) else 1
 
 
-def _in_a_process(part: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    if seconds <= 0:
-        return {"failed": "no time was left"}
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--largest", str(options.largest)]
-    command += ["--host", options.host, "--nvme", options.nvme]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"longer than {seconds:.0f} s"}
-    results = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
-    result: dict[str, Any] = json.loads(results[-1][7:]) if results else {"failed": ended.stderr[-2000:]}
+def tell(result: dict[str, Any]) -> None:
+    """What a part's process has found so far; the last one counts."""
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def _measured(part: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    command = ["-m", "benchmarks.gpu", "--part", part, "--largest", str(options.largest)]
+    code, out, errors = in_a_process([*command, "--host", options.host, "--nvme", options.nvme], seconds)
+    results = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    result: dict[str, Any] = json.loads(results[-1][7:]) if results else {}
+    if code is None:
+        result["cut off"] = f"longer than {seconds:.0f} s"
+    elif code or not results:
+        result["failed"] = errors[-2000:] or f"exit status {code}"
     return result
 
 

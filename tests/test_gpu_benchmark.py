@@ -7,12 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_processes
 from hetmem import bench_device
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 
@@ -62,33 +61,62 @@ def test_each_share_of_the_weights_holds_the_largest_of_them_beside_another() ->
     assert 0.1 * sum(sizes) > 1.2 * (sizes[-1] + sizes[-2])
 
 
-def options(directory: Path, seconds: float, only: str = "rates,resident") -> argparse.Namespace:
+def options(directory: Path, seconds: float, only: str, *, tests: bool = False) -> argparse.Namespace:
     return argparse.Namespace(
-        only=only, largest=1.0, host="1GiB", nvme="1GiB", directory=directory, seconds=seconds, part=None
+        only=only, largest=1.0, host="1GiB", nvme="1GiB", directory=directory, seconds=seconds, part=None, tests=tests
     )
 
 
 def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
-    def run(command: list[str], timeout: float, **_: Any) -> Any:
-        limits.append(timeout)
+    def process(command: list[str], seconds: float) -> tuple[int | None, str, str]:
+        limits.append(seconds)
+        if "pytest" in command:
+            return (None if "managed" in command[-1] else 1), ".F\n1 failed, 1 passed in 2.00s\n", "an error"
         part = command[command.index("--part") + 1]
-        if part == "streamed":
-            raise subprocess.TimeoutExpired(command, timeout)
-        out = 'noise\nRESULT {"ms": 1.5}\n' if part == "rates" else ""
-        return subprocess.CompletedProcess(command, 0, out, "no memory")
+        code = {"rates": 0, "resident": 1, "streamed": None}[part]
+        return code, "" if part == "resident" else 'RESULT {"ms": 9}\nnoise\nRESULT {"ms": 1.5}\n', "no memory"
 
     monkeypatch.setattr(gpu, "environment", lambda: {"device": "a fake GPU 1.5", "date": "2000-01-01"})
-    monkeypatch.setattr(subprocess, "run", run)
-    assert gpu.measure(options(tmp_path, 90.0, "rates,resident,streamed")) == 1
+    monkeypatch.setattr(gpu, "in_a_process", process)
+    monkeypatch.setattr(gpu_processes, "in_a_process", process)
+    assert gpu.measure(options(tmp_path, 90.0, "rates,resident,streamed", tests=True)) == 1
     found = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
     assert found["rates"] == {"ms": 1.5} and found["resident"] == {"failed": "no memory"}
-    assert found["streamed"]["failed"].startswith("longer than ")
-    assert "## streamed" in (tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.md").read_text()
-    assert limits[0] == gpu.SECONDS["rates"] and limits[2] <= 90.0, "no part gets more than is left for all"
-    assert gpu.measure(options(tmp_path, 0.0)) == 1
+    assert found["streamed"]["ms"] == 1.5 and found["streamed"]["cut off"].startswith("longer than ")
+    passed = "1 failed, 1 passed in 2.00s"
+    assert found["tests/gpu/test_moves.py"] == {"pytest": passed, "failed": f".F\n{passed}\nan error"}
+    assert found["tests/gpu/test_managed.py"]["cut off"].startswith("longer than ")
+    text = (tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.md").read_text()
+    assert "## streamed" in text and "## tests/gpu/test_moves.py" in text
+    assert limits[3] == gpu.SECONDS["rates"] and all(limit <= 90.0 for limit in limits), "no more than is left for all"
+    assert gpu.measure(options(tmp_path / "none", 0.0, "rates", tests=True)) == 1
+    assert (tmp_path / "none" / "gpu-a-fake-GPU-1.5-2000-01-01.json").exists()
     assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0
+
+
+def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    polite = "import time\nprint('begun', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('ended')"
+    rude = (
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun', flush=True)\ntime.sleep(60)"
+    )
+    monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 5.0)
+    assert gpu_processes.in_a_process(["-c", polite], 12.0) == (None, "begun\nended\n", "")
+    monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 0.2)
+    assert gpu_processes.in_a_process(["-c", rude], 2.4) == (None, "begun\n", "")
+    assert gpu_processes.in_a_process(["-c", "raise SystemExit(3)"], 60.0) == (3, "", "")
+
+
+def test_an_environment_without_git_or_driver_tools_is_said_to_be_unknown(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    cuda.properties.total_memory = 1 << 30
+    said = gpu.environment()
+    assert said["driver"] == said["commit"] == "unknown (FileNotFoundError)" and said["device"] == "a fake GPU"
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory import numa
+from hetmem.memory.compute import ComputeStreams, SlotMemory
 from hetmem.memory.device import POISON, DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.moves import Moves
@@ -76,13 +77,17 @@ class CudaDevice:
         """Of its NUMA node."""
         return () if self.node is None else numa.cores_of(self.node)
 
+    @cached_property
+    def _compute(self) -> ComputeStreams:
+        return ComputeStreams(self.torch_device)
+
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots that take memory when they are first used."""
-        return CudaPool(slot_bytes, slots, self.torch_device)
+        return CudaPool(slot_bytes, slots, self.torch_device, self._compute)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Zeroed memory of the GPU."""
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+        """Zeroed memory of the GPU, to be used on the current stream."""
+        return self._compute.zeros(nbytes)
 
     def available_bytes(self) -> int:
         """Nine tenths of what is free or torch's allocator already has: the budget is this process's."""
@@ -184,7 +189,7 @@ class CudaDevice:
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A stream for each direction."""
-        return StreamCopier(CudaStreams(self.torch_device), seen, finished)
+        return StreamCopier(CudaStreams(self.torch_device, self._compute), seen, finished)
 
 
 _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
@@ -231,14 +236,15 @@ def driver_version() -> str:
 class CudaPool:
     """Slots from torch's allocator, each taken when a chunk first comes to lie there and kept from then on.
 
-    All of it is allocated on the stream of compute, so memory that was given back is safe for compute to reuse, and
-    memory that was just taken may still be read by compute that was asked for earlier.
+    Memory that was given back is safe for whoever gets it, and memory that was just taken may still be read by compute
+    that was asked for earlier; see `ComputeStreams`.
     """
 
-    def __init__(self, slot_bytes: int, slots: int, device: torch.device) -> None:
+    def __init__(self, slot_bytes: int, slots: int, device: torch.device, memory: SlotMemory) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._device = device
+        self._allocator = memory
         self._memory: dict[int, torch.Tensor] = {}
 
     def held_bytes(self) -> int:
@@ -253,8 +259,8 @@ class CudaPool:
             return False
         for first, memory in list(self._memory.items()):
             if first < slot + span and slot < first + memory.numel() // self.slot_bytes:
-                del self._memory[first]
-        self._memory[slot] = torch.empty(span * self.slot_bytes, dtype=torch.uint8, device=self._device)
+                self._give_back(first)
+        self._memory[slot] = self._allocator.empty(span * self.slot_bytes)
         return True
 
     def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
@@ -275,8 +281,11 @@ class CudaPool:
         for slot in sorted(self._memory, reverse=True):
             span = self._memory[slot].numel() // self.slot_bytes
             if excess > 0 and unused.issuperset(range(slot, slot + span)):
-                del self._memory[slot]
+                self._give_back(slot)
                 excess -= span
+
+    def _give_back(self, slot: int) -> None:
+        self._allocator.last_use(self._memory.pop(slot))
 
     def holds(self, address: int) -> bool:
         """Whether `address` lies in a slot."""
@@ -286,13 +295,13 @@ class CudaPool:
 class CudaStreams:
     """`Streams` of a GPU: a stream for each direction; compute is whatever stream is current when it is asked.
 
-    A program may compute on several. `mark` is behind all on which it was asked: weights are read by all of them, and
-    what one of them has read must not be overwritten because another is done.
+    A program may compute on several. `mark` is behind all that were seen: weights are read by all of them, and what
+    one of them has read must not be overwritten because another is done.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, compute: ComputeStreams) -> None:
         self._device = device
-        self._compute: dict[torch.cuda.Stream, None] = {}
+        self._compute = compute
         self._joined: torch.cuda.Stream | None = None
         self._streams = {link: torch.cuda.Stream(device) for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._base = torch.cuda.Event(enable_timing=True)
@@ -302,20 +311,15 @@ class CudaStreams:
 
     def mark(self) -> torch.cuda.Event:
         """An event on the current stream, or behind all streams where there are several."""
-        event, stream = torch.cuda.Event(), self._current()
-        if len(self._compute) > 1:
+        event, stream = torch.cuda.Event(), self._compute.current()
+        if len(self._compute.seen) > 1:
             stream = self._joined = self._joined or torch.cuda.Stream(self._device)
-            for one in self._compute:
+            for one in self._compute.seen:
                 behind = torch.cuda.Event()
                 behind.record(one)
                 stream.wait_event(behind)
         event.record(stream)
         return event
-
-    def _current(self) -> torch.cuda.Stream:
-        stream = torch.cuda.current_stream(self._device)
-        self._compute[stream] = None
-        return stream
 
     def enqueue(
         self, link: Link, after: Sequence[Any], work: Callable[[], None]
@@ -338,7 +342,7 @@ class CudaStreams:
 
     def order_compute(self, event: torch.cuda.Event) -> None:
         """The current stream waits; the host does not."""
-        self._current().wait_event(event)
+        self._compute.current().wait_event(event)
 
     def passed(self, event: torch.cuda.Event) -> bool:
         """Ask the driver."""

@@ -47,7 +47,7 @@ class Progress:
 
     chunk: Chunk
     parts: list[Part]
-    sums: list[Sums] = field(default_factory=list)
+    sums: list[Sums | torch.Tensor] = field(default_factory=list)
     begun: bool = False
     scale: float = 1.0
     saved: Saved | None = None
@@ -96,6 +96,13 @@ def sample_of(flat: torch.Tensor) -> tuple[int, bytes] | None:
     step = max(1, flat.numel() // _SAMPLES)
     at = int(flat.detach()[::step].abs().argmax()) * step
     return at, bits_at(flat, at)
+
+
+def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
+    """All of `sums`, those of gradients on the device in one array behind the others: one wait for all."""
+    there = [one for one in sums if isinstance(one, torch.Tensor)]
+    here = [one for one in sums if not isinstance(one, torch.Tensor)]
+    return [*here, torch.stack(there).cpu().numpy()] if there else here
 
 
 def bits_at(flat: torch.Tensor, at: int) -> bytes:

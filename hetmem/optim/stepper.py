@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import Link
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
-from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, sample_of
+from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, on_host, sample_of
 from hetmem.optim.rule import ParameterUpdate
 from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Job, Opened, Updates
@@ -141,7 +140,7 @@ class Stepper:
                 if not progress.sums:
                     self._updates.add(self._sums_job(progress))
             self._carry_out()
-        return [sums for progress in wanted for sums in progress.sums]
+        return on_host([sums for progress in wanted for sums in progress.sums])
 
     def update(self, chunks: Work, grad_scale: float) -> None:
         """Update `chunks`; gradients count `grad_scale` times."""
@@ -285,12 +284,12 @@ class Stepper:
         progress.sums = []
         for part in progress.parts:
             gradient = self._flat_gradient(part, job.opened)
+            sums: Sums | torch.Tensor
             if gradient.device.type == "cpu":
                 more, sums = square_sum_tasks(gradient)
                 tasks += more
             else:
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                sums = np.array([float(norm.square())])
+                sums = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()  # read in `on_host`
             progress.sums.append(sums)
         if progress.saved is not None:
             tasks += progress.saved.tasks_to_save(job.opened, [part.managed for part in progress.parts])

@@ -20,6 +20,7 @@ from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import Memory
 from hetmem.runtime.events import CopyChange, EventLog, Span, Transfer
+from hetmem.runtime.fingerprints import Fingerprints
 from hetmem.runtime.statistics import Statistics
 
 
@@ -38,6 +39,7 @@ class Carrier:
         sanitize: bool,
     ) -> None:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
+        self.fingerprints = Fingerprints()
         self._memory = memory
         self._residency = residency
         self._engine = engine
@@ -158,6 +160,8 @@ class Carrier:
             source = self.staged(chunk, Role.PARAM, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
+        if home.tier is not Tier.DEVICE:
+            self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
         if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
             self._memory.device.copy_in(target, source)
             self.execute(self._residency.done(command))

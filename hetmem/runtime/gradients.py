@@ -143,29 +143,20 @@ class GradientSink:
             previous = None if previous is None else previous.clone()  # the user gave the home's tensor other memory
             managed.open_grad_home()
         assert managed.grad_home is not None
-        home = chunk.homes[Role.GRAD]
-        nbytes = managed.numel * chunk.dtype.itemsize
-        foreign = previous is not None and previous is not managed.grad_home
-        if home.tier is not Tier.NVME:
-            target = managed.grad_home
-            if foreign:
-                assert previous is not None
+        home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
+        if arrived.device == managed.grad_home.device and home.tier is not Tier.DEVICE and traffic.engine.ordered:
+            # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
+            traffic.wait_for_gradients()
+        on_nvme = home.tier is Tier.NVME
+        target = self._open(managed, adds=previous is managed.grad_home) if on_nvme else managed.grad_home
+        if previous is not None and previous is not managed.grad_home:
+            try:
                 target.copy_(previous)
-            if arrived.device == target.device and home.tier is Tier.HOST and self.runtime.traffic.engine.ordered:
-                # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
-                self.runtime.traffic.wait_for_gradients()
-            work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
-            self.runtime.traffic.send_gradient(chunk, work, nbytes)
-            return
-        target = self._open(managed, adds=previous is managed.grad_home)
-        try:
-            if foreign:
-                assert previous is not None
-                target.copy_(previous)
-            work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
-            self.runtime.traffic.send_home(home, work, nbytes)
-        finally:
-            self.runtime.traffic.close_role(chunk, Role.GRAD, dirty=True)
+            except BaseException:
+                traffic.close_role(chunk, Role.GRAD, dirty=True)
+                raise
+        work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
+        traffic.send_gradient(chunk, work, managed.numel * chunk.dtype.itemsize)
 
     def _lend(self, chunk: Chunk) -> None:
         """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
@@ -193,7 +184,8 @@ class GradientSink:
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
         chunk = managed.chunk
-        honour_written_gradients(self.runtime, chunk)
+        if not self.runtime.traffic.arriving(chunk):  # else staging, which is in use, is newer than the home
+            honour_written_gradients(self.runtime, chunk)
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)

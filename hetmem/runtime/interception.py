@@ -311,6 +311,13 @@ def _writes(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """What `func` may write to: the first of `args`, but all where it has several outputs, as `_fused_adam_` has."""
+    if not _writes(func):
+        return ()
+    return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
+
+
 class OperatorFaults(TorchFunctionMode):
     """Binds managed parameters to their device copies for the length of each operator that uses them."""
 
@@ -351,7 +358,9 @@ class OperatorFaults(TorchFunctionMode):
         try:
             return self._run(func, args, kwargs)
         finally:
-            self._runtime.end_use(used, untracked=func == _GET_DATA, writes=_writes(func))
+            written: list[ManagedParameter] = []
+            self._find(_writes_to(func, args, kwargs), written)
+            self._runtime.end_use(used, untracked=func == _GET_DATA, writes=bool(written))
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""

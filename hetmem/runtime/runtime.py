@@ -86,8 +86,9 @@ class Runtime:
         self.events.begin_segment(segment_name(key))
         if before is not None:
             self.tracer.book.follows(before, key)
-        self.traffic.poll()
-        self.expect(key)
+        with self.unwatched():
+            self.traffic.poll()
+            self.expect(key)
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""

@@ -97,6 +97,7 @@ class Traffic:
 
     def rename_blocks(self) -> None:
         """Chunks hold other parameters than when their blocks were registered."""
+        self.carrier.fingerprints.forget()
         for block, (chunk, role) in self.carrier.chunk_of_block.items():
             self.residency.blocks[block] = self._memory.block(chunk, role)
 
@@ -167,13 +168,25 @@ class Traffic:
             return None
         return self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
 
-    def renew_device_copy(self, chunk: Chunk) -> None:
-        """The home of `chunk` has changed: drop the device copy and start to fetch it again."""
-        block = chunk.homes[Role.PARAM].block
-        if block is None or self.residency.state(block, Tier.DEVICE) is None:
+    def copy_equals_home(self, chunk: Chunk) -> None:
+        """The copy on the device, if there is one, has just come to say what the newest copy in host memory says."""
+        home = chunk.homes[Role.PARAM]
+        assert home.block is not None
+        if home.tier is Tier.DEVICE or self.residency.state(home.block, Tier.DEVICE) not in _PLACED:
             return
-        self.execute(self.residency.invalidate(block, Tier.DEVICE))
-        self.execute(self.residency.prefetch(block, Tier.DEVICE))
+        values = chunk.flat(Role.PARAM)
+        if self.residency.state(home.block, Tier.HOST) is CopyState.VALID:
+            values = self.carrier.staged(chunk, Role.PARAM, self.residency.slot(home.block, Tier.HOST))
+        self.carrier.fingerprints.take(chunk, values)
+
+    def copy_home_again(self, chunk: Chunk) -> None:
+        """Have the copy of `chunk`, whose home is on the device too, say what that says now. Waits for nothing."""
+        block = chunk.homes[Role.PARAM].block
+        if block is None or chunk in self.updating:
+            return
+        if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
+            copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+            self._memory.device.copy_in(copy, chunk.flat(Role.PARAM))
 
     # ---- host memory -------------------------------------------------------------------------------------------
 
@@ -288,6 +301,7 @@ class Traffic:
         self.updating.discard(chunk)
         block = chunk.homes[Role.PARAM].block
         if block is not None:
+            self.copy_equals_home(chunk)
             self.execute(self.residency.resume(block))
             if renew:
                 self.execute(self.residency.prefetch(block, Tier.DEVICE))
@@ -343,14 +357,15 @@ class Traffic:
             self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
     def send_gradient(self, chunk: Chunk, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes a gradient of `nbytes` home to `chunk`: a small one at once, others behind the
-        backward."""
+        """Run `work`, which takes a gradient of `nbytes` to `chunk`; at its end the role, open before, is closed.
+        A small one at once, others behind the backward."""
         home = chunk.homes[Role.GRAD]
-        if home.tier is Tier.DEVICE:
-            work()
-            return
-        if nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST):
-            self.send_home(home, work, nbytes)
+        at_once = nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST)
+        if home.tier is Tier.DEVICE or at_once:
+            try:
+                self.send_home(home, work, nbytes)
+            finally:
+                self.close_role(chunk, Role.GRAD, dirty=True)
             return
         self._gradients[chunk] += 1
         self.engine.copy(partial(self._gradient_arrived, chunk), Link.DEVICE_TO_HOST, work, nbytes)
@@ -361,6 +376,7 @@ class Traffic:
         self._gradients[chunk] -= 1
         if not self._gradients[chunk]:
             del self._gradients[chunk]
+        self.close_role(chunk, Role.GRAD, dirty=True)
         if error is not None:
             raise error
 

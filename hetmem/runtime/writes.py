@@ -1,8 +1,10 @@
 """Writes that were not hetmem's own: by the user outside compute, and by operators within it.
 
 Note "writes": a parameter's version counter tells of most of them. Those that count no version (`parameter.data`, some
-`_foreach_` operators, numpy) are seen where a copy differs from its home: all of it where an operator may have
-written, a few sampled elements everywhere else.
+`_foreach_` operators, numpy) are seen by their values. Where an operator may have written to a copy, that is compared
+with its home: the one place that waits for the device, and only models that write to weights get there. Outside compute
+the home is compared, in a few elements, with what it was when its copy was made. A home on the device can be looked at
+only by waiting, so its copy is made anew for each forward: a pass over memory of the device, behind nobody's back.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from __future__ import annotations
 import torch
 
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.traffic import Traffic, param_block
 
-_SAMPLES = 16
+_PLACED = (CopyState.VALID, CopyState.LOADING)
 
 
 class Writes:
@@ -29,16 +31,25 @@ class Writes:
 
     def notice_all(self) -> None:
         """Look at every parameter for changes by the user since it was last used."""
-        for managed in self._parameters:
-            if self.changed(managed):
+        self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
+        for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
+            counted = [managed for managed in chunk.parameters if self._counted(managed)]
+            for managed in counted:
                 self.by_user(managed)
+            if not counted and self._differs(chunk):
+                self._traffic.superseded(chunk, Role.PARAM)
+            elif chunk.homes[Role.PARAM].tier is Tier.DEVICE:
+                self._traffic.copy_home_again(chunk)
 
     def changed(self, managed: ManagedParameter) -> bool:
         """Whether somebody else has written to `managed` since hetmem last saw it, outside compute."""
+        return self._counted(managed) or self._differs(managed.chunk, managed)
+
+    @staticmethod
+    def _counted(managed: ManagedParameter) -> bool:
+        """Whether torch itself tells of a write."""
         parameter = managed.parameter
-        if parameter._version != managed.version or parameter.data_ptr() != managed.home.data_ptr():
-            return True
-        return bool(managed.numel) and self._copy_differs(managed)
+        return parameter._version != managed.version or parameter.data_ptr() != managed.home.data_ptr()
 
     def by_user(self, managed: ManagedParameter) -> None:
         """`managed` was changed outside compute: its home counts, copies of it are superseded."""
@@ -60,26 +71,19 @@ class Writes:
         managed.home.copy_(value)
         self._traffic.superseded(managed.chunk, Role.PARAM)
 
-    def _copy_differs(self, managed: ManagedParameter) -> bool:
-        """Whether a few sampled elements of a copy differ from the home: a write that no version counted.
-
-        Of a home on NVMe only one is read, as each may cost an access of the disk.
-        """
-        home, residency = managed.chunk.homes[Role.PARAM], self._traffic.residency
-        if home.block is None or managed.chunk in self._traffic.updating:
+    def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
+        """Whether the home of `chunk`, or of `managed` in it, was written since copies of it were made."""
+        home, traffic = chunk.homes[Role.PARAM], self._traffic
+        residency, fingerprints = traffic.residency, traffic.carrier.fingerprints
+        if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
+            return False  # without a copy, or what is at home is older than every copy
+        at_home = chunk.flat(Role.PARAM)
+        if residency.state(home.block, Tier.DEVICE) in _PLACED and fingerprints.differ(chunk, at_home, managed):
+            return True
+        if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
             return False
-        if residency.dirty(home.block):
-            return False  # what is at home is older than every copy
-        self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
-        step = max(1, managed.numel // (1 if home.tier is Tier.NVME else _SAMPLES))
-        mine = slice(managed.offset, managed.offset + managed.numel, step)
-        chunk, copies = managed.chunk, []
-        if residency.state(home.block, Tier.DEVICE) is CopyState.VALID:
-            copies.append(self._traffic.carrier.on_device(chunk, residency.slot(home.block, Tier.DEVICE)))
-        if residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.dirty(home.block):
-            copies.append(self._traffic.carrier.staged(chunk, Role.PARAM, residency.slot(home.block, Tier.HOST)))
-        at_home = chunk.flat(Role.PARAM)[mine]
-        return any(not _same_bits(copy[mine].cpu(), at_home.to(copy).cpu()) for copy in copies)
+        staged = traffic.carrier.staged(chunk, Role.PARAM, residency.slot(home.block, Tier.HOST))
+        return fingerprints.unequal(chunk, staged, at_home, managed)
 
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 
@@ -95,11 +99,13 @@ class Writes:
         assert managed.device is not None
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
+        self._traffic.wait_until_written([where])  # an update that trails must not come after this
         self._traffic.send_home(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
         block = param_block(managed)
         if self._traffic.residency.state(block, Tier.HOST) is not None:
             self._traffic.execute(self._traffic.residency.invalidate(block, Tier.HOST))
+        self._traffic.copy_equals_home(managed.chunk)
 
 
 def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem.memory.compute import ComputeStreams
 from hetmem.memory.cuda import CudaDevice, CudaStreams
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Link, Seen
@@ -215,7 +216,7 @@ class SleepyStreams(CudaStreams):
 
 class LateCopies(CudaDevice):
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        return StreamCopier(SleepyStreams(self.torch_device), seen, finished)
+        return StreamCopier(SleepyStreams(self.torch_device, ComputeStreams(self.torch_device)), seen, finished)
 
 
 class SlowModel(Model):

@@ -96,6 +96,11 @@ class Stream:
         if event.last is not None:
             self.ask(event.last.synchronize)
 
+    def wait_stream(self, stream: Stream) -> None:
+        event = Event()
+        event.record(stream)
+        self.wait_event(event)
+
     def synchronize(self) -> None:
         while self.asked:
             self.run_one()
@@ -138,7 +143,8 @@ class Deferred(TorchDispatchMode):
 class FakeCuda:
     """One machine. `free_bytes` is what `mem_get_info` says, `reserved_bytes` and `peak` what the allocator says.
 
-    `made` names the operators on late streams that took new memory.
+    `made` names the operators on late streams that took new memory; `kept` is memory, by address, that the allocator
+    hands out no more before a stream is done with it.
     """
 
     def __init__(self) -> None:
@@ -156,6 +162,7 @@ class FakeCuda:
         self.sticky_error = 0
         self.deferred = 0
         self.made: list[str] = []
+        self.kept: list[tuple[int, Stream]] = []
         self.allocated_bytes = 0
         self.observers: list[Callable[[int, int, int, int], None]] = []
         self.properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0, uuid="12-34")
@@ -184,6 +191,9 @@ class FakeCuda:
     def host_unregister(self, address: int) -> int:
         del self.pinned[address]
         return 0
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.kept.append((tensor.data_ptr(), stream))
 
     def refuse(self, nbytes: int) -> None:
         """What the allocator does when it has no room: tell its observers, and raise whatever they do."""
@@ -237,10 +247,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "Event": Event,
         "stream": fake.stream,
         "current_stream": current_stream,
+        "default_stream": lambda device=None: fake.default,
     }
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
     hetmem.memory.cuda._observe_allocator.cache_clear()
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
     return fake

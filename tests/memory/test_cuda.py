@@ -13,12 +13,14 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
+from hetmem.memory.compute import ComputeStreams
 from hetmem.memory.cuda import CudaDevice, CudaPool, CudaStreams
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Link
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
+from tests.runtime.lazy_device import HostSlots
 
 __all__ = ["cuda"]  # a fixture
 
@@ -32,6 +34,10 @@ def train(fake: FakeCuda, placement: str, directory: Path, **options: Any) -> nn
     )
     assert (fake.deferred > 20) == (placement != "resident")
     return managed
+
+
+def streams_of_cpu() -> CudaStreams:
+    return CudaStreams(torch.device("cpu"), ComputeStreams(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -107,7 +113,7 @@ def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(cuda: FakeCud
 
     class Counted(CpuCuda):
         def pool(self, slot_bytes: int, slots: int) -> CudaPool:
-            pools.append(CudaPool(slot_bytes, slots, self.torch_device))
+            pools.append(CudaPool(slot_bytes, slots, self.torch_device, HostSlots()))
             return pools[-1]
 
     cuda.peak = lambda: 24 * 1024 + sum(pool.held_bytes() for pool in pools)
@@ -132,7 +138,7 @@ def test_without_a_gpu_or_with_a_wrong_index_the_user_is_told(cuda: FakeCuda, mo
 
 def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda) -> None:
     """CUDA says them in a float32 of milliseconds: after a day that would be 8 ms apart."""
-    streams = CudaStreams(torch.device("cpu"))
+    streams = streams_of_cpu()
     start, end = streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
     streams.wait(end)
     base = streams.when(end)
@@ -147,7 +153,7 @@ def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda) -> None:
 
 def test_a_mark_is_behind_every_stream_that_was_seen_to_compute(cuda: FakeCuda) -> None:
     """Two streams read one weight; the copy that overwrites it comes after both, whoever let go last."""
-    streams, compute = CudaStreams(torch.device("cpu")), [Stream(), Stream()]
+    streams, compute = streams_of_cpu(), [Stream(), Stream()]
     weight, seen = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
     for stream, read in zip(compute, seen, strict=True):
         with torch.cuda.stream(stream):
@@ -162,9 +168,58 @@ def test_a_mark_is_behind_every_stream_that_was_seen_to_compute(cuda: FakeCuda) 
     assert torch.equal(seen[0], torch.ones(4)) and torch.equal(seen[1], torch.ones(4)) and weight[0] == 7
 
 
+def test_slots_are_of_the_default_stream_s_memory_whatever_stream_is_current(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's allocator keeps what is given back for the stream that was current when it was taken."""
+    taken_on: list[Stream] = []
+    empty = torch.empty
+
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        taken_on.append(cuda.current)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", noting)
+    device, side = CpuCuda(), Stream()
+    pool = device.pool(64, 4)
+    with torch.cuda.stream(side):
+        assert pool.prepare(0, 64) and pool.prepare(1, 128)
+        assert cuda.current is side
+    assert taken_on == [cuda.default] * 2
+
+
+def test_memory_of_a_slot_that_another_stream_used_is_handed_out_after_that_is_done(cuda: FakeCuda) -> None:
+    """The allocator knows of the default stream alone; the user computes on another one."""
+    device, side = CpuCuda(), Stream()
+    pool, streams = device.pool(64, 4), CudaStreams(device.torch_device, device._compute)
+    for slot in (0, 1):
+        pool.prepare(slot, 64)
+    first, second = (pool.flat(slot, torch.uint8, 64).data_ptr() for slot in (0, 1))
+    pool.give_back([1], keep=1)
+    assert cuda.kept == [], "nobody else was seen to compute"
+    with torch.cuda.stream(side):
+        streams.mark()
+    pool.prepare(0, 128)
+    assert cuda.kept == [(first, side)] and second not in dict(cuda.kept)
+    third = pool.flat(0, torch.uint8, 64).data_ptr()
+    pool.give_back([0, 1], keep=0)
+    assert cuda.kept == [(first, side), (third, side)]
+
+
+def test_zeroed_memory_is_zeroed_for_the_stream_that_asked(cuda: FakeCuda) -> None:
+    side = Stream()
+    with torch.cuda.stream(side):
+        CpuCuda().allocate(64)
+        assert side.asked, "it waits for the stream that writes the zeros"
+
+
 def test_work_that_fails_leaves_nothing_under_way(cuda: FakeCuda) -> None:
     """Its owner lets go of the memory as soon as it is told."""
-    streams, source, target = CudaStreams(torch.device("cpu")), torch.ones(4), torch.zeros(4)
+    streams, source, target = (
+        streams_of_cpu(),
+        torch.ones(4),
+        torch.zeros(4),
+    )
 
     def work() -> None:
         target.copy_(source)
@@ -179,7 +234,11 @@ def test_work_that_fails_leaves_nothing_under_way(cuda: FakeCuda) -> None:
 
 def test_a_job_that_could_not_be_asked_for_is_reported_and_may_be_asked_for_again(cuda: FakeCuda) -> None:
     finished: list[Finished] = []
-    copier = StreamCopier(CudaStreams(torch.device("cpu")), lambda job, start, end: None, finished.append)
+    copier = StreamCopier(
+        streams_of_cpu(),
+        lambda job, start, end: None,
+        finished.append,
+    )
 
     def fails() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -212,7 +271,7 @@ class FailedStreams(CudaStreams):
 
 
 def test_a_device_that_fails_ends_every_job_with_its_error(cuda: FakeCuda) -> None:
-    streams, finished = FailedStreams(torch.device("cpu")), []
+    streams, finished = FailedStreams(torch.device("cpu"), ComputeStreams(torch.device("cpu"))), []
     copier = StreamCopier(streams, lambda job, start, end: None, finished.append)
     for tag in range(3):
         link = Link.DEVICE_TO_HOST if tag else Link.HOST_TO_DEVICE
@@ -241,7 +300,7 @@ def test_what_a_first_forward_in_inference_mode_takes_serves_training_too(
 
 
 def test_slots_are_taken_when_used_and_given_back_whole() -> None:
-    pool = CudaPool(64, 8, torch.device("cpu"))
+    pool = CudaPool(64, 8, torch.device("cpu"), HostSlots())
     assert pool.held_bytes() == 0
     assert pool.prepare(0, 100) and not pool.prepare(0, 128)
     assert pool.prepare(2, 64)

@@ -27,6 +27,7 @@ from tests.runtime.harness import (
     token_batches,
     train_both,
 )
+from tests.runtime.lazy_device import HostSlots
 
 __all__ = ["cuda"]  # a fixture
 
@@ -70,7 +71,7 @@ class Machine(CpuCuda):
         fake.peak = self.peak
 
     def pool(self, slot_bytes: int, slots: int) -> CudaPool:
-        self.pools.append(CudaPool(slot_bytes, slots, self.torch_device))
+        self.pools.append(CudaPool(slot_bytes, slots, self.torch_device, HostSlots()))
         return self.pools[-1]
 
     def held(self) -> int:
@@ -193,7 +194,7 @@ class Short(CudaPool):
 
 class ShortMachine(Machine):
     def pool(self, slot_bytes: int, slots: int) -> CudaPool:
-        self.pools.append(Short(slot_bytes, slots, self.torch_device))
+        self.pools.append(Short(slot_bytes, slots, self.torch_device, HostSlots()))
         return self.pools[-1]
 
 

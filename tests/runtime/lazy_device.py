@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from hetmem.memory.cuda import CudaPool
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.streams import StreamCopier
@@ -67,14 +69,40 @@ class LazyStreams:
         return event.at
 
 
+class EarlyStreams(LazyStreams):
+    """Copies are as early as they may be, and still nobody knows that they are over before somebody waits for them."""
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+        work()
+        return super().enqueue(link, after, lambda: None)
+
+
+class HostSlots:
+    """Memory of slots from the CPU's allocator."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def last_use(self, memory: torch.Tensor) -> None:
+        """Nobody is late with it."""
+
+
 class LazyDevice(SimDevice):
     """Acts like a GPU whose copies are late, with a GPU's pool over the memory of the CPU."""
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return CudaPool(slot_bytes, slots, self.torch_device)
+        return CudaPool(slot_bytes, slots, self.torch_device, HostSlots())
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         self.streams = LazyStreams()
+        return StreamCopier(self.streams, seen, finished)
+
+
+class EarlyDevice(LazyDevice):
+    """Acts like a GPU whose copies are early."""
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        self.streams = EarlyStreams()
         return StreamCopier(self.streams, seen, finished)
 
 

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.memory.chunk import Role
+from hetmem.runtime.traffic import Traffic
 from tests.runtime.harness import (
     PLACEMENTS,
+    STREAMED,
     Recipe,
     assert_same,
     assert_same_grads,
@@ -25,6 +28,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.runtime.lazy_device import EarlyDevice
 
 WIDTH = 64
 BF16 = torch.bfloat16
@@ -130,6 +134,44 @@ def test_writes_between_steps_reach_the_next_forward(
     with torch.no_grad():
         if mixed is None:
             assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
+    mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    """A copy may have been made of what was there before; nobody knows yet, as its end was not waited for."""
+    device = EarlyDevice()
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed, device=device)
+    batches = vector_batches(2, 4, WIDTH, dtype=mixed)
+    optimizers = train_both(*modules, batches, Recipe(steps=2, mixed=mixed))
+    for step in range(3):
+        before = device.streams.enqueued
+        optimizers = train_both(*modules, batches, Recipe(steps=1, mixed=mixed), optimizers=optimizers)
+        assert device.streams.enqueued > before, step
+        for module in modules:
+            multiplied_through_data(module)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
+    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that an update has renewed, or an operator has written to, are not made once more."""
+    superseded: list[Role] = []
+    monkeypatch.setattr(Traffic, "superseded", lambda self, chunk, role: superseded.append(role))
+    _, managed = pair(lambda: WritesInForward("mul_"), placement, tmp_path, mixed_precision=mixed)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in BATCHES:
+        loss_of(managed, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            managed(*batch)
+    assert Role.PARAM not in superseded
 
 
 @everywhere

@@ -1,0 +1,65 @@
+"""Processes of their own for what may fail, or hang, on a GPU, and the tests that need one.
+
+It knows how long each may take; not what they measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TESTS = {"tests/cuda/test_on_gpu.py": 60, "tests/gpu/test_moves.py": 50, "tests/gpu/test_managed.py": 110}
+"""Seconds that each may take. One process each: after an illegal access a process can do nothing more on a GPU."""
+_GRACE_SECONDS = 5.0  # what is interrupted says what it found; what hangs in the driver is killed
+
+
+def tested(path: str, seconds: float) -> dict[str, Any]:
+    """The tests of one file; an interrupted pytest says what had passed until then."""
+    options = ["-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
+    code, out, errors = in_a_process(["-m", "pytest", *options, path], seconds)
+    lines = [line for line in out.splitlines() if line.strip()]
+    result: dict[str, Any] = {"pytest": lines[-1] if lines else ""}
+    if code is None:
+        result["cut off"] = f"longer than {seconds:.0f} s"
+    elif code:
+        result["failed"] = (out + errors)[-4000:]
+    return result
+
+
+def in_a_process(command: list[str], seconds: float) -> tuple[int | None, str, str]:
+    """Exit status, output and errors of Python with `command`; the status is None if it took longer and was ended."""
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=out,
+            stderr=errors,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(max(1.0, seconds - 2 * _GRACE_SECONDS))
+        except subprocess.TimeoutExpired:
+            for ending in (signal.SIGINT, signal.SIGKILL):
+                with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                    os.killpg(process.pid, ending)
+                    process.wait(_GRACE_SECONDS)
+                    break
+        finally:
+            if process.poll() is None:  # whoever waits here was interrupted
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for stream in (out, errors):
+            stream.seek(0)
+        return code, out.read(), errors.read()
