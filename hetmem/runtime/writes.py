@@ -7,13 +7,16 @@ written, a few sampled elements everywhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
-from hetmem.runtime.traffic import Traffic, param_block
+from hetmem.runtime.construction import recast
+from hetmem.runtime.traffic import Traffic
 
 _SAMPLES = 16
 
@@ -53,33 +56,51 @@ class Writes:
             home.copy_(new)
             parameter.data = home
         managed.version = parameter._version
-        self._traffic.superseded(managed.chunk, Role.PARAM)
+        self._supersede(managed)
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
         managed.home.copy_(value)
-        self._traffic.superseded(managed.chunk, Role.PARAM)
+        self._supersede(managed)
+
+    def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
+        """What is at home counts: the 16-bit copy there is made anew, and no other may be used, but perhaps the
+        device's."""
+        traffic, chunk = self._traffic, managed.chunk
+        if chunk.operand == Role.COMPUTE:
+            traffic.superseded(chunk, Role.PARAM)
+            traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # what is on its way home must not come later
+            recast(managed, managed.home)
+        traffic.superseded(chunk, chunk.operand, but_device=but_device)
 
     def _copy_differs(self, managed: ManagedParameter) -> bool:
         """Whether a few sampled elements of a copy differ from the home: a write that no version counted.
 
         Of a home on NVMe only one is read, as each may cost an access of the disk.
         """
-        home, residency = managed.chunk.homes[Role.PARAM], self._traffic.residency
-        if home.block is None or managed.chunk in self._traffic.updating:
+        chunk, residency = managed.chunk, self._traffic.residency
+        home = chunk.homes[Role.PARAM]
+        if home.block is None or chunk in self._traffic.updating:
             return False
         if residency.dirty(home.block):
             return False  # what is at home is older than every copy
         self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
         step = max(1, managed.numel // (1 if home.tier is Tier.NVME else _SAMPLES))
         mine = slice(managed.offset, managed.offset + managed.numel, step)
-        chunk, copies = managed.chunk, []
-        if residency.state(home.block, Tier.DEVICE) is CopyState.VALID:
-            copies.append(self._traffic.carrier.on_device(chunk, residency.slot(home.block, Tier.DEVICE)))
-        if residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.dirty(home.block):
-            copies.append(self._traffic.carrier.staged(chunk, Role.PARAM, residency.slot(home.block, Tier.HOST)))
         at_home = chunk.flat(Role.PARAM)[mine]
-        return any(not _same_bits(copy[mine].cpu(), at_home.to(copy).cpu()) for copy in copies)
+        return any(not _same_bits(copy[mine].cpu(), at_home.to(copy).cpu()) for copy in self._copies(chunk))
+
+    def _copies(self, chunk: Chunk) -> Iterator[torch.Tensor]:
+        """What must say what the parameters of `chunk` say at home. A 16-bit copy at home speaks for the device's."""
+        carrier, residency, role = self._traffic.carrier, self._traffic.residency, chunk.operand
+        block = chunk.operand_block
+        assert block is not None
+        if residency.state(block, Tier.HOST) is CopyState.VALID:
+            yield carrier.staged(chunk, role, residency.slot(block, Tier.HOST))
+        elif role == Role.COMPUTE:
+            yield chunk.flat(role)
+        if role == Role.PARAM and residency.state(block, Tier.DEVICE) is CopyState.VALID:
+            yield carrier.on_device(chunk, residency.slot(block, Tier.DEVICE))
 
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 
@@ -95,11 +116,10 @@ class Writes:
         assert managed.device is not None
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
+        self._traffic.wait_until_written([where])
         self._traffic.send_home(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
-        block = param_block(managed)
-        if self._traffic.residency.state(block, Tier.HOST) is not None:
-            self._traffic.execute(self._traffic.residency.invalidate(block, Tier.HOST))
+        self._supersede(managed, but_device=True)
 
 
 def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
