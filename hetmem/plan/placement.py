@@ -137,7 +137,7 @@ def place_copies(sizes: Sequence[int], beside: Sequence[Tier], room: Room) -> li
     host, nvme = room.host_bytes, room.nvme_bytes
     tiers: list[Tier | None] = []
     for size, tier in zip(sizes, beside, strict=True):
-        if size <= host:
+        if tier is not Tier.DEVICE and size <= host:
             tiers.append(Tier.HOST)
             host -= size
         elif tier is Tier.NVME and size <= nvme:

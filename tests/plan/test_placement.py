@@ -40,7 +40,7 @@ def test_no_tier_gets_more_than_it_has_room_for_and_host_is_filled_first(
         assert place(sizes, Room(host, nvme), "parameters") == expected
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.sampled_from([Tier.HOST, Tier.NVME])), max_size=20), room, room)
+@given(st.lists(st.tuples(st.integers(1, 20), st.sampled_from(Tier)), max_size=20), room, room)
 def test_a_copy_lies_in_host_memory_or_beside_its_parameters_or_nowhere(
     copies: list[tuple[int, Tier]], host: int, nvme: int
 ) -> None:

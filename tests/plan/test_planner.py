@@ -192,8 +192,8 @@ def test_copies_on_nvme_are_read_in_place_of_parameters_and_written_too() -> Non
 
 
 def test_a_plan_tries_copies_on_nvme_and_says_so() -> None:
-    """Reads bind: four micro-batches read the parameters nine times without copies."""
-    room = Capacities(14 * MIB, 6 * MIB, 64 * MIB)
+    """Four micro-batches bring the parameters from NVMe seven times or more."""
+    room = Capacities(64 * MIB, 5 * MIB, 64 * MIB, 2 * MIB)
     decision = decide(workload(mixed=True), room, HARDWARE, chunk_bytes=MIB, micro_batches=4)
     assert decision.candidate is not None
     assert decision.candidate.capacities.home_copies is True
