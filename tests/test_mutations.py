@@ -203,13 +203,13 @@ MUTATIONS = {
         "runtime/construction.py",
         "    recast(managed, home)\n    dtype",
         "    dtype",
-        COPIES + "test_parameters_that_trade_places_take_their_copies_along",
+        COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
     ),
     "forget the 16-bit copies of parameters that are not updated": Mutation(
         "optim/stepper.py",
         "needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)",
         "needed[Role.COMPUTE] = False",
-        COPIES + "test_a_chunk_of_which_a_part_is_updated_keeps_the_copies_of_the_rest",
+        COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
     ),
     "carry commands out before those given earlier": Mutation(
         "runtime/carrier.py",
