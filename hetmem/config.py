@@ -23,6 +23,7 @@ class Limits:
     nvme_bytes: int
     nvme_directories: tuple[Path, ...]
     device_chunk_bytes: int | None
+    home_copies: bool | None
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,12 @@ class Budget:
     nine tenths of what is free of it, for the simulated device a quarter of free host memory; for the host six tenths
     of what is free; for NVMe no such tier (or, with `nvme_dir`, nine tenths of what is free there). `nvme_dir`: one
     directory or a list of them, used in turn. `device_chunks`: the part of `device` that chunks may take (None:
-    whatever the trace leaves; a model that fits into this part stays on the device). Raises `BudgetError` (a
-    ValueError) for a size that is none, `device_chunks` above `device`, and `nvme` without `nvme_dir`.
+    whatever the trace leaves; a model that fits into this part stays on the device). `home_copies`: keep what float32
+    parameters are in 16 bits beside them (2 bytes a parameter more), so that half the bytes go to the device, and come
+    from NVMe for it. None: where the model computes in 16 bits and host memory has room for it beside gradients and
+    three states, which is as many as any optimizer of torch's keeps; True: before those, as far as there is room, and
+    on NVMe for parameters that lie there. Raises `BudgetError` (a ValueError) for a size that is none,
+    `device_chunks` above `device`, and `nvme` without `nvme_dir`.
     """
 
     device: Size | None = None
@@ -42,6 +47,7 @@ class Budget:
     nvme: Size | None = None
     nvme_dir: Directory | Sequence[Directory] | None = None
     device_chunks: Size | None = None
+    home_copies: bool | None = None
 
     def __post_init__(self) -> None:
         self.limits()
@@ -56,6 +62,8 @@ class Budget:
             raise BudgetError(
                 f"Budget(device_chunks=…) is a part of device: got {format_size(chunks)} of {format_size(device)}"
             )
+        if self.home_copies not in (None, True, False):
+            raise BudgetError(f"Budget(home_copies=…) must be True, False or None, got {self.home_copies!r}")
         directories = self._directories()
         if nvme and not directories:
             raise BudgetError(
@@ -63,7 +71,7 @@ class Budget:
             )
         if nvme is None:
             nvme = sum(_free_bytes(directory) for directory in directories)
-        return Limits(device, host, nvme, directories if nvme else (), chunks)
+        return Limits(device, host, nvme, directories if nvme else (), chunks, self.home_copies)
 
     def _directories(self) -> tuple[Path, ...]:
         if self.nvme_dir is None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.plan.placement import COPY_BYTES
 from hetmem.plan.rehearsal import UPDATE_BYTES
 from tests.runtime.harness import CHUNK_ELEMENTS
 
@@ -145,12 +146,13 @@ def test_the_update_moves_what_the_plan_counts() -> None:
     update_bytes = FORMULAS["update_bytes"]
     assert update_bytes(4, 8) == UPDATE_BYTES
     assert (update_bytes(4, 4), round(update_bytes(4, 2.03), 1)) == (20, 16.1)  # as the page says
+    assert update_bytes(4, 8, copy=2) == UPDATE_BYTES + COPY_BYTES == 30
 
 
 class Trained:
     """A model that was trained: bytes of homes and of links, for each parameter and step.
 
-    `host`: the chunks that host memory has room for; without it, all of them.
+    `host`: the chunks that host memory has room for; without it, all of them. `copies`: `Budget(home_copies=…)`.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class Trained:
         mixed: Any = None,
         layers: int = LAYERS,
         host: int = 0,
+        copies: bool | None = None,
         **options: Any,
     ) -> None:
         chunk = CHUNK_ELEMENTS * dtype.itemsize
@@ -172,6 +175,7 @@ class Trained:
             host=host * chunk if host else "64MiB",
             nvme="64MiB" if host else None,
             nvme_dir=tmp_path if host else None,
+            home_copies=copies,
         )
         # With a link of a stated speed weights cross it, as on a GPU; else the update writes 16-bit copies itself.
         device = hetmem.SimDevice(host_to_device="100GB")
@@ -194,6 +198,7 @@ class Trained:
         report = hetmem.report(model).to_dict()
         self.bytes_per_parameter = report["bytes_per_parameter"]
         on_nvme = {role: nbytes / parameters for role, nbytes in report["tiers"]["nvme"]["homes"].items()}
+        self.copies_on_nvme = on_nvme.pop("compute", 0.0)
         self.on_nvme = (on_nvme.pop("param", 0.0), on_nvme.pop("grad", 0.0), sum(on_nvme.values()))
         hetmem.release(model)
 
@@ -226,22 +231,31 @@ def test_homes_take_what_the_page_says(
 
 
 @pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize(("dtype", "mixed"), [(torch.float32, None), (torch.float32, BF16), (BF16, None)])
-def test_links_move_what_the_page_says(m: int, dtype: torch.dtype, mixed: torch.dtype | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "mixed", "copies"),
+    [(torch.float32, None, None), (torch.float32, BF16, False), (torch.float32, BF16, None), (BF16, None, None)],
+)
+def test_links_move_what_the_page_says(
+    m: int, dtype: torch.dtype, mixed: torch.dtype | None, copies: bool | None, tmp_path: Path
+) -> None:
     options = {} if dtype is torch.float32 else {"stochastic_rounding": True}
-    trained = Trained(tmp_path, m=m, dtype=dtype, mixed=mixed, **options)
-    expected = FORMULAS["link_bytes"](dtype.itemsize, m, RESIDENT)
+    trained = Trained(tmp_path, m=m, dtype=dtype, mixed=mixed, copies=copies, **options)
+    copy = 2 if mixed and copies is None else 0
+    expected = FORMULAS["link_bytes"](dtype.itemsize, m, RESIDENT, copy)
+    assert trained.bytes_per_parameter == pytest.approx(4 * dtype.itemsize + copy, abs=1e-9)
     assert trained.moved["device_to_host"] == expected["device_to_host"]
     assert trained.moved["host_to_device"] == pytest.approx(expected["host_to_device"], rel=0.05)
     assert trained.on_nvme == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize(("m", "layers", "host"), [(1, 48, 100), (2, 48, 100), (1, 96, 48)])
-def test_nvme_moves_what_the_page_says(m: int, layers: int, host: int, tmp_path: Path) -> None:
+def test_nvme_moves_what_the_page_says(m: int, layers: int, host: int, copies: bool, tmp_path: Path) -> None:
     """Host memory has room for parameters and some gradients beside the staging ring, or for some of the parameters."""
-    trained = Trained(tmp_path, m=m, layers=layers, host=host)
+    trained = Trained(tmp_path, m=m, layers=layers, host=host, mixed=BF16 if copies else None, copies=copies)
     assert trained.on_nvme[2] == 8
     assert (trained.on_nvme[0] > 2) == (host < layers)
-    expected = FORMULAS["nvme_bytes"](*trained.on_nvme, m, RESIDENT)
+    assert trained.copies_on_nvme == (trained.on_nvme[0] / 2 if copies else 0)
+    expected = FORMULAS["nvme_bytes"](*trained.on_nvme, m, RESIDENT, trained.copies_on_nvme)
     assert trained.moved["nvme_write"] == pytest.approx(expected["nvme_write"], abs=1e-9)
     assert trained.moved["nvme_read"] == pytest.approx(expected["nvme_read"], rel=0.1)

@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STORIES = "tests/plan/test_residency.py::"
 BITS = "tests/runtime/test_bit_equality.py::"
+COPIES = "tests/runtime/test_home_copies.py::"
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,42 @@ MUTATIONS = {
         " + self.chunk.parameters.index(self)",
         "",
         "tests/optim/test_small_states.py::test_the_bits_are_those_of_the_kernels_wherever_states_live",
+    ),
+    "leave a 16-bit copy at home as it was before the user wrote": Mutation(
+        "runtime/writes.py",
+        "            recast(managed, managed.home)\n",
+        "            pass\n",
+        COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward",
+    ),
+    "look at no 16-bit copy at home for writes that count no version": Mutation(
+        "runtime/writes.py",
+        "            yield chunk.flat(role)\n",
+        "            yield from ()\n",
+        COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward",
+    ),
+    "update no 16-bit copy at home": Mutation(
+        "optim/stepper.py",
+        "copy = job.opened.get(Role.COMPUTE, job.copy)",
+        "copy = job.copy",
+        COPIES + "test_training_equals_torch",
+    ),
+    "take an update back, and not the 16-bit copy": Mutation(
+        "optim/stepper.py",
+        "            recast_all(chunk)\n",
+        "",
+        COPIES + "test_a_step_that_is_taken_back_takes_copies_back",
+    ),
+    "leave 16-bit copies where other parameters were": Mutation(
+        "runtime/construction.py",
+        "    recast(managed, home)\n    dtype",
+        "    dtype",
+        COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
+    ),
+    "forget the 16-bit copies of parameters that are not updated": Mutation(
+        "optim/stepper.py",
+        "needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)",
+        "needed[Role.COMPUTE] = False",
+        COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
     ),
     "carry commands out before those given earlier": Mutation(
         "runtime/carrier.py",

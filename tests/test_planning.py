@@ -75,7 +75,7 @@ def train(model: nn.Module, plan: planning.Plan, steps: int = 3, **options: Any)
 @pytest.mark.parametrize(
     "model", [{}, {"saves": True}, {"backwards": True}], ids=["plain", "checkpointed", "backwards"]
 )
-@pytest.mark.parametrize("where", ["device", "host", "nvme"])
+@pytest.mark.parametrize("where", ["device", "host", "nvme", "nvme with copies"])
 def test_the_peaks_of_a_run_are_the_planned_ones(
     where: str, model: dict[str, bool], mixed_precision: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -83,6 +83,9 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         "device": hetmem.Budget(device="64MiB", host="16MiB"),
         "host": hetmem.Budget(device="2MiB", host="16MiB", device_chunks="512KiB"),
         "nvme": hetmem.Budget(device="2MiB", host="2MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="512KiB"),
+        "nvme with copies": hetmem.Budget(
+            device="2MiB", host="3MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="512KiB", home_copies=True
+        ),
     }[where]
     plan = planning.plan(lambda: GPT(**model), (BATCH,), budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
     assert plan.fits
@@ -93,23 +96,34 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
     # gradients on their way count, and how many there are at one time depends on the link's thread
     assert abs(seen["device"] - plan.peak_bytes["device"]) <= 0.03 * seen["device"]
     assert report["chunk_waste"] == plan.chunk_waste
+    for tier in ("host", "nvme"):
+        assert report["tiers"][tier]["homes"].get("compute", 0) == plan.role_bytes[tier].get("compute", 0)
 
 
+@pytest.mark.parametrize("copies", [None, False, True])
+@pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk_bytes", [None, 96 * KIB])
 @pytest.mark.parametrize(("host", "nvme"), [(16 * MIB, 0), (3 * MIB, 16 * MIB), (2 * MIB, 16 * MIB)])
-def test_what_is_arranged_is_what_is_reserved(host: int, nvme: int, chunk_bytes: int | None, tmp_path: Path) -> None:
-    workload = trace(planning.Call(GPT, BATCH))
-    made = arrange(workload, Capacities(2 * MIB, host, nvme, MIB), chunk_bytes)
+def test_what_is_arranged_is_what_is_reserved(
+    host: int,
+    nvme: int,
+    chunk_bytes: int | None,
+    mixed_precision: torch.dtype | None,
+    copies: bool | None,
+    tmp_path: Path,
+) -> None:
+    workload = trace(planning.Call(GPT, BATCH, None, mixed_precision))
+    made = arrange(workload, Capacities(2 * MIB, host, nvme, MIB, home_copies=copies), chunk_bytes)
     directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
-    budget = hetmem.Budget(device=2 * MIB, host=host, device_chunks=MIB, **directory)
-    model = hetmem.manage(GPT(), budget, device="sim", chunk_bytes=chunk_bytes)
+    budget = hetmem.Budget(device=2 * MIB, host=host, device_chunks=MIB, home_copies=copies, **directory)
+    model = hetmem.manage(GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
     hetmem.AdamW(model.parameters())
     memory = registry.of_module(model).runtime.memory
     assert memory.layout == made.layout
     assert (memory.device_pool.slots, memory.device_pool.slot_bytes) == (made.device_slots, made.slot_bytes)
     assert memory.staging_slots == made.staging_slots
     for role in ROLES:
-        homes = {chunk.spec.index: chunk.homes[Role(role)].tier for chunk in memory.chunks}
+        homes = {c.spec.index: c.homes[Role(role)].tier for c in memory.chunks if Role(role) in c.homes}
         assert homes == made.homes[role]
     hetmem.release(model)
 

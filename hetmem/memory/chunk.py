@@ -20,21 +20,29 @@ from hetmem.units import round_up
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a part of a chunk's memory is for: parameters, gradients, or the optimizer's state of that `name`.
+    """What a part of a chunk's memory is for: parameters, their 16-bit copies (COMPUTE, where these have homes of their
+    own), gradients, or the optimizer's state of that `name`.
 
-    All roles of a chunk share one layout, so offsets agree. Elements have the chunk's dtype, or `dtype`. With
-    `scale_block`, a float32 scale for every so many elements of a parameter lies behind the elements.
+    All roles of a chunk share one layout, so offsets agree. Elements have the chunk's dtype, or `dtype`; those of
+    COMPUTE what operators see. With `scale_block`, a float32 scale for every so many elements of a parameter lies
+    behind the elements.
     """
 
     PARAM: ClassVar[Role]
+    COMPUTE: ClassVar[Role]
     GRAD: ClassVar[Role]
 
     name: str
     dtype: torch.dtype | None = None
     scale_block: int = 0
 
+    @property
+    def is_state(self) -> bool:
+        """Whether it is the optimizer's."""
+        return self not in (Role.PARAM, Role.COMPUTE, Role.GRAD)
 
-Role.PARAM, Role.GRAD = Role("param"), Role("grad")
+
+Role.PARAM, Role.COMPUTE, Role.GRAD = Role("param"), Role("compute"), Role("grad")
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +79,18 @@ class Chunk:
     homes: dict[Role, Home] = field(default_factory=dict)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the parameters at home."""
-        return self.numel * self.dtype.itemsize
+    def operand(self) -> Role:
+        """The role that a copy on the device is fetched from: the 16-bit copies at home, or the parameters."""
+        return Role.COMPUTE if Role.COMPUTE in self.homes else Role.PARAM
+
+    @property
+    def operand_block(self) -> int | None:
+        """The number under which the residency knows what operators see."""
+        return self.homes[self.operand].block
+
+    def dtype_of(self, role: Role) -> torch.dtype:
+        """Of the elements of `role`."""
+        return self.compute_dtype if role == Role.COMPUTE else role.dtype or self.dtype
 
     def role_nbytes(self, role: Role) -> int:
         """Bytes of `role` that move: whole pages."""
@@ -84,7 +101,7 @@ class Chunk:
         return self._bytes(role, self.capacity)
 
     def _bytes(self, role: Role, count: int) -> int:
-        itemsize = (role.dtype or self.dtype).itemsize
+        itemsize = self.dtype_of(role).itemsize
         return count * itemsize + (self._scales_nbytes(role) if role.scale_block else 0)
 
     def _scales_nbytes(self, role: Role) -> int:
@@ -105,7 +122,7 @@ class Chunk:
         count = self.capacity if whole else self.numel
         if role.scale_block:
             return elements(memory, torch.uint8, self._bytes(role, count))
-        return elements(memory, role.dtype or self.dtype, count)
+        return elements(memory, self.dtype_of(role), count)
 
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
@@ -176,7 +193,7 @@ class ManagedParameter:
 
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
-        dtype = role.dtype or self.chunk.dtype
+        dtype = self.chunk.dtype_of(role)
         return self.shaped(elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize))
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:

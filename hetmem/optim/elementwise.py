@@ -66,9 +66,7 @@ def offload(
 
 
 class TorchRule:
-    """The arithmetic of `optimizer`, a class of torch's. It writes no copies."""
-
-    emits_copy = False
+    """The arithmetic of `optimizer`, a class of torch's."""
 
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer
@@ -112,6 +110,8 @@ class TorchRule:
         def run() -> None:
             with torch.inference_mode(False), torch.no_grad(), one_torch_thread():
                 after = self._step(update.group, update.param[tile], _scaled(update, tile), mine)
+                if update.copy is not None:
+                    update.copy[tile].copy_(update.param[tile])
                 for name, state in update.states.items():
                     value = after.pop(name, None)
                     if value is not None and value.data_ptr() != state[tile].data_ptr():

@@ -19,6 +19,7 @@ from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
 from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
+from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
@@ -355,7 +356,8 @@ class OffloadedOptimizer(Optimizer):
 
 
 def _check_staging(slots: int, chunk: Chunk, states: int) -> None:
-    needed = (2 + states) * chunk.spec.span
+    copies = Role.COMPUTE in chunk.homes and chunk.homes[Role.COMPUTE].tier is Tier.NVME
+    needed = (2 + states + copies) * chunk.spec.span
     if 0 < slots < needed:
         raise BudgetError(
             f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "

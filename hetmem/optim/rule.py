@@ -40,9 +40,6 @@ class ParameterUpdate:
 class Rule(Protocol):
     """Elementwise arithmetic: what becomes of an element depends on that element alone, and on numbers."""
 
-    emits_copy: bool
-    """Whether tasks write `ParameterUpdate.copy`."""
-
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
         ...

@@ -29,6 +29,7 @@ from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Job, Opened, Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
+from hetmem.runtime.construction import recast_all
 from hetmem.runtime.gradients import has_hooks_of_the_user, honour_written_gradients, is_home_gradient
 from hetmem.runtime.interception import Interception
 
@@ -306,7 +307,10 @@ class Stepper:
         roles = self._state_roles(parts)
         self._runtime.traffic.wait_for_update(chunk)  # another optimizer's, which may make states that lie beside these
         self._runtime.traffic.ensure_homes([chunk], roles)
-        needed = {Role.PARAM: True} | ({Role.GRAD: True} if any(part.at_home for part in parts) else {})
+        needed = {Role.PARAM: True}
+        if Role.COMPUTE in chunk.homes:
+            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)
+        needed |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
         needed |= {role: chunk.homes[role].written for role in roles}
         progress.begun, progress.scale = True, grad_scale
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
@@ -317,7 +321,7 @@ class Stepper:
         chunk, memory = progress.chunk, self._runtime.memory
         if chunk.compute_dtype is chunk.dtype or len(progress.parts) < len(chunk.parameters):
             return False
-        if not self._optimizer.rule.emits_copy or memory.device.torch_device.type != "cpu":
+        if Role.COMPUTE in chunk.homes or memory.device.torch_device.type != "cpu":
             return False
         here = chunk.homes[Role.PARAM].tier is Tier.DEVICE
         idle = not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
@@ -340,6 +344,7 @@ class Stepper:
         state, roles = self._optimizer.state_of(managed), self._state_roles([part])
         states: dict[str, torch.Tensor] = {}
         fresh: set[str] = set()
+        copy = job.opened.get(Role.COMPUTE, job.copy)
         for role in roles:
             parts = managed.parts(role, job.opened[role])
             states |= parts
@@ -357,7 +362,7 @@ class Stepper:
             grad_scale,
             frozenset(fresh),
             self._optimizer.number_of(managed),
-            None if job.copy is None else managed.part(job.copy),
+            None if copy is None else managed.part(copy),
         )
 
     def _updated(self, progress: Progress, done: bool) -> None:
@@ -386,6 +391,7 @@ class Stepper:
         try:
             self._workers.run(saved.tasks_to_restore(chunk, [part.managed for part in progress.parts]))
         finally:
+            recast_all(chunk)
             traffic.end_update(chunk)
         progress.restore_numbers()
         progress.begun = False
@@ -431,7 +437,7 @@ class Stepper:
 
     def _notice_states(self, chunk: Chunk) -> None:
         for role in chunk.homes:
-            if role not in (Role.PARAM, Role.GRAD) and self._optimizer.states_written(chunk, role):
+            if role.is_state and self._optimizer.states_written(chunk, role):
                 self._runtime.traffic.superseded(chunk, role)
 
 

@@ -20,6 +20,7 @@ import torch
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.optim.workers import Batch, Task, WorkerPool
+from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import Span
 from hetmem.runtime.runtime import Runtime
 
@@ -210,6 +211,8 @@ class Updates:
             traffic.close_role(chunk, role, dirty=changed and not failed)
             if changed and failed:
                 traffic.superseded(chunk, role)
+        if failed and Role.COMPUTE in job.roles:
+            recast_all(chunk)  # parameters may be what they were, and their copies not
         if job.writes:
             traffic.end_update(chunk, renew=job.had_copy and not job.keeps_copy)
             if not failed:

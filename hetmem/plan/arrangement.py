@@ -12,13 +12,26 @@ from dataclasses import dataclass, replace
 
 from hetmem.errors import BudgetError
 from hetmem.plan.layout import ChunkSpec, Layout, build_layout, used_ends
-from hetmem.plan.placement import PAGE_BYTES, Capacities, Ground, NoRoom, Room, place, survey
+from hetmem.plan.placement import (
+    COPY_BYTES,
+    PAGE_BYTES,
+    Capacities,
+    Ground,
+    NoRoom,
+    Room,
+    place,
+    place_copies,
+    survey,
+)
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size, round_down, round_up
 
-ROLES = ("param", "grad", "exp_avg", "exp_avg_sq")
-"""In the order in which they get homes: the most traffic per byte first."""
+ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
+"""In the order in which they get homes: the most traffic per byte first. Chunks may do without "compute"."""
+
+_OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
+"""What cannot be done without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +69,21 @@ class Arrangement:
         """The chunks, by number."""
         return self.layout.chunks
 
-    def home_bytes(self, chunk: int) -> int:
-        """Bytes that a home of one role of `chunk` takes."""
-        spec = self.layout.chunks[chunk]
-        return spec.span * self.layout.chunk_elements * spec.itemsize
+    def home_bytes(self, chunk: int, role: str) -> int:
+        """Bytes that a home of `role` of `chunk` takes."""
+        return self.layout.chunks[chunk].span * self.layout.chunk_elements * self._itemsize(role, chunk)
+
+    def role_bytes(self, chunk: int, role: str) -> int:
+        """Bytes of `role` of `chunk` that move."""
+        return self.numels[chunk] * self._itemsize(role, chunk)
+
+    def _itemsize(self, role: str, chunk: int) -> int:
+        return COPY_BYTES if role == "compute" else self.layout.chunks[chunk].itemsize
 
     def bytes_by_role(self, tier: Tier) -> dict[str, int]:
         """Bytes of homes on `tier` by role, and of the staging ring; roles without any are left out."""
         found = {
-            role: sum(self.home_bytes(chunk) for chunk, at in homes.items() if at is tier)
+            role: sum(self.home_bytes(chunk, role) for chunk, at in homes.items() if at is tier)
             for role, homes in self.homes.items()
         }
         if tier is Tier.HOST:
@@ -76,14 +95,14 @@ def arrange(workload: Workload, capacities: Capacities, chunk_bytes: int | None 
     """What a managed run of `workload` reserves. Raises `NoRoom` where the run would raise `BudgetError`."""
     ground = survey(
         workload.parameters,
-        max(workload.compute_itemsizes),
+        workload.compute_itemsizes,
         workload.trainable,
         capacities,
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
     )
     layout = ground.layout
-    roles = [role for role in ROLES if role != "grad" or workload.mixed_precision or not ground.resident]
+    roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     return Arrangement(
         layout,
         ground.itemsize,
@@ -102,7 +121,7 @@ def arrange(workload: Workload, capacities: Capacities, chunk_bytes: int | None 
 def state_bytes(workload: Workload) -> int:
     """Bytes of parameters, gradients and two optimizer states, without waste."""
     return sum(
-        spec.numel * spec.itemsize * (len(ROLES) if index in workload.trainable else 1)
+        spec.numel * spec.itemsize * (len(_OWN) if index in workload.trainable else 1)
         for index, spec in enumerate(workload.parameters)
     )
 
@@ -163,28 +182,43 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
 def _homes(ground: Ground, capacities: Capacities, roles: Sequence[str]) -> dict[str, dict[int, Tier]]:
     """Homes by role and chunk."""
     chunks = ground.layout.chunks
-    sizes = [ground.home_bytes(chunk) for chunk in chunks]
-    owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in ROLES}
+    sizes = {chunk.index: ground.home_bytes(chunk) for chunk in chunks}
+    owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in _OWN}
     if ground.resident:
         return {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
     staging_bytes = ground.staging_slots * ground.staging_slot_bytes
     host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
-    nvme = capacities.nvme_bytes if ground.uses_nvme else 0
+    room = Room(host, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
-    short = 0
-    for role in ROLES:
+    short = False
+    for role in _OWN:
         try:
-            tiers = place([sizes[chunk] for chunk in owners[role]], Room(host, nvme), role)
+            tiers = place([sizes[chunk] for chunk in owners[role]], room, role)
         except BudgetError:
-            tiers = []
-            short += sum(sizes[chunk] for chunk in owners[role])
+            tiers, short = [], True
         homes[role] = dict(zip(owners[role], tiers, strict=False))
-        taken = [round_up(sizes[c], PAGE_BYTES) for c, tier in homes[role].items() if tier is Tier.HOST]
-        host -= sum(taken)
-        nvme -= sum(sizes[c] for c, tier in homes[role].items() if tier is Tier.NVME)
+        room = _left(room, homes[role], sizes)
+        if role == "param":
+            homes["compute"] = {} if short else _copies(ground, homes["param"], room)
+            room = _left(room, homes["compute"], {chunk.index: ground.copy_bytes(chunk) for chunk in chunks})
     if short:
         where = Tier.NVME if capacities.nvme_bytes else Tier.HOST
         missing = ground.state_bytes + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
-        missing -= capacities.nvme_bytes
+        missing += sum(ground.copy_bytes(chunks[index]) for index in homes["compute"]) - capacities.nvme_bytes
         raise NoRoom(f"the states take {format_size(ground.state_bytes)} beside staging", where, max(1, missing))
     return homes
+
+
+def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int, Tier]:
+    """Homes of 16-bit copies, beside those of `params`."""
+    wanted = [chunk for chunk in ground.layout.chunks if chunk.index in ground.copied]
+    sizes = [ground.copy_bytes(chunk) for chunk in wanted]
+    tiers = place_copies(sizes, [params[chunk.index] for chunk in wanted], room)
+    return {chunk.index: tier for chunk, tier in zip(wanted, tiers, strict=True) if tier is not None}
+
+
+def _left(room: Room, homes: Mapping[int, Tier], sizes: Mapping[int, int]) -> Room:
+    """What `homes` leave of `room`."""
+    host = sum(round_up(sizes[chunk], PAGE_BYTES) for chunk, tier in homes.items() if tier is Tier.HOST)
+    nvme = sum(sizes[chunk] for chunk, tier in homes.items() if tier is Tier.NVME)
+    return Room(room.host_bytes - host, room.nvme_bytes - nvme)

@@ -23,6 +23,9 @@ from hetmem.units import format_size, round_down
 STAGED_ROLES = 4
 """Parameter, gradient and two optimizer states of one chunk are in staging together while it is updated."""
 
+COPY_BYTES = 2
+"""Of an element of a 16-bit copy."""
+
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
 PAGE_BYTES = 4096
 
@@ -32,7 +35,9 @@ DEVICE_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Capacities:
-    """A budget in bytes: hard limits. `device_chunk_bytes` caps what chunks take of the device (None: all of it)."""
+    """A budget in bytes: hard limits. `device_chunk_bytes` caps what chunks take of the device (None: all of it).
+    `home_copies`: whether 16-bit copies have homes; None: where host memory has room for them beside gradients and the
+    three states that an optimizer of torch's keeps at most."""
 
     device_bytes: int
     host_bytes: int
@@ -40,6 +45,7 @@ class Capacities:
     device_chunk_bytes: int | None = None
     device_fragment_bytes: int = 0
     """What an allocator of the device leaves unused."""
+    home_copies: bool | None = None
 
     @property
     def chunk_cap_bytes(self) -> int:
@@ -58,7 +64,8 @@ class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What is settled before any home is: see `survey`. `trainable` are the numbers of chunks."""
+    """What is settled before any home is: see `survey`. `trainable` are the numbers of chunks, and `copied` of those
+    whose 16-bit copies are to have homes: see `place_copies`."""
 
     layout: Layout
     itemsize: int
@@ -70,6 +77,7 @@ class Ground:
     device_slots: int
     uses_nvme: bool
     staging_slots: int
+    copied: frozenset[int]
 
     @property
     def slot_bytes(self) -> int:
@@ -84,6 +92,10 @@ class Ground:
     def home_bytes(self, chunk: ChunkSpec) -> int:
         """Bytes that a home of one role of `chunk` takes."""
         return chunk.span * self.layout.chunk_elements * chunk.itemsize
+
+    def copy_bytes(self, chunk: ChunkSpec) -> int:
+        """Bytes that a home of the 16-bit copy of `chunk` takes."""
+        return chunk.span * self.layout.chunk_elements * COPY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +130,37 @@ def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
     return tiers
 
 
+def place_copies(sizes: Sequence[int], beside: Sequence[Tier], room: Room) -> list[Tier | None]:
+    """A tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST while there is
+    room, then NVMe if the parameters are there too. None: no copy; on a slower tier than the parameters it is no gain.
+    """
+    host, nvme = room.host_bytes, room.nvme_bytes
+    tiers: list[Tier | None] = []
+    for size, tier in zip(sizes, beside, strict=True):
+        if tier is not Tier.DEVICE and size <= host:
+            tiers.append(Tier.HOST)
+            host -= size
+        elif tier is Tier.NVME and size <= nvme:
+            tiers.append(Tier.NVME)
+            nvme -= size
+        else:
+            tiers.append(None)
+    return tiers
+
+
 def fits_device(state_bytes: int, device_bytes: int, device_chunk_bytes: int | None) -> bool:
     """Whether everything (parameters, gradients, states) stays on the device for good."""
     allowed = DEVICE_SHARE * device_bytes if device_chunk_bytes is None else device_chunk_bytes
     return state_bytes <= allowed
 
 
-def staging_slots(spans: Sequence[int], host_slots: int) -> int:
+def staging_slots(spans: Sequence[int], host_slots: int, roles: int = STAGED_ROLES) -> int:
     """How many slots of host memory form the staging ring, given that not everything has its home in host memory.
 
     The least holds one chunk's update at a time; twice that lets the next one be read meanwhile, three times also the
     last one be written. Never more than a quarter of the host's slots beyond the least, so that homes have room.
     """
-    largest = STAGED_ROLES * max(spans, default=1)
+    largest = roles * max(spans, default=1)
     return max(largest, min(3 * largest, host_slots // 4))
 
 
@@ -145,7 +175,7 @@ def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize:
 
 def survey(
     specs: Sequence[ParameterSpec],
-    compute_itemsize: int,
+    compute_itemsizes: Sequence[int],
     trainable: Collection[int],
     capacities: Capacities,
     *,
@@ -157,7 +187,7 @@ def survey(
     `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
     = searched. Raises `NoRoom`, which says the tier, the bytes that are missing and the parameter that needs them.
     """
-    itemsize = max(spec.itemsize for spec in specs)
+    itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
     upper = largest_chunk_elements(cap, host_bytes, compute_itemsize, itemsize, capacities.nvme_bytes > 0)
     elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
@@ -174,9 +204,25 @@ def survey(
     if not resident:
         _check_device(layout, slot_bytes, cap, specs)
     uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
-    staging = _staging(layout, elements * itemsize, host_bytes, specs) if uses_nvme else 0
-    slots = total * copies if resident else min(cap // slot_bytes, total)
-    return Ground(layout, itemsize, compute_itemsize, with_states, states, whole, resident, slots, uses_nvme, staging)
+    cast = [chunk for chunk in layout.chunks if compute_itemsizes[chunk.parameters[0]] < chunk.itemsize]
+    room = host_bytes - states - sum(chunk.span * elements * COPY_BYTES for chunk in cast)
+    room -= sum(chunk.span * elements * chunk.itemsize for chunk in layout.chunks if chunk.index in with_states)
+    copied = not resident and (room >= 0 if capacities.home_copies is None else capacities.home_copies)
+    roles = STAGED_ROLES + (copied and bool(cast))
+    staging = _staging(layout, elements * itemsize, host_bytes, specs, roles) if uses_nvme else 0
+    return Ground(
+        layout,
+        itemsize,
+        compute_itemsize,
+        with_states,
+        states,
+        whole,
+        resident,
+        total * copies if resident else min(cap // slot_bytes, total),
+        uses_nvme,
+        staging,
+        frozenset(chunk.index for chunk in cast if copied),
+    )
 
 
 def _chunk_elements(specs: Sequence[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
@@ -206,17 +252,17 @@ def _check_device(layout: Layout, slot_bytes: int, cap: int, specs: Sequence[Par
         )
 
 
-def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec]) -> int:
-    """The slots of the staging ring."""
+def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec], roles: int) -> int:
+    """The slots of the staging ring, which holds `roles` of a chunk at least."""
     host = round_down(host_bytes, PAGE_BYTES)
-    slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes)
+    slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes, roles)
     needed = slots * slot_bytes
     if needed > host:
         span, name = _largest(layout, specs)
         raise NoRoom(
             f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
             f"between NVMe and the device needs {format_size(needed)} ({needed} bytes) for the largest chunk, that of "
-            f"{name}: {span} slot(s) of {format_size(slot_bytes)} in four roles; raise Budget(host=…), or set a "
+            f"{name}: {span} slot(s) of {format_size(slot_bytes)} in {roles} roles; raise Budget(host=…), or set a "
             f"smaller chunk_bytes",
             Tier.HOST,
             needed - host,

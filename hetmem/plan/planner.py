@@ -138,7 +138,8 @@ def _judged(
 def _settings(
     workload: Workload, capacities: Capacities, chunk_bytes: int | None
 ) -> Iterator[tuple[Capacities, int | None]]:
-    """What to try, the default first: then everything on the device, then other chunk sizes."""
+    """What to try, the default first: then everything on the device, 16-bit copies at home (or none of them), and other
+    chunk sizes."""
     yield capacities, chunk_bytes
     try:
         default = arrange(workload, capacities, chunk_bytes)
@@ -149,6 +150,8 @@ def _settings(
         return
     if capacities.device_chunk_bytes is None and default.whole_bytes <= capacities.device_bytes:
         yield replace(capacities, device_chunk_bytes=default.whole_bytes), default.staging_slot_bytes
+    if capacities.home_copies is None and workload.mixed_precision:
+        yield replace(capacities, home_copies=not default.homes["compute"]), chunk_bytes
     if chunk_bytes is None:
         page = PAGE_ELEMENTS * default.itemsize
         for factor in (0.5, 2.0):
@@ -242,6 +245,8 @@ def _tuning(best: Candidate, asked: Capacities) -> tuple[str, ...]:
     if best.capacities.device_chunk_bytes != asked.device_chunk_bytes:
         size = best.capacities.device_chunk_bytes
         advice.append(f"set Budget(device_chunks={size}): then the whole model stays on the device")
+    if best.capacities.home_copies is not asked.home_copies:
+        advice.append(f"set Budget(home_copies={best.capacities.home_copies})")
     if best.chunk_bytes is not None:
         advice.append(f"set chunk_bytes={best.chunk_bytes}")
     return tuple(advice)

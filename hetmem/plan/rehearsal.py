@@ -13,7 +13,7 @@ from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use
 from hetmem.plan.cache import Block
 from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.placement import Capacities, NoRoom
+from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
@@ -79,7 +79,7 @@ class Rehearsal:
         self._gone: list[int] = []
         self._arrived: set[int] = set()
         self._device_homes = (
-            sum(arrangement.home_bytes(chunk) for homes in arrangement.homes.values() for chunk in homes)
+            sum(arrangement.home_bytes(chunk, role) for role, homes in arrangement.homes.items() for chunk in homes)
             * arrangement.resident
         )
         self._kept_gradients = 0
@@ -99,8 +99,7 @@ class Rehearsal:
                 if arrangement.device_slots:
                     home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
                     block = Block(f"{role} of chunk {chunk}", home, arrangement.chunks[chunk].span)
-                    nbytes = arrangement.numels[chunk] * arrangement.chunks[chunk].itemsize
-                    self._blocks[role, chunk] = self._traffic.add(block, nbytes)
+                    self._blocks[role, chunk] = self._traffic.add(block, arrangement.role_bytes(chunk, role))
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -170,7 +169,7 @@ class Rehearsal:
             if block is not None:
                 self._traffic.release(block, Tier.DEVICE)
         self._gone.clear()
-        used = [(p, self._blocks["param", self._arrangement.chunk_of[p]]) for p in event.parameters]
+        used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
         self._moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
         new = [(p, block) for p, block in used if event.kind is Kind.USE or p not in self._held]
         for _, block in new:
@@ -182,6 +181,10 @@ class Rehearsal:
             else:
                 self._traffic.release(block, Tier.DEVICE)
         self._phase(event.after, self._seconds[index][1])
+
+    def _operand(self, chunk: int) -> tuple[str, int]:
+        """The role of `chunk` that copies on the device are fetched from."""
+        return ("compute" if chunk in self._arrangement.homes.get("compute", {}) else "param"), chunk
 
     def _phase(self, phase: Phase, seconds: float) -> None:
         if self._measured:
@@ -312,7 +315,7 @@ class Rehearsal:
 
     def _settle(self, role: str, chunks: list[int]) -> None:
         for chunk in chunks:
-            if self._arrangement.homes[role].get(chunk) is Tier.NVME:
+            if self._arrangement.homes.get(role, {}).get(chunk) is Tier.NVME:
                 self._traffic.execute(self._traffic.residency.settle(self._blocks[role, chunk]))
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
@@ -329,8 +332,8 @@ class Rehearsal:
         self._held.clear()
         self._traffic.forget_copies()
         self._arrangement = arrangement
-        for (_, chunk), block in self._blocks.items():
-            self._traffic.sizes[block] = arrangement.numels[chunk] * arrangement.chunks[chunk].itemsize
+        for (role, chunk), block in self._blocks.items():
+            self._traffic.sizes[block] = arrangement.role_bytes(chunk, role)
         self._book, self._key, self._ended = TraceBook(), None, None
 
     def _optimize(self) -> None:
@@ -338,7 +341,7 @@ class Rehearsal:
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
             members = set(self._arrangement.chunks[chunk].parameters) & self._workload.trainable
             if members:
-                self._update_chunk(chunk, [self._arrangement.elements[index] for index in members])
+                self._update_chunk(chunk, members)
         self._traffic.drain()
         follower = self._book.follower(_STEP)
         self._finish_segment()
@@ -346,23 +349,26 @@ class Rehearsal:
         if follower is not None:
             self._expect(follower)
 
-    def _update_chunk(self, chunk: int, numels: list[int]) -> None:
+    def _update_chunk(self, chunk: int, members: set[int]) -> None:
         traffic, homes = self._traffic, self._arrangement.homes
+        copies = chunk in homes.get("compute", {})
         staged = [role for role in ROLES if homes.get(role, {}).get(chunk) is Tier.NVME]
         for role in staged:
             self._host.append(self._blocks[role, chunk])
             fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
-            traffic.open_staged(self._blocks[role, chunk], load=not fresh)
-        block = self._blocks.get(("param", chunk))
+            whole = role == "compute" and len(members) == len(self._arrangement.chunks[chunk].parameters)
+            traffic.open_staged(self._blocks[role, chunk], load=not (fresh or whole))
+        block = self._blocks.get(self._operand(chunk))
         copied = block is not None and traffic.wait_for_copy(block)
-        seconds = sum(numels) * UPDATE_BYTES * self._arrangement.chunks[chunk].itemsize / 4
-        seconds = seconds / self._update_rate + len(numels) * self._hardware.thread.update_seconds
+        nbytes = UPDATE_BYTES * self._arrangement.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
+        seconds = sum(self._arrangement.elements[index] for index in members) * nbytes
+        seconds = seconds / self._update_rate + len(members) * self._hardware.thread.update_seconds
         self._update += seconds
         traffic.now += seconds
         if block is not None and copied:
             if self._workload.mixed_precision and self._arrangement.resident:
                 pass  # the update writes the copy too
-            elif self._workload.mixed_precision and self._hardware.host_to_device.by_the_caller:
+            elif self._workload.mixed_precision and self._hardware.host_to_device.by_the_caller and not copies:
                 copy_bytes = self._arrangement.numels[chunk] * self._arrangement.compute_itemsize
                 traffic.host_to_device.load.bytes += copy_bytes
             else:

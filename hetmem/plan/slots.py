@@ -2,8 +2,8 @@
 
 Slots of a pool are equal, so nothing fragments for blocks of one slot. A block with a larger span needs slots in a
 row: it lies at a multiple of its span, so that blocks of one span never leave a gap between them that none fits into
-(four roles of a chunk fit into four times its span whatever came before). Large spans are looked for from the high end
-and single slots from the low end, which keeps the two kinds apart.
+(the roles of a chunk fit into as many times its span whatever came before). Large spans are looked for from the high
+end and single slots from the low end, which keeps the two kinds apart.
 """
 
 from __future__ import annotations

@@ -111,6 +111,7 @@ def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
         limits.nvme_bytes,
         limits.device_chunk_bytes,
         int(hardware.device.allocator_share * (hardware.device.memory_bytes if device is None else device)),
+        limits.home_copies,
     )
 
 

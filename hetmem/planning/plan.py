@@ -34,7 +34,8 @@ class Plan:
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
     fit). `compute_bound_rows`: the batch from which on compute binds. `missing_bytes[tier]`: what would make it fit.
-    `chunk_bytes` and `device_chunks` are what to pass on where a setting other than the default one won, else None.
+    `chunk_bytes`, `device_chunks` and `home_copies` are what to pass on where a setting other than the default one won,
+    else None.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Plan:
     slot_bytes: int
     chunk_bytes: int | None
     device_chunks: int | None
+    home_copies: bool | None
     compute_bound_rows: int | None
     largest_parameters: int
     missing_bytes: dict[str, int]
@@ -88,7 +90,12 @@ class Plan:
             raise BudgetError("the plan uses NVMe: say where with plan.budget_in('/path/on/the/drive')")
         nvme = capacity["nvme"] or None
         return Budget(
-            capacity["device"], capacity["host"], nvme, directories if nvme else None, device_chunks=self.device_chunks
+            capacity["device"],
+            capacity["host"],
+            nvme,
+            directories if nvme else None,
+            device_chunks=self.device_chunks,
+            home_copies=self.home_copies,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,6 +139,7 @@ _TUPLES = ("reasons", "advice", "nvme_directories")
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "hardware"), (str,)),
     **dict.fromkeys(("fits", "mixed_precision"), (bool,)),
+    "home_copies": (bool, type(None)),
     **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
     **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, type(None))),
     **dict.fromkeys(("step_seconds", "stall_seconds"), (float, int, type(None))),
@@ -186,6 +194,7 @@ def plan_of(
         slot_bytes=best.arrangement.staging_slot_bytes if best else 0,
         chunk_bytes=best.chunk_bytes if best else None,
         device_chunks=best.capacities.device_chunk_bytes if best else capacities.device_chunk_bytes,
+        home_copies=best.capacities.home_copies if best else capacities.home_copies,
         compute_bound_rows=_compute_bound_rows(terms, workload.rows) if best else None,
         largest_parameters=decision.largest_parameters,
         missing_bytes=dict(decision.missing_bytes),

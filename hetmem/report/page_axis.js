@@ -20,7 +20,8 @@ function formatSeconds(seconds) {
 const formatShare = (share) => `${(share * 100).toFixed(1)}%`;
 
 const ROLE_NAMES = {
-  param: "Weights", grad: "Gradients", exp_avg: "First moment", exp_avg_sq: "Second moment", non_model: "Everything else",
+  param: "Weights", compute: "16-bit weights", grad: "Gradients", exp_avg: "First moment", exp_avg_sq: "Second moment",
+  non_model: "Everything else",
 };
 const roleName = (role) => ROLE_NAMES[role] ?? role;
 const roleColour = (role) => (role in ROLE_NAMES ? `--${role.replaceAll("_", "-")}` : "--other");

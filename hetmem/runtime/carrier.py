@@ -152,12 +152,12 @@ class Carrier:
             raise
 
     def _begin_fetch(self, command: Fetch, *, now: bool) -> None:
-        chunk, _ = self.chunk_of_block[command.block]
-        home = chunk.homes[Role.PARAM]
+        chunk, role = self.chunk_of_block[command.block]
+        home, nbytes = chunk.homes[role], chunk.role_nbytes(role)
         if home.tier is not Tier.NVME:
-            source = chunk.flat(Role.PARAM)
+            source = chunk.flat(role)
         else:
-            source = self.staged(chunk, Role.PARAM, self._residency.slot(command.block, Tier.HOST))
+            source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
         if home.tier is not Tier.DEVICE:
@@ -168,13 +168,13 @@ class Carrier:
         elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()
             work = partial(self._memory.device.copy_in, target, source)
-            self._engine.copy_now(Link.HOST_TO_DEVICE, work, chunk.nbytes, command)
+            self._engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
             self._stalled(start)
             self.execute(self._residency.done(command))
         else:
             self._fetching[command.block] = command
             work = partial(self._memory.device.copy_in, target, source)
-            self._engine.copy(command, Link.HOST_TO_DEVICE, work, chunk.nbytes, after)
+            self._engine.copy(command, Link.HOST_TO_DEVICE, work, nbytes, after)
 
     def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
         """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""

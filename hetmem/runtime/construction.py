@@ -20,7 +20,7 @@ from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
-from hetmem.plan.placement import Capacities, Room, place, survey
+from hetmem.plan.placement import Capacities, Room, place, place_copies, survey
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import stand_in, storage_references
 
@@ -77,9 +77,25 @@ class Memory:
                 self._device_ranges.append(_range(memory, nbytes))
                 self.device_home_bytes += nbytes
             return
+        tiers = place(sizes, self._room(), f"{role.name} of {len(chunks)} chunks")
+        self._settle(role, list(zip(chunks, sizes, tiers, strict=True)))
+
+    def reserve_copies(self, chunks: Iterable[Chunk]) -> None:
+        """Give 16-bit copies of `chunks`, which compute in 16 bits, homes as far as there is room."""
+        wanted = [(chunk, chunk.home_nbytes(Role.COMPUTE)) for chunk in chunks]
+        beside = [chunk.homes[Role.PARAM].tier for chunk, _ in wanted]
+        tiers = place_copies([nbytes for _, nbytes in wanted], beside, self._room())
+        placed = [
+            (chunk, nbytes, tier) for (chunk, nbytes), tier in zip(wanted, tiers, strict=True) if tier is not None
+        ]
+        self._settle(Role.COMPUTE, placed)
+
+    def _room(self) -> Room:
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
-        tiers = place(sizes, Room(self.host_pool.free_bytes, nvme), f"{role.name} of {len(chunks)} chunks")
-        placed = list(zip(chunks, sizes, tiers, strict=True))
+        return Room(self.host_pool.free_bytes, nvme)
+
+    def _settle(self, role: Role, placed: list[tuple[Chunk, int, Tier]]) -> None:
+        """Take memory for homes of so many bytes on those tiers."""
         on_disk = [(chunk, size) for chunk, size, tier in placed if tier is Tier.NVME]
         if on_disk:
             assert self.store is not None
@@ -195,12 +211,16 @@ def build_memory(
     """Lay `module` out, open the pools and move its parameters home. Nothing is changed if it raises."""
     parameters = collect(module)
     capacities = Capacities(
-        _device_bytes(limits, device), _host_bytes(limits), limits.nvme_bytes, limits.device_chunk_bytes
+        _device_bytes(limits, device),
+        _host_bytes(limits),
+        limits.nvme_bytes,
+        limits.device_chunk_bytes,
+        home_copies=limits.home_copies,
     )
     compute = {name: _compute_dtype(p.dtype, mixed_precision) for name, p in parameters.items()}
     ground = survey(
         [ParameterSpec(n, p.numel(), f"{p.dtype} {p.requires_grad}", p.itemsize) for n, p in parameters.items()],
-        max(dtype.itemsize for dtype in compute.values()),
+        [dtype.itemsize for dtype in compute.values()],
         [index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad],
         capacities,
         copies=mixed_precision is not None,
@@ -229,6 +249,7 @@ def build_memory(
             ground.resident,
         )
         memory.reserve(memory.chunks, Role.PARAM)
+        memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
     except BaseException:
         unpin()
         if store is not None:
@@ -304,6 +325,7 @@ def settle_in(managed: ManagedParameter, device: torch.device) -> None:
 
 def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
     """`home` holds the values of `managed`, which compute on `device`: make it what `.data` is."""
+    recast(managed, home)
     dtype = managed.chunk.compute_dtype
     same = dtype is managed.chunk.dtype and home.device == device
     managed.home = home
@@ -311,3 +333,16 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     managed.parameter.data = home
     managed.version = managed.parameter._version
     managed.home_references = storage_references(home)
+
+
+def recast(managed: ManagedParameter, home: torch.Tensor) -> None:
+    """Make the 16-bit copy at home, if there is one, what `home`, which holds the values of `managed`, says."""
+    if Role.COMPUTE in managed.chunk.homes:
+        with torch.no_grad():
+            managed.view(Role.COMPUTE).copy_(home)
+
+
+def recast_all(chunk: Chunk) -> None:
+    """`recast` of every parameter of `chunk`."""
+    for managed in chunk.parameters:
+        recast(managed, managed.home)

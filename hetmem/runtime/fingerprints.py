@@ -48,10 +48,11 @@ class Fingerprints:
     def unequal(
         self, chunk: Chunk, values: torch.Tensor, others: torch.Tensor, managed: ManagedParameter | None = None
     ) -> bool:
-        """Whether two copies in host memory differ."""
+        """Whether two copies in host memory differ, `others` in the dtype of `values`."""
         places = self._places_of(chunk)
         index = places.index[places.part(managed)]
-        return not torch.equal(_bits(values, index), _bits(others, index))
+        theirs = others.index_select(0, index).to(values.dtype)
+        return not torch.equal(_bits(values, index), _bits(theirs, torch.arange(index.numel())))
 
     def forget(self) -> None:
         """Chunks hold other parameters now, and have no copies."""

@@ -49,7 +49,7 @@ def arrange_by_use(runtime: Runtime) -> bool:
 
 def _scratch(chunk: Chunk) -> list[Role]:
     """Roles of states that are as large as parameters."""
-    return [role for role in chunk.homes if role not in (Role.PARAM, Role.GRAD) and role.dtype is None]
+    return [role for role in chunk.homes if role.is_state and role.dtype is None]
 
 
 def _plan(runtime: Runtime, chunks: Sequence[Chunk]) -> tuple[list[ManagedParameter], Layout] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 
 from hetmem.errors import DeviceOutOfMemoryError
-from hetmem.memory.chunk import Role
 from hetmem.plan.remedies import Needs, remedies
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
@@ -79,7 +78,7 @@ class Shortage:
     def _needs(self, live_bytes: int) -> Needs:
         memory, residency = self._memory, self._residency
         blocks = self._blocks_needed()
-        chunks = [chunk for chunk in memory.chunks if chunk.homes[Role.PARAM].block in blocks] or memory.chunks
+        chunks = [chunk for chunk in memory.chunks if chunk.operand_block in blocks] or memory.chunks
         largest = max(managed.numel for chunk in chunks for managed in chunk.parameters)
         slot_bytes = memory.device_pool.slot_bytes
         return Needs(

@@ -75,8 +75,10 @@ class Traffic:
         self.updating: set[Chunk] = set()
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._at_work: set[Worker] = set()
-        for chunk in memory.chunks:
-            self.register_home(chunk, Role.PARAM)
+        for role in (Role.PARAM, Role.COMPUTE):
+            for chunk in memory.chunks:
+                if role in chunk.homes:
+                    self.register_home(chunk, role)
 
     # ---- homes -------------------------------------------------------------------------------------------------
 
@@ -159,7 +161,7 @@ class Traffic:
 
     def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
         """The device copy of `chunk` as a flat tensor, if there is one."""
-        block = chunk.homes[Role.PARAM].block
+        block = chunk.operand_block
         if block is None:
             return None
         while self.residency.state(block, Tier.DEVICE) in _LOADING:
@@ -172,12 +174,10 @@ class Traffic:
         """The copy on the device, if there is one, has just come to say what the newest copy in host memory says."""
         home = chunk.homes[Role.PARAM]
         assert home.block is not None
-        if home.tier is Tier.DEVICE or self.residency.state(home.block, Tier.DEVICE) not in _PLACED:
+        if chunk.operand == Role.COMPUTE or home.tier is Tier.DEVICE:
             return
-        values = chunk.flat(Role.PARAM)
-        if self.residency.state(home.block, Tier.HOST) is CopyState.VALID:
-            values = self.carrier.staged(chunk, Role.PARAM, self.residency.slot(home.block, Tier.HOST))
-        self.carrier.fingerprints.take(chunk, values)
+        if self.residency.state(home.block, Tier.DEVICE) in _PLACED:
+            self.carrier.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
 
     def copy_home_again(self, chunk: Chunk) -> None:
         """Have the copy of `chunk`, whose home is on the device too, say what that says now. Waits for nothing."""
@@ -187,6 +187,13 @@ class Traffic:
         if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
             copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
             self._memory.device.copy_in(copy, chunk.flat(Role.PARAM))
+
+    def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
+        """The newest that host memory, or NVMe, holds of `role` of `chunk`, as a flat tensor."""
+        block = chunk.homes[role].block
+        if block is not None and self.residency.state(block, Tier.HOST) is CopyState.VALID:
+            return self.carrier.staged(chunk, role, self.residency.slot(block, Tier.HOST))
+        return chunk.flat(role)
 
     # ---- host memory -------------------------------------------------------------------------------------------
 
@@ -261,13 +268,15 @@ class Traffic:
                     self.execute(self.residency.settle(block))
                 self.wait_for_one()
 
-    def superseded(self, chunk: Chunk, role: Role) -> None:
-        """The home of `role` was written to directly: no copy of it may be used any more."""
+    def superseded(self, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
+        """The home of `role` was written to directly: no copy of it may be used any more, but perhaps the device's."""
         block = chunk.homes[role].block
         if block is None:
             return
         self.wait_until_written([chunk.homes[role]])
         for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
+            if but_device and tier is Tier.DEVICE:
+                return
             while self.residency.state(block, tier) in _LOADING and self.residency.in_flight():
                 self.wait_for_one()
             if self.residency.state(block, tier) is not CopyState.WAITING:  # what is not there yet is not old
@@ -287,7 +296,7 @@ class Traffic:
         from there. The device copy is given up, or with `keep_copy` stays, to be written too; whether there is one."""
         self.wait_for_update(chunk)
         self.updating.add(chunk)
-        block = chunk.homes[Role.PARAM].block
+        block = chunk.operand_block
         if block is None:
             return False
         self.residency.suspend(block)
@@ -299,7 +308,7 @@ class Traffic:
     def end_update(self, chunk: Chunk, *, renew: bool = False) -> None:
         """The parameters of `chunk` are what they will be; with `renew` a copy on the device is wanted again."""
         self.updating.discard(chunk)
-        block = chunk.homes[Role.PARAM].block
+        block = chunk.operand_block
         if block is not None:
             self.copy_equals_home(chunk)
             self.execute(self.residency.resume(block))
@@ -310,14 +319,14 @@ class Traffic:
         """The device copy of `chunk`, if there is one, in use until `let_go_of_copy`."""
         copy = self.device_copy(chunk)
         if copy is not None:
-            block = chunk.homes[Role.PARAM].block
+            block = chunk.operand_block
             assert block is not None
             self.execute(self.residency.acquire(block, Tier.DEVICE))
         return copy
 
     def let_go_of_copy(self, chunk: Chunk) -> None:
         """End the use of `hold_copy`."""
-        block = chunk.homes[Role.PARAM].block
+        block = chunk.operand_block
         assert block is not None
         self.release(block, Tier.DEVICE)
 
@@ -434,7 +443,7 @@ class Traffic:
 
 
 def param_block(managed: ManagedParameter) -> int:
-    """The block of the chunk that `managed` lies in, whose home is not on the device."""
-    block = managed.chunk.homes[Role.PARAM].block
+    """The block of what operators see of the chunk that `managed` lies in, whose home is not on the device."""
+    block = managed.chunk.operand_block
     assert block is not None, f"{managed.name} has its home on the device"
     return block

@@ -15,7 +15,8 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
-from hetmem.runtime.traffic import Traffic, param_block
+from hetmem.runtime.construction import recast
+from hetmem.runtime.traffic import Traffic
 
 _PLACED = (CopyState.VALID, CopyState.LOADING)
 
@@ -37,7 +38,8 @@ class Writes:
             for managed in counted:
                 self.by_user(managed)
             if not counted and self._differs(chunk):
-                self._traffic.superseded(chunk, Role.PARAM)
+                for managed in chunk.parameters:
+                    self._supersede(managed)
             elif chunk.homes[Role.PARAM].tier is Tier.DEVICE:
                 self._traffic.copy_home_again(chunk)
 
@@ -64,12 +66,22 @@ class Writes:
             home.copy_(new)
             parameter.data = home
         managed.version = parameter._version
-        self._traffic.superseded(managed.chunk, Role.PARAM)
+        self._supersede(managed)
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
         managed.home.copy_(value)
-        self._traffic.superseded(managed.chunk, Role.PARAM)
+        self._supersede(managed)
+
+    def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
+        """What is at home counts: the 16-bit copy there is made anew, and no other may be used, but perhaps the
+        device's."""
+        traffic, chunk = self._traffic, managed.chunk
+        if chunk.operand == Role.COMPUTE:
+            traffic.superseded(chunk, Role.PARAM)
+            traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # what is on its way home must not come later
+            recast(managed, managed.home)
+        traffic.superseded(chunk, chunk.operand, but_device=but_device)
 
     def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
         """Whether the home of `chunk`, or of `managed` in it, was written since copies of it were made."""
@@ -78,12 +90,13 @@ class Writes:
         if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
             return False  # without a copy, or what is at home is older than every copy
         at_home = chunk.flat(Role.PARAM)
+        if chunk.operand == Role.COMPUTE:  # which speaks for the device's copy
+            return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)
         if residency.state(home.block, Tier.DEVICE) in _PLACED and fingerprints.differ(chunk, at_home, managed):
             return True
         if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
             return False
-        staged = traffic.carrier.staged(chunk, Role.PARAM, residency.slot(home.block, Tier.HOST))
-        return fingerprints.unequal(chunk, staged, at_home, managed)
+        return fingerprints.unequal(chunk, traffic.newest(chunk, Role.PARAM), at_home, managed)
 
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 
@@ -102,9 +115,7 @@ class Writes:
         self._traffic.wait_until_written([where])  # an update that trails must not come after this
         self._traffic.send_home(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
-        block = param_block(managed)
-        if self._traffic.residency.state(block, Tier.HOST) is not None:
-            self._traffic.execute(self._traffic.residency.invalidate(block, Tier.HOST))
+        self._supersede(managed, but_device=True)
         self._traffic.copy_equals_home(managed.chunk)
 
 

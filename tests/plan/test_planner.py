@@ -163,6 +163,43 @@ def test_with_mixed_precision_a_device_slot_is_half_a_home() -> None:
     assert (made.slot_bytes, made.staging_slot_bytes, made.resident) == (MIB // 2, MIB, False)
 
 
+@pytest.mark.parametrize(("host", "copied"), [(44 * MIB, True), (43 * MIB, False)])
+def test_copies_come_by_themselves_where_three_states_have_room_beside_them(host: int, copied: bool) -> None:
+    made = arrange(workload(mixed=True), Capacities(64 * MIB, host, 0, 2 * MIB), MIB)
+    assert made.bytes_by_role(Tier.HOST).get("compute", 0) == 4 * MIB * copied
+
+
+def test_copies_at_home_halve_what_goes_to_the_device() -> None:
+    room = Capacities(12 * MIB, 64 * MIB)
+    moved = []
+    for wanted in (False, True):
+        asked = replace(room, home_copies=wanted)
+        moved.append(rehearse(workload(mixed=True), arrange(workload(mixed=True), asked, MIB), asked, HARDWARE).bytes)
+    assert moved[0]["host_to_device"] == 2 * moved[1]["host_to_device"] > 0
+    assert moved[0]["device_to_host"] == moved[1]["device_to_host"]
+
+
+def test_copies_on_nvme_are_read_in_place_of_parameters_and_written_too() -> None:
+    """All eight copies stay on the device from one use to the next; staging is all of host memory."""
+    moved = []
+    for wanted in (False, True):
+        asked = Capacities(64 * MIB, (4 + wanted) * MIB, 64 * MIB, 4 * MIB, home_copies=wanted)
+        made = arrange(workload(mixed=True), asked, MIB)
+        assert made.bytes_by_role(Tier.NVME).get("compute", 0) == 4 * MIB * wanted
+        moved.append(rehearse(workload(mixed=True), made, asked, HARDWARE).bytes)
+    assert moved[1]["nvme_write"] - moved[0]["nvme_write"] == 4 * MIB
+    assert moved[1]["host_to_device"] * 2 == moved[0]["host_to_device"]
+
+
+def test_a_plan_tries_copies_on_nvme_and_says_so() -> None:
+    """Four micro-batches bring the parameters from NVMe seven times or more."""
+    room = Capacities(64 * MIB, 5 * MIB, 64 * MIB, 2 * MIB)
+    decision = decide(workload(mixed=True), room, HARDWARE, chunk_bytes=MIB, micro_batches=4)
+    assert decision.candidate is not None
+    assert decision.candidate.capacities.home_copies is True
+    assert "set Budget(home_copies=True)" in decision.advice
+
+
 def test_the_same_question_has_the_same_answer() -> None:
     room = Capacities(11 * MIB, 20 * MIB, 64 * MIB)
     assert decide(workload(), room, HARDWARE) == decide(workload(), room, HARDWARE)
