@@ -214,10 +214,13 @@ class Stepper:
         if progress is not None and self.failed and not progress.of(parts):
             self.forget()  # the step that failed is not tried again
             progress = None
-        if progress is None or (not progress.begun and not progress.of(parts)):
+        untouched = progress is not None and progress.of(parts)
+        if progress is not None and untouched and not progress.begun:
+            untouched = all(map(self._unscaled, progress.parts))
+        if progress is None or not (progress.begun or untouched):
             self._notice(chunk)
             progress = self._progress[chunk] = Progress(chunk, [self._part(*member) for member in members])
-        elif not progress.of(parts):
+        elif not untouched:
             raise self._changed(progress)
         return progress
 
@@ -241,10 +244,7 @@ class Stepper:
         for progress in self._progress.values():
             used_up = self._optimizer.gradients is Gradients.STREAMED
             for part in progress.parts if progress.begun else ():
-                kept = part.managed.parameter.grad is part.gradient
-                if part.sample is not None and kept:
-                    at, bits = part.sample
-                    kept = bits == bits_at(self._flat_gradient(part, {}), at)
+                kept = part.managed.parameter.grad is part.gradient and self._unscaled(part)
                 if not (used_up or kept) or writes.changed(part.managed):
                     raise self._changed(progress)
 
@@ -253,6 +253,10 @@ class Stepper:
         for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
             part.version = part.gradient._version
             part.sample = sample_of(self._flat_gradient(part, job.opened))
+
+    def _unscaled(self, part: Part) -> bool:
+        """Whether the gradient of `part` is what was seen, as far as its sample says."""
+        return part.sample is None or part.sample[1] == bits_at(self._flat_gradient(part, {}), part.sample[0])
 
     def _changed(self, progress: Progress) -> RuntimeError:
         names = ", ".join(part.managed.name for part in progress.parts[:3])

@@ -660,3 +660,24 @@ def test_weights_stay_where_they_are_while_views_of_their_copies_are_held(placem
         for module in (plain, managed):
             module.keeps = False
             module.kept.clear()
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """By something that counts no version; nothing had been updated yet, but the sums of the backward were taken."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
+    for batch in vector_batches(4, 4, 64):
+        plain.load_state_dict(managed.state_dict())
+        for module in (plain, managed):
+            module.zero_grad()
+            loss_of(module, batch).backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(0.5)
+        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        right.step()
+        assert right.grad_norm == pytest.approx(norm, rel=1e-5)
