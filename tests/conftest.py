@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
     the seeds of the random programs."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
-    parser.addoption("--programs", default="0:60", help="first:last seed of the random training programs")
+    parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -159,7 +159,7 @@ MUTATIONS = {
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
         "runtime/gradients.py",
-        "if written or _staged_differs(runtime, chunk):",
+        "if written or _staged_differs(runtime, chunk, taken):",
         "if written:",
         "tests/optim/test_overlap.py::test_the_gradient_scaler_of_torch_works",
     ),

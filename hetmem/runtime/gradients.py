@@ -185,7 +185,7 @@ class GradientSink:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
         chunk = managed.chunk
         if not self.runtime.traffic.arriving(chunk):  # else staging, which is in use, is newer than the home
-            honour_written_gradients(self.runtime, chunk)
+            honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
@@ -198,18 +198,19 @@ def is_home_gradient(managed: ManagedParameter) -> bool:
     return home is not None and managed.parameter.grad is home and home.data_ptr() == managed.grad_address
 
 
-def honour_written_gradients(runtime: Runtime, chunk: Chunk) -> None:
-    """The user may have changed gradients at home (clipping, zero_grad): no staged copy of them may be used then."""
+def honour_written_gradients(runtime: Runtime, chunk: Chunk, taken: Container[ManagedParameter] = ()) -> None:
+    """The user may have changed gradients at home (clipping, zero_grad): no staged copy of them may be used then.
+    `taken`: those whose `p.grad` is away just now, for what arrives to be added."""
     written = False
     for managed in chunk.parameters:
         if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
             managed.grad_version = managed.grad_home._version
             written = True
-    if written or _staged_differs(runtime, chunk):
+    if written or _staged_differs(runtime, chunk, taken):
         runtime.traffic.superseded(chunk, Role.GRAD)
 
 
-def _staged_differs(runtime: Runtime, chunk: Chunk) -> bool:
+def _staged_differs(runtime: Runtime, chunk: Chunk, taken: Container[ManagedParameter]) -> bool:
     """Whether the home of gradients on NVMe was written to without counting a version, as `GradScaler.unscale_` does:
     then an element that is not zero in staging has another value at home. One is read of each parameter, as each may
     cost an access of the disk."""
@@ -221,7 +222,7 @@ def _staged_differs(runtime: Runtime, chunk: Chunk) -> bool:
     staged = runtime.traffic.carrier.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
     at_home = chunk.flat(Role.GRAD)
     for managed in chunk.parameters:
-        if is_home_gradient(managed) and managed.numel:
+        if (is_home_gradient(managed) or managed in taken) and managed.numel:
             at = managed.offset + int(managed.part(staged).abs().argmax())
             if not torch.equal(staged[at : at + 1].view(torch.uint8), at_home[at : at + 1].view(torch.uint8)):
                 return True

@@ -305,6 +305,19 @@ def test_a_parameter_frozen_before_its_backward_keeps_the_gradient_that_it_had(p
     assert_same_grads(*modules)
 
 
+@everywhere
+def test_a_gradient_scaled_without_a_version_is_added_to_as_it_is(placement: str, tmp_path: Path) -> None:
+    """One of each chunk: the staged copy on NVMe was compared for all parameters but the one that was added to."""
+    modules = pair(mlp, placement, tmp_path)
+    for batch in vector_batches(3, 4, WIDTH):
+        for module in modules:
+            loss_of(module, batch).backward()
+        assert_same_grads(*modules)
+        for module in modules:
+            module[4].bias.grad.data.mul_(0.5)
+            module[2].weight.grad.data.mul_(0.5)
+
+
 class PartlyUsed(nn.Module):
     """Uses `second` only when told to."""
 
