@@ -199,11 +199,11 @@ MUTATIONS = {
         "",
         COPIES + "test_a_step_that_is_taken_back_takes_copies_back",
     ),
-    "leave 16-bit copies where other parameters were": Mutation(
+    "make no 16-bit copies at home to begin with": Mutation(
         "runtime/construction.py",
         "    recast(managed, home)\n    dtype",
         "    dtype",
-        COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
+        COPIES + "test_a_copy_lies_in_host_memory_or_beside_its_parameters_or_nowhere",
     ),
     "forget the 16-bit copies of parameters that are not updated": Mutation(
         "optim/stepper.py",
