@@ -183,8 +183,8 @@ MUTATIONS = {
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
         "runtime/writes.py",
-        "            yield chunk.flat(role)\n",
-        "            yield from ()\n",
+        "return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)",
+        "return False",
         COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward",
     ),
     "update no 16-bit copy at home": Mutation(
