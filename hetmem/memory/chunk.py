@@ -42,7 +42,8 @@ class Home:
     """The authoritative place of one role of one chunk.
 
     `memory` is host memory, or the shared mapping of the file region `extent`, or device memory. `block` is the
-    number under which the residency knows it; None for a home on the device, which never moves.
+    number under which the residency knows it; None for a home on the device that operators see. `away` is the place
+    that stays reserved for it elsewhere while it is on the device.
     """
 
     tier: Tier
@@ -51,6 +52,7 @@ class Home:
     extent: Extent | None = None
     written: bool = False
     """Whether anything that counts was ever put there (of an optimizer's state)."""
+    away: Home | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +71,11 @@ class Chunk:
     most_parameters: int
     parameters: list[ManagedParameter] = field(default_factory=list)
     homes: dict[Role, Home] = field(default_factory=dict)
+
+    @property
+    def moved(self) -> bool:
+        """Whether its homes have moved to the device, and may go back."""
+        return Role.PARAM in self.homes and self.homes[Role.PARAM].away is not None
 
     @property
     def nbytes(self) -> int:

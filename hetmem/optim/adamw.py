@@ -103,6 +103,7 @@ class AdamWRule:
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""
 
     emits_copy = True
+    runs_on_device = True
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Two moments, in the parameter's dtype."""
@@ -134,6 +135,7 @@ class CompactAdamWRule:
     """AdamW on states smaller than float32: see `hetmem.optim.kernels.compact`. Host memory only."""
 
     emits_copy = True
+    runs_on_device = False
 
     def __init__(self, moments: torch.dtype | str | None, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._seed, self._stochastic_rounding = moments, seed, stochastic_rounding

@@ -69,6 +69,7 @@ class TorchRule:
     """The arithmetic of `optimizer`, a class of torch's. It writes no copies."""
 
     emits_copy = False
+    runs_on_device = True
 
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer

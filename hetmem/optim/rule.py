@@ -43,6 +43,9 @@ class Rule(Protocol):
     emits_copy: bool
     """Whether tasks write `ParameterUpdate.copy`."""
 
+    runs_on_device: bool
+    """Whether there is an `on_device`."""
+
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
         ...

@@ -35,6 +35,20 @@ class Bindings:
                 if managed.numel:
                     self._by_address[tensor.untyped_storage().data_ptr()] = managed
 
+    def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
+        """`managed` has another home, with the same values, and rests as `rest`; device views stay."""
+        at = managed.parameter.data_ptr()
+        at_home, resting = at == managed.home.data_ptr(), at == managed.rest.data_ptr()
+        for tensor in (managed.home, managed.rest):
+            self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
+        managed.home, managed.rest = home, rest
+        if at_home or resting:
+            managed.parameter.data = home if at_home else rest
+        managed.home_references = storage_references(home) + (managed.parameter.data_ptr() != home.data_ptr())
+        for tensor in (home, rest):
+            if managed.numel:
+                self._by_address[tensor.untyped_storage().data_ptr()] = managed
+
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
         if tensor.layout is not torch.strided:
