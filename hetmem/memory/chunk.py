@@ -184,7 +184,10 @@ class ManagedParameter:
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
         dtype = role.dtype or self.chunk.dtype
-        return self.shaped(elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize))
+        flat = elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize)
+        view = torch.empty(0, dtype=dtype, device=flat.device)
+        view.data = self.shaped(flat)  # a view of `flat` would keep that memory when its `.data` is set elsewhere
+        return view
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat`, this parameter's elements, in its shape and strides."""

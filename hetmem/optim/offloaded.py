@@ -20,7 +20,7 @@ from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
 from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime import registry
-from hetmem.runtime.bindings import storage_references
+from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
 
@@ -238,7 +238,7 @@ class OffloadedOptimizer(Optimizer):
 
     def states_held(self, chunk: Chunk) -> bool:
         """Whether anybody has views of states of `chunk` beside those in `state`."""
-        return any(storage_references(shown) > 1 for shown, _ in self._shown(chunk))
+        return any(is_shared(shown) for shown, _ in self._shown(chunk))
 
     def states_moved(self, chunk: Chunk) -> None:
         """The states of `chunk` have other homes: the tensors in `state` stay the same, and are those from now on."""

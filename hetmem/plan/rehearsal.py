@@ -391,7 +391,8 @@ class Rehearsal:
         here = homes["param"][chunk] is Tier.DEVICE
         on_device = here and not self._hardware.host_to_device.by_the_caller
         device_rate, host_rate = self._hardware.device.bytes_per_second, self._hardware.host.update_bytes_per_second
-        seconds = seconds / (device_rate if on_device else host_rate) + len(numels) * self._hardware.thread.update_seconds
+        seconds /= device_rate if on_device else host_rate
+        seconds += len(numels) * self._hardware.thread.update_seconds
         self._update += seconds
         traffic.now += seconds
         if block is not None and copied:

@@ -107,6 +107,12 @@ def storage_references(tensor: torch.Tensor) -> int:
     return _references(tensor.untyped_storage()._cdata)
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anybody holds the memory of `tensor`, which is no view, beside that tensor (and the handle that counts).
+    """
+    return storage_references(tensor) > 2
+
+
 def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of `dtype` on `device` in the shape of `like` that takes no memory and reads as NaN."""
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -16,7 +16,7 @@ from hetmem.memory.transfer import Link
 from hetmem.memory.views import Memory
 from hetmem.plan.share import Candidate, choose
 from hetmem.plan.trace import Tier
-from hetmem.runtime.bindings import stand_in, storage_references
+from hetmem.runtime.bindings import is_shared, stand_in, storage_references
 from hetmem.runtime.gradients import GradientSink, is_home_gradient
 from hetmem.runtime.runtime import Runtime
 
@@ -67,7 +67,7 @@ class ResidentShare:
         traffic, memory = self._runtime.traffic, self._runtime.memory
         enough = memory.device_home_bytes - nbytes
         with self._runtime.moving_homes():
-            for chunk in sorted(reversed(self._moved), key=traffic.updating.__contains__):
+            for chunk in sorted(self._moved[::-1], key=traffic.updating.__contains__):
                 if memory.device_home_bytes <= enough:
                     break
                 traffic.wait_for_update(chunk)
@@ -140,8 +140,9 @@ class ResidentShare:
         if role not in (Role.PARAM, Role.GRAD) and not chunk.homes[role].written:
             return
         to, of = chunk.over(role, target), chunk.over(role, source)
-        copy = self._runtime.memory.device.copy_in if link is Link.HOST_TO_DEVICE else torch.Tensor.copy_
-        self._runtime.traffic.engine.copy_now(link, partial(copy, to, of), chunk.role_nbytes(role))
+        device = self._runtime.memory.device
+        work = partial(device.copy_in, to, of) if link is Link.HOST_TO_DEVICE else partial(_copy, to, of)
+        self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))
 
     def _settle(self, chunk: Chunk) -> None:
         """Everybody finds the homes of `chunk` where they are now."""
@@ -175,9 +176,13 @@ def _is_held(managed: ManagedParameter) -> bool:
         return True
     if not managed.numel:
         return False
-    if home is not None and (home.data_ptr() != managed.grad_address or storage_references(home) > 1):
+    if home is not None and (home.data_ptr() != managed.grad_address or is_shared(home)):
         return True
     return storage_references(managed.home) > managed.home_references
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 class _WeakGiveWay:

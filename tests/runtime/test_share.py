@@ -69,9 +69,7 @@ def one_more_step(pairs: tuple[nn.Module, nn.Module], optimizers: Any, recipe: R
 @WHERE
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
-def test_the_bits_are_those_of_plain_torch(
-    overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path
-) -> None:
+def test_the_bits_are_those_of_plain_torch(overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
     optimizers = (
         torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
