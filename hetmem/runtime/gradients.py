@@ -194,16 +194,14 @@ class GradientSink:
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
         """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
         home is another chunk's."""
-        ours = chunk in self._lent or (self.lends and chunk.moved)
-        if not ours or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
+        if chunk not in self._lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
             return
         for managed in chunk.parameters:
             if is_home_gradient(managed):
                 managed.parameter.grad = None
             managed.grad_home = None
-        if chunk in self._lent:
-            self._lent.discard(chunk)
-            self.runtime.memory.take_back(chunk, Role.GRAD)
+        self._lent.discard(chunk)
+        self.runtime.memory.take_back(chunk, Role.GRAD)
 
     def has_lent(self, chunk: Chunk) -> bool:
         """Whether the gradients of `chunk` lie in memory that was lent for them."""
