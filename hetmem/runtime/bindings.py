@@ -108,7 +108,7 @@ def storage_references(tensor: torch.Tensor) -> int:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anybody holds the memory of `tensor`, which is no view, beside that tensor (and the handle that counts)."""
+    """Whether anybody but `tensor`, which is no view, holds its memory (and the handle that counts)."""
     return storage_references(tensor) > 2
 
 

@@ -67,7 +67,9 @@ class ResidentShare:
         traffic, memory = self._runtime.traffic, self._runtime.memory
         enough = memory.device_home_bytes - nbytes
         with self._runtime.moving_homes():
-            for chunk in sorted(self._moved[::-1], key=traffic.updating.__contains__):
+            last_first = list(reversed(self._moved))
+            last_first.sort(key=traffic.updating.__contains__)
+            for chunk in last_first:
                 if memory.device_home_bytes <= enough:
                     break
                 traffic.wait_for_update(chunk)
