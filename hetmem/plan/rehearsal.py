@@ -102,6 +102,11 @@ class Rehearsal:
                     if tier is Tier.DEVICE:
                         self._traffic.on_device.add(number)
 
+    @property
+    def arrangement(self) -> Arrangement:
+        """As it is now: homes move to the device once a step has shown what is idle there."""
+        return self._arrangement
+
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
