@@ -195,8 +195,8 @@ MUTATIONS = {
     ),
     "keep homes on the device when an operator needs their memory": Mutation(
         "runtime/runtime.py",
-        "            self._let_homes_go(live_bytes)\n",
-        "",
+        "self.give_way(missing * self.memory.device_pool.slot_bytes)",
+        "pass",
         SHARE + "test_homes_go_back_when_a_larger_batch_needs_their_memory[1-float32-host]",
     ),
     "carry commands out before those given earlier": Mutation(
