@@ -195,7 +195,7 @@ MUTATIONS = {
     ),
     "keep homes on the device when an operator needs their memory": Mutation(
         "runtime/runtime.py",
-        "self.give_way(missing * self.memory.device_pool.slot_bytes)",
+        "self.give_way(missing)",
         "pass",
         SHARE + "test_homes_go_back_when_a_larger_batch_needs_their_memory[1-float32-host]",
     ),

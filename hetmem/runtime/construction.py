@@ -163,9 +163,12 @@ class Memory:
 
     def device_slots(self, non_model_bytes: int) -> int:
         """How many slots chunks may take while everything else takes `non_model_bytes`."""
-        room = min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes)
-        room -= self.device_home_bytes
+        room = self.room_bytes(non_model_bytes)
         return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
+
+    def room_bytes(self, non_model_bytes: int) -> int:
+        """What is left for copies while everything else takes `non_model_bytes`; below zero if homes take more."""
+        return min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes) - self.device_home_bytes
 
     @property
     def usable_bytes(self) -> int:

@@ -147,9 +147,9 @@ class Runtime:
     def _let_homes_go(self, non_model_bytes: int) -> None:
         """Homes that moved to the device give way where copies would have less room for them."""
         if self.memory.moved_bytes:
-            missing = self._all_slots - self.memory.device_slots(non_model_bytes)
+            missing = self._all_slots * self.memory.device_pool.slot_bytes - self.memory.room_bytes(non_model_bytes)
             if missing > 0:
-                self.give_way(missing * self.memory.device_pool.slot_bytes)
+                self.give_way(missing)
 
     def _set_limit(self, non_model_bytes: int) -> None:
         """Leave room for `non_model_bytes` beside chunks."""
