@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 STORIES = "tests/plan/test_residency.py::"
 BITS = "tests/runtime/test_bit_equality.py::"
 COPIES = "tests/runtime/test_home_copies.py::"
+SHARE = "tests/runtime/test_share.py::"
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,29 @@ MUTATIONS = {
         "needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)",
         "needed[Role.COMPUTE] = False",
         COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
+    "move a home without what lies there": Mutation(
+        "runtime/share.py",
+        "self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))",
+        "pass",
+        SHARE + "test_the_bits_are_those_of_plain_torch[off-bfloat16-host]",
+    ),
+    "move a home of which somebody holds a view": Mutation(
+        "runtime/share.py",
+        "    return storage_references(managed.home) > managed.home_references\n",
+        "    return False\n",
+        SHARE + "test_a_chunk_whose_weights_somebody_holds_does_not_move",
+    ),
+    "show states where they were before they moved": Mutation(
+        "optim/offloaded.py",
+        "shown.data = home",
+        "pass",
+        SHARE + "test_tensors_that_users_hold_of_gradients_and_states_stay_the_real_ones[float32]",
+    ),
+    "keep homes on the device when an operator needs their memory": Mutation(
+        "runtime/runtime.py",
+        "self.give_way(missing)",
+        "pass",
+        SHARE + "test_homes_go_back_when_a_larger_batch_needs_their_memory[1-float32-host]",
     ),
     "carry commands out before those given earlier": Mutation(
         "runtime/carrier.py",

@@ -18,6 +18,7 @@ from hetmem.memory.chunk import Role
 from hetmem.plan.arrangement import ROLES, arrange
 from hetmem.plan.hardware import ProfileError
 from hetmem.plan.placement import Capacities
+from hetmem.plan.rehearsal import Rehearsal
 from hetmem.plan.workload import Kind
 from hetmem.planning.modeltrace import checkpointed, divided, trace
 from hetmem.runtime import registry
@@ -75,7 +76,7 @@ def train(model: nn.Module, plan: planning.Plan, steps: int = 3, **options: Any)
 @pytest.mark.parametrize(
     "model", [{}, {"saves": True}, {"backwards": True}], ids=["plain", "checkpointed", "backwards"]
 )
-@pytest.mark.parametrize("where", ["device", "host", "nvme", "nvme with copies"])
+@pytest.mark.parametrize("where", ["device", "host", "nvme", "nvme with copies", "share", "share of nvme"])
 def test_the_peaks_of_a_run_are_the_planned_ones(
     where: str, model: dict[str, bool], mixed_precision: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -85,6 +86,10 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         "nvme": hetmem.Budget(device="2MiB", host="2MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="512KiB"),
         "nvme with copies": hetmem.Budget(
             device="2MiB", host="3MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="512KiB", home_copies=True
+        ),
+        "share": hetmem.Budget(device="8MiB", host="16MiB", device_chunks="3MiB"),
+        "share of nvme": hetmem.Budget(
+            device="8MiB", host="2MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="3MiB"
         ),
     }[where]
     plan = planning.plan(lambda: GPT(**model), (BATCH,), budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
@@ -126,6 +131,32 @@ def test_what_is_arranged_is_what_is_reserved(
         homes = {c.spec.index: c.homes[Role(role)].tier for c in memory.chunks if Role(role) in c.homes}
         assert homes == made.homes[role]
     hetmem.release(model)
+
+
+@pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("model", [{}, {"backwards": True}], ids=["plain", "backwards"])
+@pytest.mark.parametrize(("host", "nvme"), [(16 * MIB, 0), (2 * MIB, 16 * MIB)])
+def test_the_homes_that_a_run_moves_to_the_device_are_the_planned_ones(
+    host: int, nvme: int, model: dict[str, bool], mixed_precision: torch.dtype | None, tmp_path: Path
+) -> None:
+    workload = trace(planning.Call(lambda: GPT(**model), BATCH, mixed_precision=mixed_precision))
+    capacities = Capacities(8 * MIB, host, nvme, 3 * MIB)
+    planned = Rehearsal(workload, arrange(workload, capacities, 128 * KIB), capacities, planning.load_profile("l4"))
+    directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
+    budget = hetmem.Budget(device=8 * MIB, host=host, device_chunks=3 * MIB, **directory)
+    run = hetmem.manage(GPT(**model), budget, device="sim", chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
+    optimizer = hetmem.AdamW(run.parameters())
+    for _ in range(3):
+        planned.step()
+        run(BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        memory = registry.of_module(run).runtime.memory
+        for role in ROLES:
+            homes = {chunk.spec.index: chunk.homes[Role(role)].tier for chunk in memory.chunks}
+            assert homes == planned.arrangement.homes[role]
+    assert 0 < sum(chunk.moved for chunk in memory.chunks) < len(memory.chunks)
+    hetmem.release(run)
 
 
 def test_the_trace_uses_what_a_run_uses() -> None:

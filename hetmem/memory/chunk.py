@@ -50,7 +50,8 @@ class Home:
     """The authoritative place of one role of one chunk.
 
     `memory` is host memory, or the shared mapping of the file region `extent`, or device memory. `block` is the
-    number under which the residency knows it; None for a home on the device, which never moves.
+    number under which the residency knows it; None for a home on the device that operators see. `away` is the place
+    that stays reserved for it elsewhere while it is on the device.
     """
 
     tier: Tier
@@ -59,6 +60,7 @@ class Home:
     extent: Extent | None = None
     written: bool = False
     """Whether anything that counts was ever put there (of an optimizer's state)."""
+    away: Home | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,11 @@ class Chunk:
     def operand_block(self) -> int | None:
         """The number under which the residency knows what operators see."""
         return self.homes[self.operand].block
+
+    @property
+    def moved(self) -> bool:
+        """Whether its homes have moved to the device, and may go back."""
+        return Role.PARAM in self.homes and self.homes[Role.PARAM].away is not None
 
     def dtype_of(self, role: Role) -> torch.dtype:
         """Of the elements of `role`."""
@@ -194,7 +201,10 @@ class ManagedParameter:
     def view(self, role: Role) -> torch.Tensor:
         """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
         dtype = self.chunk.dtype_of(role)
-        return self.shaped(elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize))
+        flat = elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize)
+        view = torch.empty(0, dtype=dtype, device=flat.device)
+        view.data = self.shaped(flat)  # a view of `flat` would keep that memory when its `.data` is set elsewhere
+        return view
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat`, this parameter's elements, in its shape and strides."""

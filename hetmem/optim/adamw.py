@@ -102,6 +102,8 @@ def _refuse_amsgrad(groups: list[dict[str, Any]]) -> None:
 class AdamWRule:
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""
 
+    runs_on_device = True
+
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Two moments, in the parameter's dtype."""
         return _ROLES
@@ -130,6 +132,8 @@ class AdamWRule:
 
 class CompactAdamWRule:
     """AdamW on states smaller than float32: see `hetmem.optim.kernels.compact`. Host memory only."""
+
+    runs_on_device = False
 
     def __init__(self, moments: torch.dtype | str | None, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._seed, self._stochastic_rounding = moments, seed, stochastic_rounding

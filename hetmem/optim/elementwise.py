@@ -68,6 +68,8 @@ def offload(
 class TorchRule:
     """The arithmetic of `optimizer`, a class of torch's."""
 
+    runs_on_device = True
+
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer
         self._keywords = frozenset(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}

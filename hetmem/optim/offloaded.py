@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
+from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
 
@@ -125,6 +126,8 @@ class OffloadedOptimizer(Optimizer):
         self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()
+        for interception in self._steppers:
+            interception.share.grow()
         work = self._work()
         grad_scale = self._grad_scale(work)
         try:
@@ -243,6 +246,24 @@ class OffloadedOptimizer(Optimizer):
                     written = True
         return written
 
+    def states_held(self, chunk: Chunk) -> bool:
+        """Whether anybody has views of states of `chunk` beside those in `state`."""
+        return any(is_shared(shown) for shown, _ in self._shown(chunk))
+
+    def states_moved(self, chunk: Chunk) -> None:
+        """The states of `chunk` have other homes: the tensors in `state` stay the same, and are those from now on."""
+        for shown, home in self._shown(chunk):
+            shown.data = home
+
+    def _shown(self, chunk: Chunk) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What `state` shows of `chunk`, and the homes of that."""
+        for managed in chunk.parameters:
+            state = self._state.get(managed.parameter, {})
+            for role in chunk.homes:
+                if managed.numel and state.get(role.name) is not None:
+                    for name, home in managed.views(role).items():
+                        yield state[name], home
+
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _reserve(self, group: dict[str, Any]) -> None:
@@ -271,6 +292,8 @@ class OffloadedOptimizer(Optimizer):
                 _check_staging(memory.staging_slots, chunk, len(self.rule.roles(group, chunk.dtype)))
             for dtype in {chunk.dtype for chunk in used}:
                 roles = self.rule.roles(group, dtype)
+                for chunk in used:
+                    interception.share.before_reserving(chunk, set(roles))
                 traffic.ensure_homes([chunk for chunk in used if chunk.dtype is dtype], roles)
 
     def _saved_states(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:

@@ -40,6 +40,9 @@ class ParameterUpdate:
 class Rule(Protocol):
     """Elementwise arithmetic: what becomes of an element depends on that element alone, and on numbers."""
 
+    runs_on_device: bool
+    """Whether there is an `on_device`."""
+
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
         ...

@@ -12,7 +12,7 @@ first step overlaps nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,26 @@ class Stepper:
                 f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: use overlap='off'"
             )
 
+    # ---- homes that move -------------------------------------------------------------------------------------------
+
+    def updates_on_device(self) -> set[int]:
+        """See `Watcher`."""
+        return set(self._optimizer.groups_by_parameter()) if self._optimizer.rule.runs_on_device else set()
+
+    def settle(self) -> None:
+        """See `Watcher`."""
+        self.synchronize()
+
+    def may_move(self, chunk: Chunk) -> bool:
+        """See `Watcher`."""
+        progress = self._progress.get(chunk)
+        self._notice_states(chunk)
+        return (progress is None or progress.saved is None) and not self._optimizer.states_held(chunk)
+
+    def moved(self, chunk: Chunk) -> None:
+        """See `Watcher`."""
+        self._optimizer.states_moved(chunk)
+
     def _complete(self, chunk: Chunk) -> bool:
         """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
@@ -174,8 +194,9 @@ class Stepper:
         """Everything is done and at home, also on NVMe."""
         self._carry_out(home for chunk in self._runtime.chunks for home in chunk.homes.values())
 
-    def ensure_homes(self, chunk: Chunk, roles: Iterable[Role]) -> None:
+    def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
         """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""
+        self._interception.share.before_reserving(chunk, set(roles))
         self._runtime.traffic.ensure_homes([chunk], roles)
 
     def forget(self) -> None:
@@ -310,7 +331,7 @@ class Stepper:
         chunk, parts = progress.chunk, progress.parts
         roles = self._state_roles(parts)
         self._runtime.traffic.wait_for_update(chunk)  # another optimizer's, which may make states that lie beside these
-        self._runtime.traffic.ensure_homes([chunk], roles)
+        self.ensure_homes(chunk, roles)
         needed = {Role.PARAM: True}
         if Role.COMPUTE in chunk.homes:
             needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)

@@ -1,7 +1,7 @@
 """Searches what a run can be told to do, with the simulator as the judge, and says what is missing if nothing fits.
 
 Only what `manage` and `hetmem.AdamW` do today is planned: homes in host memory, then on NVMe, in the order of roles;
-the update on the host; everything on the device if it fits there. Pure.
+the update on the host; everything on the device if it fits there, or what a step leaves room for. Pure.
 """
 
 from __future__ import annotations

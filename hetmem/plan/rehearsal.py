@@ -7,7 +7,7 @@ counterpart of `runtime.runtime`, `runtime.gradients` and `optim.adamw`. Pure.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use
@@ -15,6 +15,7 @@ from hetmem.plan.cache import Block
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.share import Candidate, choose, idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
 from hetmem.plan.workload import Event, Kind, Phase, Workload
@@ -60,7 +61,7 @@ class Rehearsal:
         self._hardware = hardware
         self._micro_batches = micro_batches
         slots = {Tier.DEVICE: arrangement.device_slots, Tier.HOST: arrangement.staging_slots}
-        self._traffic = SimulatedTraffic(slots, hardware, policy, resident=arrangement.resident)
+        self._traffic = SimulatedTraffic(slots, hardware, policy)
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
         self._seconds = [
@@ -85,9 +86,6 @@ class Rehearsal:
         self._kept_gradients = 0
         self._peaks = {"device": 0, "chunk": 0, "other": 0}
         self._compute = self._update = 0.0
-        on_device = arrangement.resident and not hardware.host_to_device.by_the_caller
-        device_rate, host_rate = hardware.device.bytes_per_second, hardware.host.update_bytes_per_second
-        self._update_rate = device_rate if on_device else host_rate
         self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
         self._steps = 0
 
@@ -99,7 +97,15 @@ class Rehearsal:
                 if arrangement.device_slots:
                     home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
                     block = Block(f"{role} of chunk {chunk}", home, arrangement.chunks[chunk].span)
-                    self._blocks[role, chunk] = self._traffic.add(block, arrangement.role_bytes(chunk, role))
+                    number = self._traffic.add(block, arrangement.role_bytes(chunk, role))
+                    self._blocks[role, chunk] = number
+                    if tier is Tier.DEVICE:
+                        self._traffic.on_device.add(number)
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """As it is now: homes move to the device once a step has shown what is idle there."""
+        return self._arrangement
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -295,6 +301,9 @@ class Rehearsal:
                 self._kept_gradients += device_bytes * (self._steps == 0)
                 self._arrived.add(parameter)
             return
+        if arrangement.homes["grad"][chunk] is Tier.DEVICE:
+            self._arrived.add(parameter)
+            return
         if arrangement.homes["grad"][chunk] is Tier.HOST:
             traffic.send_gradient(nbytes, device_bytes)
             self._arrived.add(parameter)
@@ -336,8 +345,41 @@ class Rehearsal:
             self._traffic.sizes[block] = arrangement.role_bytes(chunk, role)
         self._book, self._key, self._ended = TraceBook(), None, None
 
+    def _fill_idle(self) -> None:
+        """As `runtime.share`."""
+        arrangement, capacities = self._arrangement, self._capacities
+        if arrangement.resident or not self._blocks or self._book.get(_BACKWARD) is None:
+            return
+        copies = sum(chunk.span for chunk in arrangement.chunks) * arrangement.slot_bytes
+        usable = capacities.device_bytes - capacities.device_fragment_bytes
+        idle = idle_bytes(usable, capacities.chunk_cap_bytes, self._peaks["other"], self._device_homes + copies)
+        homes, trainable = arrangement.homes, self._workload.trainable
+        chunks = [
+            chunk
+            for chunk in homes["exp_avg"]
+            if homes["param"][chunk] is not Tier.DEVICE
+            and chunk not in homes.get("compute", {})
+            and trainable & set(arrangement.chunks[chunk].parameters)
+        ]
+        chosen = [chunks[at] for at in choose([self._candidate(chunk) for chunk in chunks], idle)]
+        for chunk in chosen:
+            for role in (role for role in ROLES if chunk in homes.get(role, {})):
+                home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.chunks[chunk].span)
+                counts = self._steps > 0 or role in ("param", "grad")
+                nbytes = arrangement.home_bytes(chunk, role)
+                self._traffic.move_in(self._blocks[role, chunk], home, nbytes * counts)
+                self._device_homes += nbytes
+        moved = {role: {**at, **{chunk: Tier.DEVICE for chunk in chosen if chunk in at}} for role, at in homes.items()}
+        self._arrangement = replace(arrangement, homes=moved)
+
+    def _candidate(self, chunk: int) -> Candidate:
+        at = {role: tiers[chunk] for role, tiers in self._arrangement.homes.items() if chunk in tiers}
+        sizes = {role: self._arrangement.home_bytes(chunk, role) for role in at}
+        return Candidate(sum(sizes.values()), sum(sizes[role] for role in at if at[role] is Tier.NVME))
+
     def _optimize(self) -> None:
         self._begin(_STEP)
+        self._fill_idle()
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
             members = set(self._arrangement.chunks[chunk].parameters) & self._workload.trainable
             if members:
@@ -361,12 +403,16 @@ class Rehearsal:
         block = self._blocks.get(self._operand(chunk))
         copied = block is not None and traffic.wait_for_copy(block)
         nbytes = UPDATE_BYTES * self._arrangement.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
+        here = homes["param"][chunk] is Tier.DEVICE
+        on_device = here and not self._hardware.host_to_device.by_the_caller
+        device_rate, host_rate = self._hardware.device.bytes_per_second, self._hardware.host.update_bytes_per_second
         seconds = sum(self._arrangement.elements[index] for index in members) * nbytes
-        seconds = seconds / self._update_rate + len(members) * self._hardware.thread.update_seconds
+        seconds /= device_rate if on_device else host_rate
+        seconds += len(members) * self._hardware.thread.update_seconds
         self._update += seconds
         traffic.now += seconds
         if block is not None and copied:
-            if self._workload.mixed_precision and self._arrangement.resident:
+            if self._workload.mixed_precision and here:
                 pass  # the update writes the copy too
             elif self._workload.mixed_precision and self._hardware.host_to_device.by_the_caller and not copies:
                 copy_bytes = self._arrangement.numels[chunk] * self._arrangement.compute_itemsize

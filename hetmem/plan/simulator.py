@@ -58,7 +58,7 @@ class Link:
 class SimulatedTraffic:
     """`runtime.traffic` with a clock in place of threads. `sizes[block]` are the bytes that a transfer of it moves.
 
-    `resident`: all homes are on the device, and a copy is a cast there.
+    `on_device`: blocks whose home is on the device, so that a copy is a cast there.
     """
 
     def __init__(
@@ -66,8 +66,6 @@ class SimulatedTraffic:
         slots: dict[Tier, int],
         hardware: HardwareProfile,
         policy: EvictionPolicy | None = None,
-        *,
-        resident: bool = False,
     ) -> None:
         self.residency = Residency(slots, policy)
         self.sizes: list[int] = []
@@ -79,7 +77,8 @@ class SimulatedTraffic:
         self.nvme_read = Link(hardware.nvme_read)
         self.nvme_write = Link(hardware.nvme_write)
         self._transfer_seconds = hardware.thread.transfer_seconds
-        self._cast = Rate(hardware.device.bytes_per_second) if resident else None
+        self.on_device: set[int] = set()
+        self._cast = Rate(hardware.device.bytes_per_second)
         self._ends: list[tuple[float, int, Fetch | Write | None]] = []
         self._sent = 0
         self._gradients = 0
@@ -136,6 +135,17 @@ class SimulatedTraffic:
         """The home of `block` has changed: the device copy is fetched again."""
         self.execute(self.residency.invalidate(block, Tier.DEVICE))
         self.execute(self.residency.prefetch(block, Tier.DEVICE))
+
+    def move_in(self, block: int, home: Block, nbytes: int) -> None:
+        """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
+        self.execute(self.residency.settle(block))
+        self.drain()
+        for tier in (Tier.HOST, Tier.DEVICE):
+            self.execute(self.residency.invalidate(block, tier))
+        self.residency.blocks[block] = home
+        self.on_device.add(block)
+        self.host_to_device.load.bytes += nbytes
+        self.now += self.host_to_device.rate.seconds(nbytes) if nbytes else 0.0
 
     def forget_copies(self) -> None:
         """Drop every copy on every tier."""
@@ -228,7 +238,7 @@ class SimulatedTraffic:
         else:
             link = self.host_to_device if command.target is Tier.DEVICE else self.nvme_read
         nbytes = self.sizes[command.block]
-        if self._cast is not None:
+        if command.block in self.on_device:
             self.now += self._cast.seconds(nbytes)
             self.execute(self.residency.done(command))
             return

@@ -35,6 +35,20 @@ class Bindings:
                 if managed.numel:
                     self._by_address[tensor.untyped_storage().data_ptr()] = managed
 
+    def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
+        """`managed` has another home, with the same values, and rests as `rest`; device views stay."""
+        at = managed.parameter.data_ptr()
+        at_home, resting = at == managed.home.data_ptr(), at == managed.rest.data_ptr()
+        for tensor in (managed.home, managed.rest):
+            self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
+        managed.home, managed.rest = home, rest
+        if at_home or resting:
+            managed.parameter.data = home if at_home else rest
+        managed.home_references = storage_references(home) + (managed.parameter.data_ptr() != home.data_ptr())
+        for tensor in (home, rest):
+            if managed.numel:
+                self._by_address[tensor.untyped_storage().data_ptr()] = managed
+
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
         if tensor.layout is not torch.strided:
@@ -91,6 +105,11 @@ def _references(storage: int) -> int:
 def storage_references(tensor: torch.Tensor) -> int:
     """How often the memory of `tensor` is referred to, by tensors and by what C++ holds."""
     return _references(tensor.untyped_storage()._cdata)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anybody but `tensor`, which is no view, holds its memory (and the handle that counts)."""
+    return storage_references(tensor) > 2
 
 
 def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

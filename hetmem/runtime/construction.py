@@ -5,7 +5,7 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
 from hetmem.plan.placement import Capacities, Room, place, place_copies, survey
+from hetmem.plan.share import idle_bytes
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import stand_in, storage_references
 
@@ -51,6 +52,8 @@ class Memory:
     unpin: Callable[[], None]
     resident: bool
     device_home_bytes: int = 0
+    moved_bytes: int = 0
+    """Of the homes on the device, those that have moved there."""
     spare_bytes: int = 0
     """Host memory that was set aside and is nobody's home now."""
     _spare: dict[int, list[memoryview]] = field(default_factory=dict)
@@ -69,16 +72,12 @@ class Memory:
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
+        for chunk in chunks if self.resident else [chunk for chunk in chunks if chunk.moved]:
+            self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
+        chunks = [chunk for chunk in chunks if role not in chunk.homes]
         sizes = [chunk.home_nbytes(role) for chunk in chunks]
-        if self.resident:
-            for chunk, nbytes in zip(chunks, sizes, strict=True):
-                memory = self.device.allocate(nbytes)
-                chunk.homes[role] = Home(Tier.DEVICE, memory)
-                self._device_ranges.append(_range(memory, nbytes))
-                self.device_home_bytes += nbytes
-            return
         tiers = place(sizes, self._room(), f"{role.name} of {len(chunks)} chunks")
-        self._settle(role, list(zip(chunks, sizes, tiers, strict=True)))
+        self._place(role, list(zip(chunks, sizes, tiers, strict=True)))
 
     def reserve_copies(self, chunks: Iterable[Chunk]) -> None:
         """Give 16-bit copies of `chunks`, which compute in 16 bits, homes as far as there is room."""
@@ -88,13 +87,13 @@ class Memory:
         placed = [
             (chunk, nbytes, tier) for (chunk, nbytes), tier in zip(wanted, tiers, strict=True) if tier is not None
         ]
-        self._settle(Role.COMPUTE, placed)
+        self._place(Role.COMPUTE, placed)
 
     def _room(self) -> Room:
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
         return Room(self.host_pool.free_bytes, nvme)
 
-    def _settle(self, role: Role, placed: list[tuple[Chunk, int, Tier]]) -> None:
+    def _place(self, role: Role, placed: list[tuple[Chunk, int, Tier]]) -> None:
         """Take memory for homes of so many bytes on those tiers."""
         on_disk = [(chunk, size) for chunk, size, tier in placed if tier is Tier.NVME]
         if on_disk:
@@ -107,6 +106,40 @@ class Memory:
         for chunk, size, tier in placed:
             if tier is Tier.HOST:
                 chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(size))
+
+    def _settle(self, chunk: Chunk, role: Role, memory: views.Memory) -> Home:
+        """Make `memory`, which is the device's, the home of `role`."""
+        home = chunk.homes[role] = Home(Tier.DEVICE, memory)
+        nbytes = chunk.home_nbytes(role)
+        self._device_ranges.append(_range(memory, nbytes))
+        self.device_home_bytes += nbytes
+        return home
+
+    def move_in(self, chunk: Chunk, memories: Mapping[Role, views.Memory]) -> None:
+        """`memories`, which are the device's, are homes of `chunk` from now on; the places that it had stay its own."""
+        for role, memory in memories.items():
+            before = chunk.homes.get(role)
+            home = self._settle(chunk, role, memory)
+            if before is not None:
+                home.away, home.block, home.written = before, before.block, before.written
+            self.moved_bytes += chunk.home_nbytes(role)
+
+    def move_back(self, chunk: Chunk, role: Role) -> None:
+        """End `move_in` of one role: its home is what it was, or there is none, if there was none."""
+        home = chunk.homes.pop(role)
+        nbytes = chunk.home_nbytes(role)
+        self._device_ranges.remove(_range(home.memory, nbytes))
+        self.device_home_bytes -= nbytes
+        self.moved_bytes -= nbytes
+        if home.away is not None:
+            home.away.written = home.written
+            chunk.homes[role] = home.away
+
+    def idle_bytes(self, non_model_bytes: int) -> int:
+        """See `plan.share`."""
+        copies = sum(chunk.spec.span for chunk in self.chunks) * self.device_pool.slot_bytes
+        held = self.device_home_bytes + copies
+        return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
 
     def set_aside(self, chunks: Iterable[Chunk], role: Role, count: int) -> None:
         """Host memory for `role` of any `count` of `chunks` at a time, to be lent; less if there is less left."""
@@ -146,9 +179,12 @@ class Memory:
 
     def device_slots(self, non_model_bytes: int) -> int:
         """How many slots chunks may take while everything else takes `non_model_bytes`."""
-        room = min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes)
-        room -= self.device_home_bytes
+        room = self.room_bytes(non_model_bytes)
         return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
+
+    def room_bytes(self, non_model_bytes: int) -> int:
+        """What is left for copies while everything else takes `non_model_bytes`; below zero if homes take more."""
+        return min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes) - self.device_home_bytes
 
     @property
     def usable_bytes(self) -> int:

@@ -33,6 +33,20 @@ class Watcher(Protocol):
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`. Raises if that is not what the forward has used any more."""
 
+    def updates_on_device(self) -> set[int]:
+        """The `id`s of the parameters that it would update on the device, if their homes were there."""
+        ...
+
+    def settle(self) -> None:
+        """Let nothing be under way."""
+
+    def may_move(self, chunk: Chunk) -> bool:
+        """Whether it can follow if the homes of `chunk` move: nobody else holds its states there."""
+        ...
+
+    def moved(self, chunk: Chunk) -> None:
+        """The homes of `chunk` have moved."""
+
 
 class GradientSink:
     """The way of gradients from the device to their homes, for one runtime."""
@@ -180,6 +194,14 @@ class GradientSink:
             managed.grad_home = None
         self._lent.discard(chunk)
         self.runtime.memory.take_back(chunk, Role.GRAD)
+
+    def has_lent(self, chunk: Chunk) -> bool:
+        """Whether the gradients of `chunk` lie in memory that was lent for them."""
+        return chunk in self._lent
+
+    def has_taken(self, managed: ManagedParameter) -> bool:
+        """Whether a gradient of `managed` is being accumulated right now."""
+        return id(managed) in self._taken
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""

@@ -22,6 +22,7 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments, in_backward, signature
+from hetmem.runtime.share import ResidentShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Interception:
         self.runtime = runtime
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
+        self.share = ResidentShare(runtime, self.gradients)
         self._stack: list[torch.nn.Module] = []
         self._faults = OperatorFaults(runtime, self.gradients)
         self._entered: list[Callable[[], None]] = []

@@ -56,6 +56,8 @@ class Runtime:
         self.monitor = DeviceMonitor(
             memory.is_home_address, memory.is_device_address, _WeakGrown(self), strict=sanitize
         )
+        self.give_way: Callable[[int], None] = _nothing_to_give
+        self._all_slots = sum(chunk.spec.span for chunk in self.chunks)
         self._shortage = Shortage(memory, residency, self.tracer)
         self._held: dict[int, ManagedParameter] = {}
         self._limit = memory.device_pool.slots
@@ -83,6 +85,8 @@ class Runtime:
         self._ended = None
         self._look_at_allocator()
         self.tracer.begin(key, measured=measured)
+        if measured and self.tracer.known is None and not self.memory.device.watched:
+            self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
         self.events.begin_segment(segment_name(key))
         if before is not None:
             self.tracer.book.follows(before, key)
@@ -99,6 +103,7 @@ class Runtime:
         self.traffic.poll()
         live = self._look_at_allocator() if self.tracer.measured else self.memory.buffer_bytes
         expected = self.tracer.moment(operator, blocks, live)
+        self._let_homes_go(expected if self.memory.device.watched else self._room_seen)
         self._set_limit(expected if self.memory.device.watched else self._least_room())
         self.traffic.residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = self.chunk_bytes()
@@ -125,8 +130,27 @@ class Runtime:
         While a segment is measured nobody knows what is coming, so chunks keep to a quarter of the device; if they
         need more than that at once, `_acquire_device` takes it.
         """
-        seen = max(self._most_non_model, self._refused_room)
-        return max(seen, self.memory.device_bytes * 3 // 4) if self.tracer.measured else seen
+        return max(self._room_seen, self._guess) if self.tracer.measured else self._room_seen
+
+    @property
+    def _guess(self) -> int:
+        return self.memory.device_bytes * 3 // 4
+
+    @property
+    def _room_seen(self) -> int:
+        return max(self._most_non_model, self._refused_room)
+
+    @property
+    def non_model_peak_bytes(self) -> int:
+        """The most that anything but chunks has ever needed of the device."""
+        return max(self.statistics.non_model_peak_bytes, self._room_seen)
+
+    def _let_homes_go(self, non_model_bytes: int) -> None:
+        """Homes that moved to the device give way where copies would have less room for them."""
+        if self.memory.moved_bytes:
+            missing = self._all_slots * self.memory.device_pool.slot_bytes - self.memory.room_bytes(non_model_bytes)
+            if missing > 0:
+                self.give_way(missing)
 
     def _set_limit(self, non_model_bytes: int) -> None:
         """Leave room for `non_model_bytes` beside chunks."""
@@ -151,6 +175,7 @@ class Runtime:
         """
         self.tracer.grew(live_bytes)
         with self.unwatched():
+            self._let_homes_go(live_bytes)
             self._set_limit(live_bytes)
             while self.chunk_bytes() + live_bytes > self.memory.device_bytes and self.traffic.residency.in_flight():
                 self.traffic.wait_for_one()
@@ -173,6 +198,14 @@ class Runtime:
                 yield
         finally:
             self.monitor.paused = paused
+
+    @contextmanager
+    def moving_homes(self) -> Iterator[None]:
+        """Homes move within: what they take, or took, of the device is no peak of anything else."""
+        self._look_at_allocator()
+        with self.unwatched(), torch.no_grad():
+            yield
+        self.memory.device.peak_bytes()
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
@@ -257,6 +290,7 @@ class Runtime:
         with self.unwatched():
             self._let_go()
             self._look_at_allocator()
+            self._let_homes_go(self._room_seen)
             before = self._limit
             self.traffic.limit_device(0, before=before)
             self.traffic.drain()
@@ -334,6 +368,10 @@ class Runtime:
         self._ended = STEP
         if follower is not None:
             self.expect(follower)
+
+
+def _nothing_to_give(nbytes: int) -> None:
+    """No homes have moved to the device."""
 
 
 class _WeakGrown:

@@ -44,6 +44,10 @@ class StepTracer:
         departures = self._departures.get(key, 0)
         return self.book.get(key) is None or (departures > 0 and departures & (departures - 1) == 0)
 
+    def knows_a_backward(self) -> bool:
+        """Whether a whole forward and backward was seen."""
+        return any(segment_name(trace.key) == "backward" for trace in self.book.traces())
+
     def begin(self, key: Hashable, *, measured: bool) -> None:
         """End the segment that ran and begin one with `key`."""
         self.end()

@@ -97,6 +97,12 @@ class Traffic:
             for chunk in missing:
                 self.register_home(chunk, role)
 
+    def home_moved(self, chunk: Chunk, role: Role) -> None:
+        """The home of `role` is on another tier than it was, with no copies but on the device."""
+        block = chunk.homes[role].block
+        if block is not None:
+            self.residency.blocks[block] = self._memory.block(chunk, role)
+
     def rename_blocks(self) -> None:
         """Chunks hold other parameters than when their blocks were registered."""
         self.carrier.fingerprints.forget()

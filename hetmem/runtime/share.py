@@ -1,0 +1,204 @@
+"""The resident share: homes move to device memory that nothing else uses, and back when something else needs it.
+
+`plan.share` says how much is idle and which chunks move. A chunk moves with all its roles: then its gradients stay on
+the device, its update is made there, and its copy is a cast there. The place that each home had stays reserved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.transfer import Link
+from hetmem.memory.views import Memory
+from hetmem.plan.share import Candidate, choose
+from hetmem.plan.trace import Tier
+from hetmem.runtime.bindings import is_shared, stand_in, storage_references
+from hetmem.runtime.gradients import GradientSink, is_home_gradient
+from hetmem.runtime.runtime import Runtime
+
+_TRIES = 3
+"""A share that had to go back so often is not tried again: moving it costs more than it saves."""
+
+
+class ResidentShare:
+    """The homes of one runtime that have moved to the device."""
+
+    def __init__(self, runtime: Runtime, sink: GradientSink) -> None:
+        self._runtime, self._sink = runtime, sink
+        self._moved: list[Chunk] = []
+        self._idle_seen = -1
+        self._went_back, self._may_go_back = 0, False
+        runtime.give_way = _WeakGiveWay(self)
+
+    def grow(self) -> None:
+        """Fill what is idle. Call it between a backward and the updates of a step.
+
+        Nothing moves before a whole step is traced, nor a chunk of which somebody holds a view (a `state_dict`, say),
+        which would show old values afterwards.
+        """
+        runtime, memory = self._runtime, self._runtime.memory
+        if memory.resident or self._went_back >= _TRIES or not runtime.tracer.knows_a_backward():
+            return
+        idle = memory.idle_bytes(runtime.non_model_peak_bytes)
+        if idle == self._idle_seen:
+            return
+        self._idle_seen = idle
+        watchers = list(self._sink.watchers)
+        updated = set[int]().union(*(watcher.updates_on_device() for watcher in watchers))
+        chunks = [chunk for chunk in runtime.chunks if self._may_move(chunk) and _is_whole(chunk, updated)]
+        chosen = choose([self._candidate(chunk) for chunk in chunks], idle)
+        if not chosen:
+            return
+        for watcher in watchers:
+            watcher.settle()
+        runtime.traffic.drain()
+        with runtime.moving_homes():
+            for at in chosen:
+                if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):
+                    return
+
+    def shrink(self, nbytes: int) -> None:
+        """Homes of at least `nbytes` go back, as far as they may: those that came last first, and those that an update
+        is writing at the end, once that is over."""
+        traffic, memory = self._runtime.traffic, self._runtime.memory
+        enough = memory.device_home_bytes - nbytes
+        with self._runtime.moving_homes():
+            last_first = list(reversed(self._moved))
+            last_first.sort(key=traffic.updating.__contains__)
+            for chunk in last_first:
+                if memory.device_home_bytes <= enough:
+                    break
+                traffic.wait_for_update(chunk)
+                if self._free_to_move(chunk) and self._has_a_way_back(chunk):
+                    self._move_back(chunk)
+
+    def before_reserving(self, chunk: Chunk, roles: set[Role]) -> None:
+        """`roles` of `chunk` are going to have homes: one that moved goes back first, so that they lie together."""
+        if chunk.moved and not roles <= chunk.homes.keys() and self._free_to_move(chunk):
+            with self._runtime.moving_homes():
+                if self._has_a_way_back(chunk):
+                    self._move_back(chunk)
+
+    # ---- what may move -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _may_move(chunk: Chunk) -> bool:
+        """A chunk with 16-bit copies at home stays beside them: half of what crosses the link is saved already."""
+        return not chunk.moved and Role.COMPUTE not in chunk.homes
+
+    @staticmethod
+    def _candidate(chunk: Chunk) -> Candidate:
+        roles = {*chunk.homes, Role.GRAD}
+        on_nvme = sum(chunk.home_nbytes(role) for role, home in chunk.homes.items() if home.tier is Tier.NVME)
+        return Candidate(sum(chunk.home_nbytes(role) for role in roles), on_nvme)
+
+    def _free_to_move(self, chunk: Chunk) -> bool:
+        """Whether nobody but hetmem holds what lies at home, and everybody can follow."""
+        if self._sink.has_lent(chunk) or any(_is_held(managed) for managed in chunk.parameters):
+            return False
+        if any(self._sink.has_taken(managed) for managed in chunk.parameters):
+            return False
+        return all(watcher.may_move(chunk) for watcher in self._sink.watchers)
+
+    @staticmethod
+    def _has_a_way_back(chunk: Chunk) -> bool:
+        lost = {role for role, home in chunk.homes.items() if home.away is None}
+        return not lost or (lost == {Role.GRAD} and not any(is_home_gradient(m) for m in chunk.parameters))
+
+    # ---- moving ------------------------------------------------------------------------------------------------
+
+    def _move_in(self, chunk: Chunk) -> bool:
+        """False if the device's allocator has no memory, whatever the budget says."""
+        memory, traffic = self._runtime.memory, self._runtime.traffic
+        for role in list(chunk.homes):
+            traffic.superseded(chunk, role)
+        roles = dict.fromkeys((*chunk.homes, Role.GRAD))
+        try:
+            memories = {role: memory.device.allocate(chunk.home_nbytes(role)) for role in roles}
+        except torch.OutOfMemoryError:
+            return False
+        for role, home in chunk.homes.items():
+            self._copy(Link.HOST_TO_DEVICE, chunk, role, memories[role], home.memory)
+        memory.move_in(chunk, memories)
+        self._moved.append(chunk)
+        self._may_go_back = True
+        self._settle(chunk)
+        return True
+
+    def _move_back(self, chunk: Chunk) -> None:
+        for role, home in chunk.homes.items():
+            if home.away is not None:
+                self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
+        for role in list(chunk.homes):
+            self._runtime.memory.move_back(chunk, role)
+        self._moved.remove(chunk)
+        self._went_back += self._may_go_back
+        self._may_go_back = False
+        self._settle(chunk)
+
+    def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
+        """What lies at home, if it matters."""
+        if role is Role.GRAD and all(managed.grad_home is None for managed in chunk.parameters):
+            return
+        if role not in (Role.PARAM, Role.GRAD) and not chunk.homes[role].written:
+            return
+        to, of = chunk.over(role, target), chunk.over(role, source)
+        device = self._runtime.memory.device
+        work = partial(device.copy_in, to, of) if link is Link.HOST_TO_DEVICE else partial(_copy, to, of)
+        self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Everybody finds the homes of `chunk` where they are now."""
+        for role in chunk.homes:
+            self._runtime.traffic.home_moved(chunk, role)
+        for managed in chunk.parameters:
+            home, rest = managed.view(Role.PARAM), managed.rest
+            device, dtype = self._runtime.memory.device.torch_device, chunk.compute_dtype
+            if dtype is chunk.dtype:
+                rest = home if home.device == device else stand_in(home, dtype, device)
+            self._runtime.bindings.move_home(managed, home, rest)
+            if managed.grad_home is not None and Role.GRAD in chunk.homes:
+                managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one
+                managed.grad_address = managed.grad_home.data_ptr()
+            else:
+                managed.grad_home = None
+        for watcher in self._sink.watchers:
+            watcher.moved(chunk)
+
+
+def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
+    """Whether all that is trained of `chunk`, if anything is, gets its update on the device."""
+    trained = [id(managed.parameter) for managed in chunk.parameters if managed.parameter.requires_grad]
+    return bool(trained) and updated.issuperset(trained)
+
+
+def _is_held(managed: ManagedParameter) -> bool:
+    """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
+    gradient, home = managed.parameter.grad, managed.grad_home
+    if gradient is not None and not is_home_gradient(managed):
+        return True
+    if not managed.numel:
+        return False
+    if home is not None and (home.data_ptr() != managed.grad_address or is_shared(home)):
+        return True
+    return storage_references(managed.home) > managed.home_references
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+class _WeakGiveWay:
+    """`ResidentShare.shrink` without keeping the runtime alive."""
+
+    def __init__(self, share: ResidentShare) -> None:
+        self._share = weakref.ref(share)
+
+    def __call__(self, nbytes: int) -> None:
+        share = self._share()
+        if share is not None:
+            share.shrink(nbytes)
