@@ -211,6 +211,7 @@ MUTATIONS = {
         "needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)",
         "needed[Role.COMPUTE] = False",
         COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
+    ),
     "move a home without what lies there": Mutation(
         "runtime/share.py",
         "self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))",

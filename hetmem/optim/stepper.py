@@ -361,6 +361,9 @@ class Stepper:
         updates = [self._update_of(part, job, progress.scale) for part in progress.parts]
         if job.opened[Role.PARAM].device.type != "cpu":
             self._optimizer.rule.on_device(updates)
+            for update in updates:
+                if update.copy is not None:
+                    update.copy.copy_(update.param)
             return []
         return [task for update in updates for task in self._optimizer.rule.tasks(update)]
 

@@ -357,15 +357,13 @@ class Rehearsal:
         chunks = [
             chunk
             for chunk in homes["exp_avg"]
-            if homes["param"][chunk] is not Tier.DEVICE
-            and chunk not in homes.get("compute", {})
-            and trainable & set(arrangement.chunks[chunk].parameters)
+            if homes["param"][chunk] is not Tier.DEVICE and trainable & set(arrangement.chunks[chunk].parameters)
         ]
         chosen = [chunks[at] for at in choose([self._candidate(chunk) for chunk in chunks], idle)]
         for chunk in chosen:
             for role in (role for role in ROLES if chunk in homes.get(role, {})):
                 home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.chunks[chunk].span)
-                counts = self._steps > 0 or role in ("param", "grad")
+                counts = self._steps > 0 or role in ("param", "compute", "grad")
                 nbytes = arrangement.home_bytes(chunk, role)
                 self._traffic.move_in(self._blocks[role, chunk], home, nbytes * counts)
                 self._device_homes += nbytes

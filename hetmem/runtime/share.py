@@ -49,7 +49,7 @@ class ResidentShare:
         self._idle_seen = idle
         watchers = list(self._sink.watchers)
         updated = set[int]().union(*(watcher.updates_on_device() for watcher in watchers))
-        chunks = [chunk for chunk in runtime.chunks if self._may_move(chunk) and _is_whole(chunk, updated)]
+        chunks = [chunk for chunk in runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
         chosen = choose([self._candidate(chunk) for chunk in chunks], idle)
         if not chosen:
             return
@@ -84,11 +84,6 @@ class ResidentShare:
                     self._move_back(chunk)
 
     # ---- what may move -----------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _may_move(chunk: Chunk) -> bool:
-        """A chunk with 16-bit copies at home stays beside them: half of what crosses the link is saved already."""
-        return not chunk.moved and Role.COMPUTE not in chunk.homes
 
     @staticmethod
     def _candidate(chunk: Chunk) -> Candidate:
@@ -144,7 +139,7 @@ class ResidentShare:
         """What lies at home, if it matters."""
         if role is Role.GRAD and all(managed.grad_home is None for managed in chunk.parameters):
             return
-        if role not in (Role.PARAM, Role.GRAD) and not chunk.homes[role].written:
+        if role.is_state and not chunk.homes[role].written:
             return
         to, of = chunk.over(role, target), chunk.over(role, source)
         device = self._runtime.memory.device

@@ -23,7 +23,7 @@ from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.carrier import Carrier
-from hetmem.runtime.construction import Memory
+from hetmem.runtime.construction import Memory, recast_all
 from hetmem.runtime.events import CopyChange, EventLog, Fault
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
@@ -187,12 +187,13 @@ class Traffic:
 
     def copy_home_again(self, chunk: Chunk) -> None:
         """Have the copy of `chunk`, whose home is on the device too, say what that says now. Waits for nothing."""
-        block = chunk.homes[Role.PARAM].block
+        block = chunk.operand_block
         if block is None or chunk in self.updating:
             return
+        recast_all(chunk)
         if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
             copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
-            self._memory.device.copy_in(copy, chunk.flat(Role.PARAM))
+            self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
 
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """The newest that host memory, or NVMe, holds of `role` of `chunk`, as a flat tensor."""
