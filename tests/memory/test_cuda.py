@@ -291,7 +291,8 @@ def test_what_a_first_forward_in_inference_mode_takes_serves_training_too(
     cuda: FakeCuda, mode: Any, tmp_path: Path
 ) -> None:
     device = CpuCuda()
-    plain, managed = pair(Tower, "host", tmp_path, mixed_precision=torch.bfloat16, device=device, sanitize=False)
+    options: dict[str, Any] = {"mixed_precision": torch.bfloat16, "device": device, "sanitize": False}
+    plain, managed = pair(Tower, "host", tmp_path, home_copies=False, **options)
     batches = token_batches(6)
     with mode():
         managed(*batches[0])

@@ -244,7 +244,8 @@ def test_training_by_kernels_equals_torch(
     kernels = LateKernels(libraries)
     device = CpuCuda(ways=ways, kernels=kernels)
     build_model = partial(Tower, checkpointing=False)
-    plain, managed = pair(build_model, placement, tmp_path, device=device, mixed_precision=torch.bfloat16)
+    options: dict[str, Any] = {"device": device, "mixed_precision": torch.bfloat16, "home_copies": False}
+    plain, managed = pair(build_model, placement, tmp_path, **options)
     train_both(plain, managed, token_batches(6), Recipe(accumulation=2, clip=0.05, mixed=torch.bfloat16))
     added = any(name.endswith("_add") for name in kernels.launched)
     assert added == (ways.gradients is Way.KERNEL)

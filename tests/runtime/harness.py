@@ -48,7 +48,13 @@ def budget(placement: str, directory: Path, **changes: Any) -> hetmem.Budget:
 
 
 def manage(
-    module: nn.Module, placement: str | hetmem.Budget, directory: Path, *, chunk_bytes: Any = CHUNK, **options: Any
+    module: nn.Module,
+    placement: str | hetmem.Budget,
+    directory: Path,
+    *,
+    chunk_bytes: Any = CHUNK,
+    home_copies: bool | None = None,
+    **options: Any,
 ) -> nn.Module:
     """`hetmem.manage` as all tests here use it: simulated device, every access checked.
 
@@ -60,7 +66,7 @@ def manage(
     else:
         widest = max(p.itemsize for p in module.parameters())  # chunks have as many elements, whatever their dtype
         sizes = [-(-p.numel() // CHUNK_ELEMENTS) * CHUNK_ELEMENTS * widest for p in module.parameters()]
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"home_copies": home_copies}
         if placement != "resident":
             changes["device_chunks"] = 3 * max(sizes) + sum(sizes) // 2
         if placement == "nvme":
