@@ -5,8 +5,10 @@ What follows from a finished transfer is carried out before anything else goes o
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,6 +51,8 @@ class Carrier:
         self._sanitize = sanitize
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
+        self._expected: dict[int, Callable[[BaseException | None], None]] = {}
+        self._tags = itertools.count()
         self._fetching: dict[int, Fetch] = {}
         self._compute_marks: dict[int, Any] = {}
         engine.observe = partial(_observe, events)
@@ -104,10 +108,18 @@ class Carrier:
             return False
         return self._engine.order_compute_after(fetch)
 
+    def expect(self, ended: Callable[[BaseException | None], None]) -> int:
+        """Something begins that is no command. Returns what to tag it with: the thread that trains calls `ended`, with
+        the error of it, once the engine has reported that. The engine itself, which threads and a finalizer hold, never
+        holds `ended`, or a dropped model would live until somebody takes note."""
+        tag = next(self._tags)
+        self._expected[tag] = ended
+        return tag
+
     def _note(self, finished: Finished) -> None:
         command = finished.tag
         if not isinstance(command, (Fetch, Write)):
-            command(finished.error)
+            self._expected.pop(command)(finished.error)
             return
         if isinstance(command, Fetch) and command.target is Tier.DEVICE:
             self._fetching.pop(command.block, None)

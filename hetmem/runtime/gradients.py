@@ -239,6 +239,8 @@ def _staged_differs(runtime: Runtime, chunk: Chunk, taken: Container[ManagedPara
     home, residency = chunk.homes.get(Role.GRAD), runtime.traffic.residency
     if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
         return False
+    while residency.state(home.block, Tier.HOST) is CopyState.LOADING:  # perhaps what was there before
+        runtime.traffic.wait_for_one()
     if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
         return False
     staged = runtime.traffic.carrier.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))

@@ -353,7 +353,7 @@ class Traffic:
         """Something begins that is no copy, and that waiting for memory may have to wait for. Returns what any thread
         calls at its end; `done` is then called by the thread that trains."""
         self._jobs += 1
-        return partial(self.engine.report, partial(self._job_done, done))
+        return partial(self.engine.report, self.carrier.expect(partial(self._job_done, done)))
 
     def _job_done(self, done: Callable[[], None], _: BaseException | None) -> None:
         self._jobs -= 1
@@ -384,7 +384,8 @@ class Traffic:
                 self.close_role(chunk, Role.GRAD, dirty=True)
             return
         self._gradients[chunk] += 1
-        self.engine.copy(partial(self._gradient_arrived, chunk), Link.DEVICE_TO_HOST, work, nbytes)
+        ended = self.carrier.expect(partial(self._gradient_arrived, chunk))
+        self.engine.copy(ended, Link.DEVICE_TO_HOST, work, nbytes)
         while self._gradients.total() > _GRADIENTS_IN_FLIGHT:
             self.wait_for_one()
 

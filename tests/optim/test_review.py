@@ -480,6 +480,7 @@ def test_options_that_come_with_a_checkpoint_bring_their_states(placement: str, 
 def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, placement: str, tmp_path: Path) -> None:
     """The pattern of torch's tutorial: hooks step as soon as a gradient is there."""
     plain, managed = pair(mlp, placement, tmp_path)
+    handles = []
     for module, make in ((plain, adamw), (managed, lambda p: hetmem.AdamW(p, lr=1e-2, overlap=overlap))):
         optimizers = {parameter: make([parameter]) for parameter in module.parameters()}
 
@@ -487,8 +488,7 @@ def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, pla
             optimizers[parameter].step()
             optimizers[parameter].zero_grad()
 
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
+        handles += [parameter.register_post_accumulate_grad_hook(step) for parameter in module.parameters()]
     for batch in vector_batches(4, 4, 64):
         losses = [loss_of(module, batch) for module in (plain, managed)]
         assert_same(*losses, "loss")
@@ -498,6 +498,8 @@ def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, pla
         for each in (getattr(optimizer, "__defaults__", None) or [{}])[0].values():
             each.synchronize()
     assert_same_weights(plain, managed)
+    for handle in handles:  # the collector does not look into them: parameter, hook and optimizer hold each other
+        handle.remove()
 
 
 @pytest.mark.parametrize("placement", ["resident", *STREAMED])

@@ -14,15 +14,14 @@ import pytest
 
 from hetmem.optim import workers
 from hetmem.optim.workers import WorkerPool
+from tests.runtime.harness import comes_to_be
 
 
 @pytest.fixture(autouse=True)
 def no_threads_of_earlier_tests() -> None:
     """Optimizers that earlier tests dropped end their threads when they are collected."""
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("hetmem-worker"):
-            thread.join(30)
+    assert comes_to_be(lambda: not workers_alive())
 
 
 def workers_alive() -> list[str]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import hetmem
 from tests.runtime.harness import (
     PLACEMENTS,
     Recipe,
     Tower,
     comes_to_be,
     hetmem_threads,
+    manage,
     pair,
     token_batches,
     train_both,
@@ -40,3 +46,46 @@ def test_collecting_a_dropped_model_joins_no_thread(
     assert joined == []
     assert comes_to_be(lambda: not hetmem_threads()), "they end by themselves"
     assert list(tmp_path.iterdir()) == []
+
+
+class Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("stop here")
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
+        self.stops = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.second(Stops.apply(hidden) if self.stops else hidden)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_model_dropped_while_updates_are_under_way_is_collected(placement: str, tmp_path: Path) -> None:
+    """A backward that an error ends leaves updates and gradients of whose ends nobody takes note."""
+
+    def failed() -> weakref.ref[nn.Parameter]:
+        module = Halves()
+        managed = manage(module, placement, tmp_path)
+        optimizer = hetmem.AdamW(managed.parameters(), overlap="backward")
+        for module.stops in (False, False, True):
+            loss = managed(torch.ones(2, 64)).sum()
+            with pytest.raises(RuntimeError, match="stop here") if module.stops else contextlib.nullcontext():
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return weakref.ref(module.first[0].weight)
+
+    weight = failed()
+    gc.collect()
+    assert weight() is None
+    assert comes_to_be(lambda: not hetmem_threads()), "they end by themselves"
