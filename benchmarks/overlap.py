@@ -1,6 +1,6 @@
 """How well updates hide: steps with each way of overlap beside the longest of compute, optimizer and disk.
 
-    python benchmarks/overlap.py --dir DIRECTORY [--layers 48] [--width 1024] [--rounds 7]
+    python -m benchmarks.overlap --dir DIRECTORY [--layers 48] [--width 1024] [--rounds 7]
 
 The model is a stack of layers whose accelerator is a clock: each waits, without using the CPU, as long as an
 accelerator would compute it, so that the host is free as it is beside a GPU. The waits of a forward and backward
@@ -18,7 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ import hetmem
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import NvmeStore
 from hetmem.optim.workers import usable_cores
+
+from benchmarks.demo_bytes import load_demo
 
 CHUNK_BYTES = 4 << 20
 
@@ -111,13 +113,13 @@ def budget(placement: str, parameters: int, directory: Path) -> hetmem.Budget:
     )
 
 
-def train(variant: Variant, x: torch.Tensor, steps: int) -> None:
+def train(variant: Variant, batch: Sequence[torch.Tensor], steps: int) -> None:
     """`steps` steps, of which each is measured from its forward to the next one's: what trails counts there."""
     assert variant.model is not None
     assert variant.optimizer is not None
     start = time.perf_counter()
     for _ in range(steps):
-        variant.model(x).backward()
+        variant.model(*batch).backward()
         variant.optimizer.step()
         variant.optimizer.zero_grad()
         end = time.perf_counter()
@@ -157,6 +159,39 @@ def disk_seconds(directory: Path, read_bytes: int, written_bytes: int) -> float:
     return seconds
 
 
+def demo(args: argparse.Namespace, directory: Path) -> None:
+    """The example's model in the example's budget, plain, managed and its optimizer in turns."""
+    example = load_demo()
+    batches = example.random_batches(example.read_corpus(), example.GPTConfig().context, "cpu")
+    limits = hetmem.Budget(device="18MiB", host="96MiB", nvme="1GiB", nvme_dir=directory)
+    roomy = hetmem.Budget(device="18MiB", host="1GiB")
+    seconds: dict[str, list[float]] = {"compute": [], "optimizer": []}
+    options = {"off": {}, "backward": {"overlap": "backward"}, "forward": {"overlap": "forward"}}
+    plain = example.GPT(example.GPTConfig())
+    apart = hetmem.manage(example.GPT(example.GPTConfig()), roomy, device="sim")
+    updates = hetmem.AdamW(apart.parameters(), **example.ADAMW)
+    variants = [Variant(name, each) for name, each in options.items()]
+    for variant in variants:
+        variant.model = hetmem.manage(example.GPT(example.GPTConfig()), limits, device="sim")
+        variant.optimizer = hetmem.AdamW(variant.model.parameters(), **example.ADAMW, **variant.options)
+    for round_ in range(args.rounds + 2):
+        x, y = next(batches)
+        seconds["compute"].append(timed(lambda: plain(x, y).backward()))  # noqa: B023 - called at once
+        apart(x, y).backward()
+        seconds["optimizer"].append(timed(updates.step))
+        updates.zero_grad()
+        for variant in variants:
+            if round_ < 2:
+                variant.seconds.clear()
+            train(variant, (x, y), 2)
+    assert variants[0].model is not None
+    moved = hetmem.report(variants[0].model).to_dict()["step"]["bytes"]
+    terms = {name: statistics.median(each[2:]) for name, each in seconds.items()}
+    terms["disk"] = disk_seconds(directory, moved["nvme_read"], moved["nvme_write"])
+    print("\n## The demo, on a simulated device that computes with the same cores\n")
+    table(variants, terms, moved)
+
+
 def compare(placement: str, args: argparse.Namespace, directory: Path) -> None:
     """All variants with homes in `placement`, in turns."""
     x = torch.randn(args.rows, args.width)
@@ -180,18 +215,23 @@ def compare(placement: str, args: argparse.Namespace, directory: Path) -> None:
     variants = [Variant(name, options) for name, options in VARIANTS]
     for variant in variants:
         variant.model, variant.optimizer = make(variant.options, wait)
-        train(variant, x, 3)
+        train(variant, (x,), 3)
         variant.seconds.clear()
     for _ in range(args.rounds):
         for variant in variants:
-            train(variant, x, 2)
+            train(variant, (x,), 2)
     assert variants[0].model is not None
     moved = hetmem.report(variants[0].model).to_dict()["step"]["bytes"]
     disk = disk_seconds(directory, moved["nvme_read"], moved["nvme_write"])
     terms = {"compute": compute_seconds, "optimizer": optimizer_seconds, "disk": disk}
+    print(f"\n## Homes on {placement}\n")
+    table(variants, terms, moved)
+
+
+def table(variants: list[Variant], terms: dict[str, float], moved: dict[str, int]) -> None:
+    """Print the terms and each variant's steps beside the longest of them; let go of the models."""
     bound = max(terms.values())
     off = statistics.median(variants[0].seconds)
-    print(f"\n## Homes on {placement}\n")
     print("Terms apart: " + ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in terms.items()))
     print(f"NVMe of a step: {moved['nvme_read'] >> 20} MiB read, {moved['nvme_write'] >> 20} MiB written\n")
     print("| overlap | T / longest term | quartiles | T / T of off |\n|---|---|---|---|")
@@ -211,12 +251,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compute", type=float, default=1.0, help="compute, as a multiple of the optimizer's time")
+    parser.add_argument("--demo-only", action="store_true", help="only the example's model")
     args = parser.parse_args()
     machine = f"{usable_cores()} cores, {platform.machine()}, torch {torch.__version__}"
     print(f"{args.layers} layers of {args.width}², {machine}")
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
+        demo(args, Path(directory))
         for placement in ("host", "nvme"):
-            compare(placement, args, Path(directory))
+            if not args.demo_only:
+                compare(placement, args, Path(directory))
 
 
 if __name__ == "__main__":

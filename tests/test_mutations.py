@@ -189,13 +189,13 @@ MUTATIONS = {
         COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward",
     ),
     "update no 16-bit copy at home": Mutation(
-        "optim/stepper.py",
+        "optim/passes.py",
         "copy = job.opened.get(Role.COMPUTE, job.copy)",
         "copy = job.copy",
         COPIES + "test_training_equals_torch",
     ),
     "take an update back, and not the 16-bit copy": Mutation(
-        "optim/stepper.py",
+        "optim/passes.py",
         "            recast_all(chunk)\n",
         "",
         COPIES + "test_a_step_that_is_taken_back_takes_copies_back",
@@ -207,7 +207,7 @@ MUTATIONS = {
         COPIES + "test_a_copy_lies_in_host_memory_or_beside_its_parameters_or_nowhere",
     ),
     "forget the 16-bit copies of parameters that are not updated": Mutation(
-        "optim/stepper.py",
+        "optim/passes.py",
         "needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)",
         "needed[Role.COMPUTE] = False",
         COPIES + "test_what_an_update_leaves_out_keeps_its_copy",

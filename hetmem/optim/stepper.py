@@ -17,20 +17,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.transfer import Link
-from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
-from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, on_host, sample_of
-from hetmem.optim.rule import ParameterUpdate
+from hetmem.optim.passes import Passes
+from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
-from hetmem.optim.updates import Job, Opened, Updates
+from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
-from hetmem.plan.trace import Tier
-from hetmem.runtime.construction import recast_all
-from hetmem.runtime.gradients import has_hooks_of_the_user, honour_written_gradients, is_home_gradient
+from hetmem.runtime.gradients import has_hooks_of_the_user, honour_written_gradients, wait_for_staged_gradients
 from hetmem.runtime.interception import Interception
 
 if TYPE_CHECKING:
@@ -45,7 +39,8 @@ class Stepper:
     """The steps of `optimizer` over the parameters that `interception` manages."""
 
     def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
-        self._optimizer, self._interception, self._workers = optimizer, interception, workers
+        self._optimizer, self._interception = optimizer, interception
+        self._passes = Passes(optimizer, interception, workers)
         self._runtime = interception.runtime
         self._updates = Updates(self._runtime, workers)
         self._undo = UndoLog(self._runtime.memory.host_pool)
@@ -129,7 +124,7 @@ class Stepper:
 
     def _begin_early(self, chunk: Chunk) -> None:
         parts = [
-            self._part(m, self._groups[id(m.parameter)])
+            self._passes.part(m, self._groups[id(m.parameter)])
             for m in chunk.parameters
             if id(m.parameter) in self._groups and m.parameter.grad is not None
         ]
@@ -139,8 +134,8 @@ class Stepper:
             self._add_update(progress, 1.0)
             return
         if self._optimizer.overlap is Overlap.SPECULATIVE:
-            progress.saved = self._undo.make_room(chunk, self._state_roles(parts))
-        self._updates.add(self._sums_job(progress))
+            progress.saved = self._undo.make_room(chunk, self._passes.state_roles(parts))
+        self._add_sums(progress)
 
     # ---- within a step -----------------------------------------------------------------------------------------
 
@@ -150,6 +145,7 @@ class Stepper:
         self._interception.segments.begin_step()
         self._look_ahead()
         with self._remembering_a_failure():
+            wait_for_staged_gradients(self._runtime, self._runtime.chunks)
             self._carry_out()
 
     def square_sums(self, chunks: Work) -> list[Sums]:
@@ -159,7 +155,7 @@ class Stepper:
             wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_index)]
             for progress in wanted:
                 if not progress.sums:
-                    self._updates.add(self._sums_job(progress))
+                    self._add_sums(progress)
             self._carry_out()
         return on_host([sums for progress in wanted for sums in progress.sums])
 
@@ -170,7 +166,7 @@ class Stepper:
             for chunk in sorted(chunks, key=_index):
                 progress = self._current(chunk, chunks[chunk])
                 if progress.begun and progress.scale != grad_scale:
-                    self._take_back(progress)
+                    self._passes.take_back(progress)
                 if not progress.begun:
                     self._add_update(progress, grad_scale)
             if self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams:
@@ -182,7 +178,7 @@ class Stepper:
         """No update is made: take back what was made on trial."""
         for progress in self._progress.values():
             if progress.begun:
-                self._take_back(progress)
+                self._passes.take_back(progress)
 
     def end(self, *, updated: bool) -> None:
         """The step is over for all models of the optimizer: nobody will try it again."""
@@ -230,17 +226,17 @@ class Stepper:
 
     def _current(self, chunk: Chunk, members: Members) -> Progress:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
-        parts = [self._part(managed, group) for managed, group in members]
+        parts = [self._passes.part(managed, group) for managed, group in members]
         progress = self._progress.get(chunk)
         if progress is not None and self.failed and not progress.of(parts):
             self.forget()  # the step that failed is not tried again
             progress = None
         untouched = progress is not None and progress.of(parts)
         if progress is not None and untouched and not progress.begun:
-            untouched = all(map(self._unscaled, progress.parts))
+            untouched = all(map(self._passes.unscaled, progress.parts))
         if progress is None or not (progress.begun or untouched):
             self._notice(chunk)
-            progress = self._progress[chunk] = Progress(chunk, [self._part(*member) for member in members])
+            progress = self._progress[chunk] = Progress(chunk, [self._passes.part(*member) for member in members])
         elif not untouched:
             raise self._changed(progress)
         return progress
@@ -265,19 +261,9 @@ class Stepper:
         for progress in self._progress.values():
             used_up = self._optimizer.gradients is Gradients.STREAMED
             for part in progress.parts if progress.begun else ():
-                kept = part.managed.parameter.grad is part.gradient and self._unscaled(part)
+                kept = part.managed.parameter.grad is part.gradient and self._passes.unscaled(part)
                 if not (used_up or kept) or writes.changed(part.managed):
                     raise self._changed(progress)
-
-    def _see_gradients(self, progress: Progress, job: Job) -> None:
-        """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
-        for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
-            part.version = part.gradient._version
-            part.sample = sample_of(self._flat_gradient(part, job.opened))
-
-    def _unscaled(self, part: Part) -> bool:
-        """Whether the gradient of `part` is what was seen, as far as its sample says."""
-        return part.sample is None or part.sample[1] == bits_at(self._flat_gradient(part, {}), part.sample[0])
 
     def _changed(self, progress: Progress) -> RuntimeError:
         names = ", ".join(part.managed.name for part in progress.parts[:3])
@@ -296,163 +282,21 @@ class Stepper:
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
-    def _sums_job(self, progress: Progress) -> Job:
-        """Sum up squares; with memory for it, also save what an update would change, and then make it on trial."""
-        roles = {Role.GRAD: True} if any(part.at_home for part in progress.parts) else {}
-        saved = progress.saved
-        roles |= dict.fromkeys(saved.buffers, True) if saved is not None else {}
-        tasks, done = partial(self._sum_tasks, progress), partial(self._summed, progress)
-        return Job(progress.chunk, roles, tasks, done, writes=False)
-
-    def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
-        self._see_gradients(progress, job)
-        tasks: list[Task] = []
-        progress.sums = []
-        for part in progress.parts:
-            gradient = self._flat_gradient(part, job.opened)
-            sums: Sums | torch.Tensor
-            if gradient.device.type == "cpu":
-                more, sums = square_sum_tasks(gradient)
-                tasks += more
-            else:
-                sums = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()  # read in `on_host`
-            progress.sums.append(sums)
-        if progress.saved is not None:
-            tasks += progress.saved.tasks_to_save(job.opened, [part.managed for part in progress.parts])
-        return tasks
-
     def _summed(self, progress: Progress, done: bool) -> None:
         if not done:
             progress.sums = []
         elif progress.saved is not None and self._progress.get(progress.chunk) is progress:
             self._add_update(progress, self._optimizer.expected_scale())
 
+    def _add_sums(self, progress: Progress) -> None:
+        self._updates.add(self._passes.sums_job(progress, partial(self._summed, progress)))
+
     def _add_update(self, progress: Progress, grad_scale: float) -> None:
-        chunk, parts = progress.chunk, progress.parts
-        roles = self._state_roles(parts)
-        self._runtime.traffic.wait_for_update(chunk)  # another optimizer's, which may make states that lie beside these
-        self.ensure_homes(chunk, roles)
-        needed = {Role.PARAM: True}
-        if Role.COMPUTE in chunk.homes:
-            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)
-        needed |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
-        needed |= {role: chunk.homes[role].written for role in roles}
-        progress.begun, progress.scale = True, grad_scale
-        tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
-        self._updates.add(Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress)))
+        self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+        self.ensure_homes(progress.chunk, self._passes.state_roles(progress.parts))
+        self._updates.add(self._passes.update_job(progress, grad_scale))
 
-    def _writes_copy(self, progress: Progress) -> bool:
-        """Whether the pass that updates `progress` can write the copy on the device too."""
-        chunk, memory = progress.chunk, self._runtime.memory
-        if chunk.compute_dtype is chunk.dtype or len(progress.parts) < len(chunk.parameters):
-            return False
-        if Role.COMPUTE in chunk.homes or memory.device.torch_device.type != "cpu":
-            return False
-        here = chunk.homes[Role.PARAM].tier is Tier.DEVICE
-        idle = not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
-        return idle and (here or self._runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
-
-    def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
-        self._see_gradients(progress, job)
-        if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
-            self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
-        homes = {name for role in self._state_roles(progress.parts) for name in (role.name, f"{role.name}_scale")}
-        progress.remember_numbers((self._optimizer.state_of(part.managed) for part in progress.parts), homes)
-        updates = [self._update_of(part, job, progress.scale) for part in progress.parts]
-        if job.opened[Role.PARAM].device.type != "cpu":
-            self._optimizer.rule.on_device(updates)
-            for update in updates:
-                if update.copy is not None:
-                    update.copy.copy_(update.param)
-            return []
-        return [task for update in updates for task in self._optimizer.rule.tasks(update)]
-
-    def _update_of(self, part: Part, job: Job, grad_scale: float) -> ParameterUpdate:
-        managed = part.managed
-        state, roles = self._optimizer.state_of(managed), self._state_roles([part])
-        states: dict[str, torch.Tensor] = {}
-        fresh: set[str] = set()
-        copy = job.opened.get(Role.COMPUTE, job.copy)
-        for role in roles:
-            parts = managed.parts(role, job.opened[role])
-            states |= parts
-            if state.get(role.name) is None:
-                fresh |= parts.keys()
-                for part_of_role in parts.values():
-                    part_of_role.zero_()
-                self._optimizer.show_state(managed, role)
-        return ParameterUpdate(
-            part.group,
-            state,
-            managed.part(job.opened[Role.PARAM]),
-            self._flat_gradient(part, job.opened),
-            states,
-            grad_scale,
-            frozenset(fresh),
-            self._optimizer.number_of(managed),
-            None if copy is None else managed.part(copy),
-        )
-
-    def _updated(self, progress: Progress, done: bool) -> None:
-        chunk = progress.chunk
-        if not done:
-            progress.begun = False
-            progress.restore_numbers()
-        for part in progress.parts:
-            self._optimizer.forget_empty(part.managed)
-        if not done:
-            return
-        for role in self._state_roles(progress.parts):
-            chunk.homes[role].written = True
-        self._count_versions(progress)
-        self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
-
-    def _take_back(self, progress: Progress) -> None:
-        """Undo the update of `progress`: every bit is as before it."""
-        saved, chunk, traffic = progress.saved, progress.chunk, self._runtime.traffic
-        if saved is None:
-            raise RuntimeError(
-                f"chunk {chunk.spec.index} was updated with a factor of {progress.scale} for its gradients during "
-                f"backward, and step() wants another one: max_grad_norm or loss_scale was changed in between"
-            )
-        traffic.begin_update(chunk, keep_copy=False)
-        try:
-            self._workers.run(saved.tasks_to_restore(chunk, [part.managed for part in progress.parts]))
-        finally:
-            recast_all(chunk)
-            traffic.end_update(chunk)
-        progress.restore_numbers()
-        progress.begun = False
-        self._count_versions(progress)
-
-    @staticmethod
-    def _count_versions(progress: Progress) -> None:
-        for part in progress.parts:
-            torch.autograd.graph.increment_version(part.managed.parameter)
-            part.managed.version += 1
-
-    # ---- parts and states --------------------------------------------------------------------------------------
-
-    def _part(self, managed: ManagedParameter, group: dict[str, Any]) -> Part:
-        gradient = managed.parameter.grad
-        assert gradient is not None
-        options = {name: frozen(value) for name, value in group.items() if name != "params"}
-        return Part(managed, options, gradient, is_home_gradient(managed), gradient._version)
-
-    def _state_roles(self, parts: Iterable[Part]) -> tuple[Role, ...]:
-        found = [role for part in parts for role in self._optimizer.rule.roles(part.group, part.managed.chunk.dtype)]
-        return tuple(dict.fromkeys(found))
-
-    def _flat_gradient(self, part: Part, opened: Opened) -> torch.Tensor:
-        """The gradient in the order in which the parameter's elements lie in memory."""
-        managed, gradient = part.managed, part.gradient
-        if part.at_home and Role.GRAD in opened:
-            return managed.part(opened[Role.GRAD])
-        if gradient.stride() == managed.stride and gradient.dtype == managed.chunk.dtype:
-            return torch.as_strided(gradient, (managed.numel,), (1,), gradient.storage_offset())
-        ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
-        ordered.as_strided(managed.shape, managed.stride).copy_(gradient)
-        return ordered
+    # ---- what the user wrote -----------------------------------------------------------------------------------
 
     def _notice(self, chunk: Chunk) -> None:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
@@ -471,7 +315,3 @@ class Stepper:
 
 def _index(chunk: Chunk) -> int:
     return chunk.spec.index
-
-
-def _nothing() -> None:
-    """The pass that updates has written the copy; only its bytes are counted."""

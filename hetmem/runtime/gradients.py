@@ -8,7 +8,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -207,6 +207,7 @@ class GradientSink:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
         chunk = managed.chunk
         if not self.runtime.traffic.arriving(chunk):  # else staging, which is in use, is newer than the home
+            wait_for_staged_gradients(self.runtime, (chunk,))
             honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
@@ -220,8 +221,20 @@ def is_home_gradient(managed: ManagedParameter) -> bool:
     return home is not None and managed.parameter.grad is home and home.data_ptr() == managed.grad_address
 
 
+def wait_for_staged_gradients(runtime: Runtime, chunks: Iterable[Chunk]) -> None:
+    """Whoever writes to gradients at home may do so while they are read ahead: what is on its way to staging now can be
+    compared with the home by `honour_written_gradients` only once it is there."""
+    residency = runtime.traffic.residency
+    for chunk in chunks:
+        home = chunk.homes.get(Role.GRAD)
+        if home is not None and home.tier is Tier.NVME and home.block is not None:
+            while residency.state(home.block, Tier.HOST) is CopyState.LOADING:
+                runtime.traffic.wait_for_one()
+
+
 def honour_written_gradients(runtime: Runtime, chunk: Chunk, taken: Container[ManagedParameter] = ()) -> None:
-    """The user may have changed gradients at home (clipping, zero_grad): no staged copy of them may be used then.
+    """The user may have changed gradients at home (clipping, zero_grad): no staged copy may be used then. One on
+    its way is taken for one that was asked for since; see `wait_for_staged_gradients`.
     `taken`: those whose `p.grad` is away just now, for what arrives to be added."""
     written = False
     for managed in chunk.parameters:
@@ -239,8 +252,6 @@ def _staged_differs(runtime: Runtime, chunk: Chunk, taken: Container[ManagedPara
     home, residency = chunk.homes.get(Role.GRAD), runtime.traffic.residency
     if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
         return False
-    while residency.state(home.block, Tier.HOST) is CopyState.LOADING:  # perhaps what was there before
-        runtime.traffic.wait_for_one()
     if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
         return False
     staged = runtime.traffic.carrier.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))

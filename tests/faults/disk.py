@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +24,13 @@ class FaultyDisk:
         self.fault: Fault = healthy
         self.calls: list[tuple[str, int, int]] = []
         self.stores: list[NvmeStore] = []
+        self.tells_late_seconds = 0.0
+        """For how long a read that has taken what was there is still not over."""
 
     def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
-        return self._move("read", os.preadv, fd, buffers, offset)
+        moved = self._move("read", os.preadv, fd, buffers, offset)
+        time.sleep(self.tells_late_seconds)
+        return moved
 
     def pwritev(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
         return self._move("write", os.pwritev, fd, buffers, offset)

@@ -25,6 +25,8 @@ UPDATED = "carrier.wait_for_one < updates.finish < stepper._carry_out: take"
 ON_NVME = {
     "carrier.wait_for_one < traffic._go_on < traffic.acquire: take",  # the disk
     "carrier.wait_for_one < traffic.open_role < gradients._open: take",
+    "carrier.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
+    "carrier.wait_for_one < gradients.wait_for_staged_gradients < stepper.begin: take",
     "carrier.wait_for_one < traffic.wait_until_written < gradients._arrive: take",
     "carrier.wait_for_one < traffic.wait_until_written < stepper._carry_out: take",
 }

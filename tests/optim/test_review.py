@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     STREAMED,
     Mixed,
@@ -271,6 +272,27 @@ def test_the_gradient_scaler_of_torch_works_or_is_refused(overlap: str, placemen
                 assert module is managed
                 assert "overlap='off'" in str(error)  # noqa: PT017
                 return
+            scaler.update()
+        assert_same_weights(plain, managed)
+
+
+def test_a_scaler_writes_gradients_while_those_before_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unscale_` counts no version, so that only what has been read can be compared with what lies at home."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch)
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    optimizers = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in optimizers]
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer, scaler in zip((plain, managed), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = scaler.scale(loss_of(module, batch))
+            disk.tells_late_seconds = 0.02
+            loss.backward()
+            scaler.step(optimizer)
+            disk.tells_late_seconds = 0.0
             scaler.update()
         assert_same_weights(plain, managed)
 

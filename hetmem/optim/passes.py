@@ -1,0 +1,205 @@
+"""The passes over the memory of a chunk that a step is made of: squares are summed up, an update is made or taken back.
+
+It knows what a pass reads and writes, and nothing of when: jobs are made here and queued by the `Stepper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.transfer import Link
+from hetmem.optim.kernels import Task, square_sum_tasks
+from hetmem.optim.overlap import Overlap
+from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, sample_of
+from hetmem.optim.rule import ParameterUpdate
+from hetmem.optim.updates import Job, Opened
+from hetmem.optim.workers import WorkerPool
+from hetmem.plan.trace import Tier
+from hetmem.runtime.construction import recast_all
+from hetmem.runtime.gradients import is_home_gradient
+from hetmem.runtime.interception import Interception
+
+if TYPE_CHECKING:
+    from hetmem.optim.offloaded import OffloadedOptimizer
+
+
+class Passes:
+    """The passes of `optimizer` over the chunks that `interception` manages."""
+
+    def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
+        self._optimizer, self._interception, self._workers = optimizer, interception, workers
+        self._runtime = interception.runtime
+
+    # ---- what a pass is of -------------------------------------------------------------------------------------
+
+    def part(self, managed: ManagedParameter, group: dict[str, Any]) -> Part:
+        """What a pass over `managed` would be made with now: its gradient and what `group` says."""
+        gradient = managed.parameter.grad
+        assert gradient is not None
+        options = {name: frozen(value) for name, value in group.items() if name != "params"}
+        return Part(managed, options, gradient, is_home_gradient(managed), gradient._version)
+
+    def state_roles(self, parts: Iterable[Part]) -> tuple[Role, ...]:
+        """The states that updates of `parts` have."""
+        found = [role for part in parts for role in self._optimizer.rule.roles(part.group, part.managed.chunk.dtype)]
+        return tuple(dict.fromkeys(found))
+
+    def _flat_gradient(self, part: Part, opened: Opened) -> torch.Tensor:
+        """The gradient in the order in which the parameter's elements lie in memory."""
+        managed, gradient = part.managed, part.gradient
+        if part.at_home and Role.GRAD in opened:
+            return managed.part(opened[Role.GRAD])
+        if gradient.stride() == managed.stride and gradient.dtype == managed.chunk.dtype:
+            return torch.as_strided(gradient, (managed.numel,), (1,), gradient.storage_offset())
+        ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
+        ordered.as_strided(managed.shape, managed.stride).copy_(gradient)
+        return ordered
+
+    def _see_gradients(self, progress: Progress, job: Job) -> None:
+        """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
+        for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
+            part.version = part.gradient._version
+            part.sample = sample_of(self._flat_gradient(part, job.opened))
+
+    def unscaled(self, part: Part) -> bool:
+        """Whether the gradient of `part` is what was seen, as far as its sample says."""
+        return part.sample is None or part.sample[1] == bits_at(self._flat_gradient(part, {}), part.sample[0])
+
+    # ---- squares -----------------------------------------------------------------------------------------------
+
+    def sums_job(self, progress: Progress, done: Callable[[bool], None]) -> Job:
+        """Sum up squares; with memory for it, also save what an update would change."""
+        roles = {Role.GRAD: True} if any(part.at_home for part in progress.parts) else {}
+        saved = progress.saved
+        roles |= dict.fromkeys(saved.buffers, True) if saved is not None else {}
+        return Job(progress.chunk, roles, partial(self._sum_tasks, progress), done, writes=False)
+
+    def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        self._see_gradients(progress, job)
+        tasks: list[Task] = []
+        progress.sums = []
+        for part in progress.parts:
+            gradient = self._flat_gradient(part, job.opened)
+            sums: Sums | torch.Tensor
+            if gradient.device.type == "cpu":
+                more, sums = square_sum_tasks(gradient)
+                tasks += more
+            else:
+                sums = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()  # read in `on_host`
+            progress.sums.append(sums)
+        if progress.saved is not None:
+            tasks += progress.saved.tasks_to_save(job.opened, [part.managed for part in progress.parts])
+        return tasks
+
+    # ---- updates -----------------------------------------------------------------------------------------------
+
+    def update_job(self, progress: Progress, grad_scale: float) -> Job:
+        """Update the parts of `progress`, whose states have homes; gradients count `grad_scale` times."""
+        chunk, parts = progress.chunk, progress.parts
+        needed = {Role.PARAM: True}
+        if Role.COMPUTE in chunk.homes:
+            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)
+        needed |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
+        needed |= {role: chunk.homes[role].written for role in self.state_roles(parts)}
+        progress.begun, progress.scale = True, grad_scale
+        tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
+        return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress))
+
+    def _writes_copy(self, progress: Progress) -> bool:
+        """Whether the pass that updates `progress` can write the copy on the device too."""
+        chunk, memory = progress.chunk, self._runtime.memory
+        if chunk.compute_dtype is chunk.dtype or len(progress.parts) < len(chunk.parameters):
+            return False
+        if Role.COMPUTE in chunk.homes or memory.device.torch_device.type != "cpu":
+            return False
+        here = chunk.homes[Role.PARAM].tier is Tier.DEVICE
+        idle = not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
+        return idle and (here or self._runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
+
+    def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        self._see_gradients(progress, job)
+        if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
+            self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
+        homes = {name for role in self.state_roles(progress.parts) for name in (role.name, f"{role.name}_scale")}
+        progress.remember_numbers((self._optimizer.state_of(part.managed) for part in progress.parts), homes)
+        updates = [self._update_of(part, job, progress.scale) for part in progress.parts]
+        if job.opened[Role.PARAM].device.type != "cpu":
+            self._optimizer.rule.on_device(updates)
+            for update in updates:
+                if update.copy is not None:
+                    update.copy.copy_(update.param)
+            return []
+        return [task for update in updates for task in self._optimizer.rule.tasks(update)]
+
+    def _update_of(self, part: Part, job: Job, grad_scale: float) -> ParameterUpdate:
+        managed = part.managed
+        state, roles = self._optimizer.state_of(managed), self.state_roles([part])
+        states: dict[str, torch.Tensor] = {}
+        fresh: set[str] = set()
+        copy = job.opened.get(Role.COMPUTE, job.copy)
+        for role in roles:
+            parts = managed.parts(role, job.opened[role])
+            states |= parts
+            if state.get(role.name) is None:
+                fresh |= parts.keys()
+                for part_of_role in parts.values():
+                    part_of_role.zero_()
+                self._optimizer.show_state(managed, role)
+        return ParameterUpdate(
+            part.group,
+            state,
+            managed.part(job.opened[Role.PARAM]),
+            self._flat_gradient(part, job.opened),
+            states,
+            grad_scale,
+            frozenset(fresh),
+            self._optimizer.number_of(managed),
+            None if copy is None else managed.part(copy),
+        )
+
+    def _updated(self, progress: Progress, done: bool) -> None:
+        chunk = progress.chunk
+        if not done:
+            progress.begun = False
+            progress.restore_numbers()
+        for part in progress.parts:
+            self._optimizer.forget_empty(part.managed)
+        if not done:
+            return
+        for role in self.state_roles(progress.parts):
+            chunk.homes[role].written = True
+        self._count_versions(progress)
+        self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
+
+    def take_back(self, progress: Progress) -> None:
+        """Undo the update of `progress`: every bit is as before it."""
+        saved, chunk, traffic = progress.saved, progress.chunk, self._runtime.traffic
+        if saved is None:
+            raise RuntimeError(
+                f"chunk {chunk.spec.index} was updated with a factor of {progress.scale} for its gradients during "
+                f"backward, and step() wants another one: max_grad_norm or loss_scale was changed in between"
+            )
+        traffic.begin_update(chunk, keep_copy=False)
+        try:
+            self._workers.run(saved.tasks_to_restore(chunk, [part.managed for part in progress.parts]))
+        finally:
+            recast_all(chunk)
+            traffic.end_update(chunk)
+        progress.restore_numbers()
+        progress.begun = False
+        self._count_versions(progress)
+
+    @staticmethod
+    def _count_versions(progress: Progress) -> None:
+        for part in progress.parts:
+            torch.autograd.graph.increment_version(part.managed.parameter)
+            part.managed.version += 1
+
+
+def _nothing() -> None:
+    """The pass that updates has written the copy; only its bytes are counted."""
