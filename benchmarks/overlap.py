@@ -27,11 +27,10 @@ import torch
 from torch import nn
 
 import hetmem
+from benchmarks.demo_bytes import load_demo
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import NvmeStore
 from hetmem.optim.workers import usable_cores
-
-from benchmarks.demo_bytes import load_demo
 
 CHUNK_BYTES = 4 << 20
 
