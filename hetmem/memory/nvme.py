@@ -14,19 +14,21 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from hetmem.config import nvme_timeout_seconds
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory.disks import DiskSettings, Requests, settings_for
-from hetmem.memory.mapping import address_of
+from hetmem.memory.mapping import Mapping, address_of
 from hetmem.memory.nvme_file import BLOCK_BYTES, StoreFile, VectoredIo, sized
 from hetmem.memory.nvme_requests import Link
-from hetmem.units import round_up
+from hetmem.units import round_down, round_up
 
-__all__ = ["BLOCK_BYTES", "Extent", "NvmeStore"]
+__all__ = ["BLOCK_BYTES", "Extent", "Look", "NvmeStore"]
+
+_LOOKS_AT_ONCE = 8  # per directory: nothing but their latency matters
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,23 @@ class Extent:
     file: int
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A few bytes that are being read."""
+
+    moved: Future[int]
+    memory: memoryview
+    patience_seconds: Callable[[], float]
+
+    def first(self, nbytes: int) -> bytes:
+        """The first `nbytes`, at most as many as the block has left. Raises `StoreError` as a read does, and for a disk
+        that hangs."""
+        while not self.moved.done():
+            wait([self.moved], timeout=self.patience_seconds())
+        self.moved.result()
+        return bytes(self.memory[:nbytes])
 
 
 class NvmeStore:
@@ -92,6 +111,7 @@ class NvmeStore:
         """How each directory's disk is asked, and where that is known from."""
         self._reads = Link("read", io.preadv, [each.read for each in self.settings])
         self._writes = Link("write", io.pwritev, [each.write for each in self.settings])
+        self._looks = Link("read", io.preadv, [Requests(BLOCK_BYTES, _LOOKS_AT_ONCE)] * len(self._files))
         _warn_of_buffered(self._files)
 
     @property
@@ -107,7 +127,7 @@ class NvmeStore:
     @property
     def bytes_read(self) -> int:
         """Bytes moved from disk by completed requests."""
-        return self._reads.moved_bytes
+        return self._reads.moved_bytes + self._looks.moved_bytes
 
     @property
     def bytes_written(self) -> int:
@@ -163,10 +183,11 @@ class NvmeStore:
             file = self._file_of(extent)
             return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
 
-    def will_look(self, extent: Extent, offset: int) -> None:
-        """Somebody will look at byte `offset` of the view of `extent` soon: its page is fetched meanwhile."""
-        with self._lock:
-            self._file_of(extent).fetch_page(extent.offset + offset)
+    def look(self, extent: Extent, offset: int) -> Look:
+        """Begin to read the block with byte `offset` of `extent`: as `read`, but queued behind other looks only."""
+        into = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
+        start = round_down(offset, BLOCK_BYTES)
+        return Look(self._start(self._looks, extent, into, start), into[offset - start :], self.patience_seconds)
 
     def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
         """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.
@@ -193,7 +214,7 @@ class NvmeStore:
         Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if one has had no answer for `timeout_seconds`.
         Its transfer goes on: the future is settled, and the memory may be touched, when the disk answers.
         """
-        return min(link.patience_seconds(self.timeout_seconds) for link in (self._reads, self._writes))
+        return min(link.patience_seconds(self.timeout_seconds) for link in self._links())
 
     def close(self) -> None:
         """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent.
@@ -202,12 +223,15 @@ class NvmeStore:
         """
         with self._lock:
             self._closed = True
-        for link in (self._reads, self._writes):
+        for link in self._links():
             link.join(self.timeout_seconds)
         with self._lock:
             for file in self._files:
                 file.close()
             self._files = []  # and with them the mappings that nobody views
+
+    def _links(self) -> tuple[Link, ...]:
+        return self._reads, self._writes, self._looks
 
     def _start(self, link: Link, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
         flat = _block_aligned(memory)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from hetmem.errors import BudgetError, StoreError
 from hetmem.memory.mapping import Mapping
-from hetmem.units import format_size, round_down
+from hetmem.units import format_size
 
 BLOCK_BYTES = 4096  # covers the O_DIRECT alignment of the disks and filesystems in use
 
@@ -119,10 +119,6 @@ class StoreFile:
             while done < memory.nbytes and (moved := move(self.buffered, [memory[done:]], position + done)):
                 done += moved
         return done == memory.nbytes
-
-    def fetch_page(self, position: int) -> None:
-        """Have the page with byte `position` read into the cache, without waiting for it."""
-        self.pages.madvise(mmap.MADV_WILLNEED, round_down(position, mmap.PAGESIZE), mmap.PAGESIZE)
 
     def _drop_behind(self, position: int, nbytes: int, *, written: bool) -> None:
         if written:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter
+from hetmem.memory.nvme import Look
 from hetmem.optim.undo import Saved
 
 _SAMPLES = 1024
@@ -29,6 +30,8 @@ class Part:
     at_home: bool
     version: int
     sample: tuple[int, bytes] | None = None
+    look: Look | None = None
+    """At the element of `sample`, where that lies on NVMe: read as the step began."""
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""

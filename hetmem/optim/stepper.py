@@ -143,7 +143,7 @@ class Stepper:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done."""
         self._interception.reset()
         self._interception.segments.begin_step()
-        self._look_ahead()
+        self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
         with self._remembering_a_failure():
             wait_for_staged_gradients(self._runtime, self._runtime.chunks)
             self._carry_out()
@@ -241,26 +241,16 @@ class Stepper:
             raise self._changed(progress)
         return progress
 
-    def _look_ahead(self) -> None:
-        """`_check_untouched` looks at one element of each gradient: where they lie on NVMe, all are fetched at once."""
-        store = self._runtime.memory.store
-        for progress in self._progress.values():
-            home = progress.chunk.homes.get(Role.GRAD)
-            if store is None or home is None or home.extent is None:
-                continue
-            for part in progress.parts:
-                if part.sample is not None and part.at_home:
-                    at = (part.managed.offset + part.sample[0]) * progress.chunk.dtype.itemsize
-                    store.will_look(home.extent, at)
-
     def _check_untouched(self) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then."""
         if self.failed:
             return
         writes = self._runtime.writes
-        for progress in self._progress.values():
+        begun = [progress for progress in self._progress.values() if progress.begun]
+        self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
+        for progress in begun:
             used_up = self._optimizer.gradients is Gradients.STREAMED
-            for part in progress.parts if progress.begun else ():
+            for part in progress.parts:
                 kept = part.managed.parameter.grad is part.gradient and self._passes.unscaled(part)
                 if not (used_up or kept) or writes.changed(part.managed):
                     raise self._changed(progress)
