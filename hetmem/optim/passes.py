@@ -72,7 +72,8 @@ class Passes:
         if store is None:
             return
         for part in parts:
-            extent = part.managed.chunk.homes[Role.GRAD].extent if part.at_home else None
+            home = part.managed.chunk.homes.get(Role.GRAD) if part.at_home else None  # none: streamed, and used up
+            extent = home.extent if home is not None else None
             if extent is not None and part.sample is not None:
                 part.look = store.look(
                     extent, (part.managed.offset + part.sample[0]) * part.managed.chunk.dtype.itemsize
