@@ -16,20 +16,17 @@ from torch import nn
 import hetmem
 from hetmem.runtime import registry
 from tests.runtime.harness import (
-    PLACEMENTS,
+    BATCHES,
+    WIDTH,
     Tower,
     assert_same_grads,
     comes_to_be,
+    everywhere,
     loss_of,
     mlp,
     pair,
     token_batches,
-    vector_batches,
 )
-
-WIDTH = 64
-everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
-BATCHES = vector_batches(3, 4, WIDTH)
 
 
 @contextmanager

@@ -16,24 +16,23 @@ import hetmem
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.runtime.traffic import Traffic
 from tests.runtime.harness import (
-    PLACEMENTS,
-    STREAMED,
+    BATCHES,
+    WIDTH,
     Recipe,
     assert_same,
     assert_same_grads,
     assert_same_weights,
+    everywhere,
     loss_of,
     mlp,
     pair,
+    streamed,
     train_both,
     vector_batches,
 )
 from tests.runtime.lazy_device import EarlyDevice
 
-WIDTH = 64
 BF16 = torch.bfloat16
-everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
-BATCHES = vector_batches(4, 4, WIDTH)
 
 
 def multiplied(module: nn.Module) -> None:
@@ -136,7 +135,7 @@ def test_writes_between_steps_reach_the_next_forward(
             assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
     mixed: torch.dtype | None, placement: str, tmp_path: Path
@@ -154,7 +153,7 @@ def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
             multiplied_through_data(module)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
