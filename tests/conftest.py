@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Idle OpenMP threads spin by default; on two cores that takes the time of threads that work. Before torch is imported.
@@ -43,3 +44,8 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
         from tests.runtime.lazy_device import LazyDevice
 
         harness.DEVICE = LazyDevice
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the many collections that tests ask for need not look at it again."""
+    gc.freeze()

@@ -32,7 +32,6 @@ from tests.runtime.harness import (
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Whatever dies in here dies because nobody refers to it, not because a collection found a cycle."""
-    gc.collect()
     gc.disable()
     try:
         yield
