@@ -50,6 +50,7 @@ def _fail(grad: torch.Tensor) -> None:
     raise KeyError("in backward")
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("where", ["forward", "interrupt", "backward", "hook of a weight", "wrong shape"])
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["no checkpoint", "non-reentrant", "reentrant"])

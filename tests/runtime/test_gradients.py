@@ -67,6 +67,7 @@ def swapped(module: nn.Module) -> None:
 EDITS = (scaled, replaced, written_by_slice, dropped, data_written, set_without_backward, swapped)
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("when", ["before step", "between micro-steps"])
