@@ -25,8 +25,9 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import hetmem
 from hetmem import planning
-from hetmem.memory.transfer import Finished, Job, Link, ThreadCopier
+from hetmem.memory.transfer import Finished, Job, ThreadCopier
 from hetmem.plan.hardware import HardwareProfile, Rate
+from hetmem.plan.links import Link
 from hetmem.plan.workload import Workload
 from hetmem.planning.modeltrace import trace
 from hetmem.probe import probe

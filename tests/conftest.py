@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Idle OpenMP threads spin by default; on two cores that takes the time of threads that work. Before torch is imported.
@@ -9,6 +10,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+
+from tests.pairs import every_two_meet
 
 try:
     from hypothesis import settings
@@ -31,8 +34,9 @@ def _same_numbers_in_every_run() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
-    the seeds of the random programs."""
+    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
+    parser.addoption("--all-cases", action="store_true", help="do not thin out the cases of tests marked `pairs`")
     parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
 
 
@@ -43,3 +47,24 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
         from tests.runtime.lazy_device import LazyDevice
 
         harness.DEVICE = LazyDevice
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet."""
+    if config.getoption("--all-cases"):
+        return
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for cases in tests.values():
+        kept = every_two_meet([tuple(map(id, case.callspec.params.values())) for case in cases])
+        dropped.update(case for index, case in enumerate(cases) if index not in kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the many collections that tests ask for need not look at it again."""
+    gc.freeze()

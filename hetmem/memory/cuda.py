@@ -25,9 +25,10 @@ from hetmem.memory.device import POISON, DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.moves import Moves
 from hetmem.memory.streams import StreamCopier
-from hetmem.memory.transfer import Copier, Finished, Link, Seen
+from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.memory.views import Memory, elements
 from hetmem.memory.ways import Ways, load_ways
+from hetmem.plan.links import Link
 from hetmem.units import format_size, parse_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU

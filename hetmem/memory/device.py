@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.transfer import Copier, Finished, Link, Seen, ThreadCopier
+from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.memory.views import Memory, elements
+from hetmem.plan.links import Link
 from hetmem.units import parse_size
 
 POISON = 0xFF

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetmem.memory.transfer import Finished, Job, Link, Seen
+from hetmem.memory.transfer import Finished, Job, Seen
+from hetmem.plan.links import Link
 
 
 class Streams(Protocol):

@@ -13,27 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol
 
 from hetmem.memory.nvme import Extent, NvmeStore
-
-
-class Link(Enum):
-    """A direction between two tiers."""
-
-    HOST_TO_DEVICE = "host_to_device"
-    DEVICE_TO_HOST = "device_to_host"
-    NVME_READ = "nvme_read"
-    NVME_WRITE = "nvme_write"
-
-
-@dataclass(slots=True)
-class LinkUse:
-    """Bytes that crossed a link and the seconds it was busy."""
-
-    bytes: int = 0
-    seconds: float = 0.0
+from hetmem.plan.links import Link as Link
+from hetmem.plan.links import LinkUse
 
 
 @dataclass(slots=True)

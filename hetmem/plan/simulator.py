@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.hardware import HardwareProfile, Rate
+from hetmem.plan.links import Link, LinkUse
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
@@ -31,19 +32,11 @@ _LOADING = (CopyState.WAITING, CopyState.LOADING)
 
 
 @dataclass(slots=True)
-class LinkLoad:
-    """What a link has carried: bytes, and the seconds it was busy."""
-
-    bytes: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Link:
-    """One direction between two tiers: a queue of transfers at `rate`."""
+class LinkQueue:
+    """A link as a queue of transfers at `rate`, and what it has carried."""
 
     rate: Rate
-    load: LinkLoad = field(default_factory=LinkLoad)
+    load: LinkUse = field(default_factory=LinkUse)
     free_at: float = 0.0
 
     def send(self, now: float, nbytes: int) -> float:
@@ -72,10 +65,10 @@ class SimulatedTraffic:
         self.now = 0.0
         self.stall_seconds = 0.0
         self.events = 0
-        self.host_to_device = Link(hardware.host_to_device)
-        self.device_to_host = Link(hardware.device_to_host)
-        self.nvme_read = Link(hardware.nvme_read)
-        self.nvme_write = Link(hardware.nvme_write)
+        self.host_to_device = LinkQueue(hardware.host_to_device)
+        self.device_to_host = LinkQueue(hardware.device_to_host)
+        self.nvme_read = LinkQueue(hardware.nvme_read)
+        self.nvme_write = LinkQueue(hardware.nvme_write)
         self._transfer_seconds = hardware.thread.transfer_seconds
         self.on_device: set[int] = set()
         self._cast = Rate(hardware.device.bytes_per_second)
@@ -87,13 +80,13 @@ class SimulatedTraffic:
         self._executing = False
 
     @property
-    def links(self) -> dict[str, Link]:
-        """The links by name."""
+    def links(self) -> dict[str, LinkQueue]:
+        """The links by name, that of `Link`."""
         return {
-            "host_to_device": self.host_to_device,
-            "device_to_host": self.device_to_host,
-            "nvme_read": self.nvme_read,
-            "nvme_write": self.nvme_write,
+            Link.HOST_TO_DEVICE.value: self.host_to_device,
+            Link.DEVICE_TO_HOST.value: self.device_to_host,
+            Link.NVME_READ.value: self.nvme_read,
+            Link.NVME_WRITE.value: self.nvme_write,
         }
 
     def add(self, block: Block, nbytes: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hetmem.memory.transfer import Link
+from hetmem.plan.links import Link
 from hetmem.report.intervals import Interval, clip, length, union, without
 from hetmem.report.window import TRAINING, Window
 from hetmem.runtime.events import Span

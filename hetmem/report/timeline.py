@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from hetmem.memory.transfer import Link
+from hetmem.plan.links import Link
 from hetmem.report.intervals import overlap, union
 from hetmem.report.window import Window
 from hetmem.runtime.events import Span

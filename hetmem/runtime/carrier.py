@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.memory.transfer import Finished, Link, TransferEngine
+from hetmem.memory.transfer import Finished, TransferEngine
 from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings

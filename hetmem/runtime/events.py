@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from hetmem.memory.transfer import Link
+from hetmem.plan.links import Link
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""

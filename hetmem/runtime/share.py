@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.transfer import Link
 from hetmem.memory.views import Memory
+from hetmem.plan.links import Link
 from hetmem.plan.share import Candidate, choose
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import is_shared, stand_in, storage_references

@@ -24,7 +24,8 @@ import hetmem
 from hetmem.memory.compute import ComputeStreams
 from hetmem.memory.cuda import CudaDevice, CudaStreams
 from hetmem.memory.streams import StreamCopier
-from hetmem.memory.transfer import Copier, Finished, Link, Seen
+from hetmem.memory.transfer import Copier, Finished, Seen
+from hetmem.plan.links import Link
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,8 @@ from hetmem.memory.compute import ComputeStreams
 from hetmem.memory.cuda import CudaDevice, CudaPool, CudaStreams
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.streams import StreamCopier
-from hetmem.memory.transfer import Finished, Job, Link
+from hetmem.memory.transfer import Finished, Job
+from hetmem.plan.links import Link
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
 from tests.runtime.lazy_device import HostSlots

@@ -66,6 +66,7 @@ def test_the_bits_are_those_of_torch(
     train_both(plain, managed, vector_batches(4, 4, 64), Recipe(steps=4), optimizers=optimizers)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])

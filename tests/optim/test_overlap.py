@@ -49,6 +49,7 @@ def updates_within(module: nn.Module, what: str) -> int:
     return sum(start <= at < end for at in began for start, end in spans(module, what))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", STREAMED)
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -150,6 +151,7 @@ def test_the_next_forward_runs_while_updates_do(placement: str, tmp_path: Path) 
     assert updates_within(managed, "forward") > 0, "nothing overlapped"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", ["resident", *STREAMED])
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -306,6 +308,7 @@ def train_apart(
         assert_same_states(*optimizers, f"step {step}")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", ["resident", *STREAMED])
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", ["backward", "forward"])

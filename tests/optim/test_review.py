@@ -135,6 +135,7 @@ def test_states_that_the_user_wrote_between_steps_count(overlap: str, tmp_path: 
     assert_same_weights(plain, managed)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", STREAMED)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("which", ["all", "one chunk"])
@@ -524,6 +525,7 @@ def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, pla
         handle.remove()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", ["resident", *STREAMED])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])

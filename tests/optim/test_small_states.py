@@ -70,6 +70,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])

@@ -8,7 +8,7 @@ from hetmem.errors import CapacityError
 from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.simulator import Link, SimulatedTraffic
+from hetmem.plan.simulator import LinkQueue, SimulatedTraffic
 from hetmem.plan.trace import Schedule, Tier
 from tests.plan.test_hardware import profile
 
@@ -37,7 +37,7 @@ def use(simulated: SimulatedTraffic, block: int, seconds: float) -> None:
 
 
 def test_a_link_is_a_queue() -> None:
-    link = Link(Rate(100.0, 0.5))
+    link = LinkQueue(Rate(100.0, 0.5))
     assert [link.send(0.0, 100), link.send(0.0, 50), link.send(10.0, 100)] == [1.5, 2.5, 11.5]
     assert (link.load.bytes, link.load.seconds) == (250, 4.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetmem.memory.transfer import Link
+from hetmem.plan.links import Link
 from hetmem.report.timeline import BlockFacts
 from hetmem.report.window import Window
 from hetmem.runtime.events import CopyChange, MomentSeen, Span, Transfer

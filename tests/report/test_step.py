@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetmem.memory.transfer import Link
+from hetmem.plan.links import Link
 from hetmem.report.step import format_seconds, step_section
 from hetmem.runtime.events import Fault, Span, Transfer
 from tests.report.logs import TIERS, backward, forward, read, to_device, window

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -22,6 +23,12 @@ import hetmem
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
+everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
+streamed = pytest.mark.parametrize("placement", STREAMED)
+
+WIDTH = 64
+"""Of `mlp` and the models made for one test: a square layer of this width is one chunk of `CHUNK` bytes."""
+
 CHUNK_ELEMENTS = 4096
 CHUNK = 4 * CHUNK_ELEMENTS
 """Bytes of a chunk in tests that do not say: the smallest there is for float32, so that small models have several."""
@@ -257,7 +264,7 @@ class Block(nn.Module):
 
 def mlp() -> nn.Sequential:
     """Three layers, each of one chunk and a bias, with activations between."""
-    layers = [nn.Linear(64, 64) for _ in range(3)]
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
     return nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
 
 
@@ -317,3 +324,15 @@ def pair(
         torch.manual_seed(0)
         modules.append(build())
     return modules[0], manage(modules[1], placement, directory, **options)
+
+
+BATCHES = vector_batches(4, 4, WIDTH)
+"""For `mlp`."""
+
+
+def both(modules: tuple[nn.Module, nn.Module], act: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
+    """`act` on the plain module, then on the managed one, with the same random numbers."""
+    state = torch.get_rng_state()
+    left = act(modules[0])
+    torch.set_rng_state(state)
+    return left, act(modules[1])

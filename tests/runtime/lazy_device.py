@@ -17,7 +17,8 @@ import torch
 from hetmem.memory.cuda import CudaPool
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.streams import StreamCopier
-from hetmem.memory.transfer import Copier, Finished, Link, Seen
+from hetmem.memory.transfer import Copier, Finished, Seen
+from hetmem.plan.links import Link
 
 
 class Event:

@@ -16,26 +16,22 @@ from torch import nn
 import hetmem
 from hetmem.runtime import registry
 from tests.runtime.harness import (
-    PLACEMENTS,
+    BATCHES,
+    WIDTH,
     Tower,
     assert_same_grads,
     comes_to_be,
+    everywhere,
     loss_of,
     mlp,
     pair,
     token_batches,
-    vector_batches,
 )
-
-WIDTH = 64
-everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
-BATCHES = vector_batches(3, 4, WIDTH)
 
 
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Whatever dies in here dies because nobody refers to it, not because a collection found a cycle."""
-    gc.collect()
     gc.disable()
     try:
         yield

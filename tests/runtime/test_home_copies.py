@@ -130,6 +130,7 @@ def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("overlap", overlaps.OVERLAPS)

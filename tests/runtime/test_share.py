@@ -72,6 +72,7 @@ def one_more_step(pairs: tuple[nn.Module, nn.Module], optimizers: Any, recipe: R
     return {name: nbytes - before[name] for name, nbytes in links(pairs[1]).items()}
 
 
+@pytest.mark.pairs
 @WHERE
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
@@ -167,6 +168,7 @@ def test_the_report_counts_moved_homes_where_they_are(tmp_path: Path) -> None:
 # ---- and back ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 @WHERE
 @MIXED
 @pytest.mark.parametrize("accumulation", [1, 2])

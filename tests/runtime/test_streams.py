@@ -16,12 +16,14 @@ import hetmem
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.device import SimDevice
 from hetmem.memory.streams import StreamCopier
-from hetmem.memory.transfer import Copier, Finished, Link, Seen
+from hetmem.memory.transfer import Copier, Finished, Seen
+from hetmem.plan.links import Link
 from hetmem.runtime.bindings import Bindings
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, budget, pair, token_batches, train_both
 from tests.runtime.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])

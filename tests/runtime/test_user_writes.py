@@ -14,26 +14,28 @@ from torch import nn
 
 import hetmem
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.plan.cache import CopyState
+from hetmem.plan.trace import Schedule, Tier
+from hetmem.runtime import registry
 from hetmem.runtime.traffic import Traffic
 from tests.runtime.harness import (
-    PLACEMENTS,
-    STREAMED,
+    BATCHES,
+    WIDTH,
     Recipe,
     assert_same,
     assert_same_grads,
     assert_same_weights,
+    everywhere,
     loss_of,
     mlp,
     pair,
+    streamed,
     train_both,
     vector_batches,
 )
 from tests.runtime.lazy_device import EarlyDevice
 
-WIDTH = 64
 BF16 = torch.bfloat16
-everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
-BATCHES = vector_batches(4, 4, WIDTH)
 
 
 def multiplied(module: nn.Module) -> None:
@@ -115,6 +117,7 @@ WRITES = (
 )  # fmt: skip
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
@@ -136,7 +139,7 @@ def test_writes_between_steps_reach_the_next_forward(
             assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
     mixed: torch.dtype | None, placement: str, tmp_path: Path
@@ -154,7 +157,24 @@ def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
             multiplied_through_data(module)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_path: Path) -> None:
+    """The read into staging was begun before the write, and its end brings the block to the device at once."""
+    modules = pair(mlp, "nvme", tmp_path)
+    train_both(*modules, BATCHES)
+    runtime = registry.of_module(modules[1]).runtime
+    traffic, residency = runtime.traffic, runtime.traffic.residency
+    traffic.forget_copies()
+    chunk = next(chunk for chunk in runtime.chunks if chunk.parameters[0].name == "0.weight")
+    block = chunk.homes[Role.PARAM].block
+    assert block is not None
+    traffic.execute(residency.expect(Tier.DEVICE, Schedule([(block,)])))
+    assert [residency.state(block, tier) for tier in (Tier.HOST, Tier.DEVICE)] == [CopyState.LOADING, None]
+    traffic.superseded(chunk, Role.PARAM)
+    assert residency.state(block, Tier.DEVICE) is None
+    assert residency.state(block, Tier.HOST) is not CopyState.VALID
+
+
+@streamed
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(

@@ -1,0 +1,23 @@
+"""The links between tiers, and what is counted of each: the same names where transfers are made and where simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Link(Enum):
+    """A direction between two tiers."""
+
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+
+
+@dataclass(slots=True)
+class LinkUse:
+    """Bytes that crossed a link and the seconds it was busy."""
+
+    bytes: int = 0
+    seconds: float = 0.0

@@ -1,0 +1,197 @@
+"""What comes in next, and what gives way for it: requests that wait, prefetching, and the room that both need.
+
+Requests go first, the oldest first; while one waits nothing is prefetched. What a use of a copy means, and what an
+answer to a command changes, is not its business.
+"""
+
+from __future__ import annotations
+
+from hetmem.errors import CapacityError
+from hetmem.plan.cache import Cache, Copy, CopyState
+from hetmem.plan.commands import Command
+from hetmem.plan.ledger import Ledger
+from hetmem.plan.trace import Tier
+
+
+class Supply:
+    """Brings blocks in: what is asked for, and what the next `lookahead` uses miss, while fewer than `at_once` loads
+    of their tier are in flight.
+
+    Prefetching follows Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies"
+    (SIGMETRICS 1995): fetch the next missing block, give up the one needed furthest, never do harm.
+    """
+
+    def __init__(self, ledger: Ledger, lookahead: int, at_once: int) -> None:
+        self._ledger = ledger
+        self._blocks = ledger.blocks
+        self._caches = ledger.caches
+        self._lookahead = lookahead
+        self._at_once = at_once
+        self._waiting: list[tuple[Tier, int]] = []
+        self._suspended: set[int] = set()
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def request(self, block: int, tier: Tier) -> None:
+        """The WAITING copy of `block` on `tier` is wanted; `serve` sees to it."""
+        if (tier, block) not in self._waiting:
+            self._waiting.append((tier, block))
+            self._ledger.note(block, f"acquire on {tier.name}")
+
+    def requested(self, block: int, tier: Tier) -> bool:
+        """Whether a request for `block` on `tier` waits."""
+        return (tier, block) in self._waiting
+
+    def withdraw(self, block: int, tier: Tier) -> CapacityError:
+        """One use of a WAITING copy less, of a request that cannot be served; says why it cannot."""
+        error = CapacityError(self._no_room(block, tier))
+        copy = self._caches[tier].copies[block]
+        copy.uses -= 1
+        copy.waiting -= 1
+        if not copy.waiting:
+            self._waiting.remove((tier, block))
+            if copy.slot >= 0:
+                copy.state = CopyState.STALE  # it had a stale copy before it asked
+                self._caches[tier].touch(block)
+            else:
+                self._caches[tier].remove(block)
+        return error
+
+    def suspend(self, block: int) -> None:
+        """Until `resume` nothing brings `block` to the device."""
+        self._suspended.add(block)
+
+    def resume(self, block: int) -> None:
+        """`block` may come to the device again."""
+        self._suspended.discard(block)
+
+    def serve(self, commands: list[Command]) -> None:
+        """Move requests on: find their source, then a slot, then fetch. The oldest first."""
+        for tier, block in list(self._waiting):
+            if (tier, block) not in self._waiting:
+                continue  # feeding the device has started it meanwhile
+            if tier is Tier.DEVICE and block in self._suspended:
+                continue
+            copy = self._caches[tier].copies[block]
+            source = self._blocks[block].home
+            if copy.load and tier is Tier.DEVICE and source is Tier.NVME:
+                if not self._stage(block, commands):
+                    continue
+                source = Tier.HOST
+            if not self._find_place(block, tier, copy, commands):
+                continue
+            self._waiting.remove((tier, block))
+            if copy.load:
+                self._ledger.fetch(block, source, tier, copy, commands)
+            else:
+                self._ledger.let_overwrite(copy)
+
+    def _stage(self, block: int, commands: list[Command]) -> bool:
+        """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
+        staging = self._caches[Tier.HOST]
+        staged = staging.copies.get(block)
+        if staged is None:
+            staged = staging.add(block, Copy(CopyState.WAITING))
+        elif staged.state is CopyState.STALE:
+            staged.state = CopyState.WAITING
+        if staged.state is CopyState.WAITING:
+            if not self._find_place(block, Tier.HOST, staged, commands):
+                if staged.uses == 0:
+                    staging.remove(block)
+                return False
+            if (Tier.HOST, block) in self._waiting:
+                self._waiting.remove((Tier.HOST, block))
+            self._ledger.fetch(block, Tier.NVME, Tier.HOST, staged, commands)
+        return staged.state is CopyState.VALID
+
+    # ---- prefetching -------------------------------------------------------------------------------------------
+
+    def prefetch(self, cache: Cache, commands: list[Command]) -> None:
+        """Start what the schedule uses next and is missing, while that harms nothing."""
+        if self._waiting or cache.loading >= self._at_once:
+            return
+        flying = cache.loading
+        for block in cache.missing(self._lookahead):
+            if flying >= self._at_once or not self._prefetch(block, cache, commands):
+                return
+            flying += 1
+
+    def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
+        """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
+        cache = self._caches[tier]
+        if not self._waiting and block not in cache.copies:
+            self._prefetch(block, cache, commands)
+
+    def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
+        """Whether prefetching may go on behind `block`, which is missing in `cache`."""
+        tier, home = cache.tier, self._blocks[block].home
+        if home <= tier or (tier is Tier.DEVICE and block in self._suspended):
+            return True
+        if tier is Tier.DEVICE and home is Tier.NVME:
+            staging = self._caches[Tier.HOST]
+            staged = staging.copies.get(block)
+            if staged is None:
+                return self._prefetch(block, staging, commands)
+            if staged.state is not CopyState.VALID:
+                return False
+        slot = self._make_room(cache, self._blocks[block].span, commands, cache.schedule.next_use(block))
+        if slot is None:
+            return False
+        copy = cache.add(block, Copy(CopyState.WAITING, last_use=self._ledger.tick))
+        self._ledger.place(block, tier, copy, slot)
+        self._ledger.fetch(block, Tier.HOST if tier is Tier.DEVICE else Tier.NVME, tier, copy, commands)
+        return True
+
+    # ---- room --------------------------------------------------------------------------------------------------
+
+    def trim(self, cache: Cache, commands: list[Command]) -> None:
+        """Give up what is idle beyond the limit of `cache`."""
+        for block in cache.excess():
+            if cache.copies[block].dirty:
+                self._ledger.write(block, cache.copies[block], commands)
+            else:
+                self._ledger.evict(block, cache.tier, commands)
+
+    def _find_place(self, block: int, tier: Tier, copy: Copy, commands: list[Command]) -> bool:
+        """Whether the WAITING `copy` has a place, after one was made if that can be done now."""
+        if copy.slot < 0:
+            slot = self._make_room(self._caches[tier], self._blocks[block].span, commands)
+            if slot is None:
+                return False
+            self._ledger.place(block, tier, copy, slot)
+        return True
+
+    def _make_room(self, cache: Cache, span: int, commands: list[Command], needed_at: int | None = None) -> int | None:
+        """The first of `span` free slots in a row, giving up idle copies for it; None if that must wait.
+
+        With `needed_at` (a prefetch) only clean copies that are needed later than that are given up.
+        """
+        slot = cache.slots.find(span) if cache.slots.used + span <= cache.limit else None
+        if slot is not None:
+            return slot
+        if needed_at is not None:
+            victims = cache.harmless_victims(span, needed_at)
+        else:
+            # What is staged for another request is spared: two could take it from each other for ever.
+            spared = {block for other, block in self._waiting if other is not cache.tier}
+            if cache.writing_slots() < span:
+                victims = cache.victims(span, spared)
+            else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
+                victims = cache.harmless_victims(span, cache.schedule.position + 2 * self._lookahead, spared)
+        dirty = [block for block in victims if cache.copies[block].dirty]
+        for block in dirty:
+            self._ledger.write(block, cache.copies[block], commands)
+        if dirty or not victims:
+            return None
+        for block in victims:
+            self._ledger.evict(block, cache.tier, commands)
+        return cache.slots.find(span)
+
+    def _no_room(self, block: int, tier: Tier) -> str:
+        cache = self._caches[tier]
+        held = [self._blocks[other].label for other, copy in cache.copies.items() if not copy.idle]
+        return (
+            f"no room on {tier.name} for {self._blocks[block].label}: it needs {self._blocks[block].span} slot(s), "
+            f"{cache.limit} may be used, {cache.slots.used} are, in use or in flight: "
+            f"{', '.join(held[:8]) or 'nothing'}{' …' if len(held) > 8 else ''}"
+        )

@@ -1,0 +1,72 @@
+"""An exception in the middle of a step leaves a model that trains on with the same bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.runtime.harness import (
+    WIDTH,
+    Recipe,
+    Tower,
+    assert_same_grads,
+    assert_same_weights,
+    everywhere,
+    pair,
+    token_batches,
+    train_both,
+)
+
+
+class Failing(nn.Module):
+    """Raises in forward or in backward when told to."""
+
+    def __init__(self, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.tower = Tower(WIDTH, 2, checkpointing=checkpointing)
+        self.fail: str | None = None
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        fail, self.fail = self.fail, None
+        hidden = self.tower.hidden(tokens)
+        if fail == "forward":
+            raise KeyError("in forward")
+        if fail == "interrupt":
+            raise KeyboardInterrupt
+        if fail == "backward":
+            hidden.register_hook(_fail)
+        if fail == "hook of a weight":
+            handle = self.tower.blocks[0].up.weight.register_hook(lambda grad: (handle.remove(), _fail(grad)))
+        logits = self.tower.head(hidden)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise KeyError("in backward")
+
+
+@pytest.mark.pairs
+@everywhere
+@pytest.mark.parametrize("where", ["forward", "interrupt", "backward", "hook of a weight", "wrong shape"])
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["no checkpoint", "non-reentrant", "reentrant"])
+def test_an_exception_leaves_a_model_that_trains_on_with_the_same_bits(
+    where: str, placement: str, checkpointing: bool | None, tmp_path: Path
+) -> None:
+    modules = pair(partial(Failing, checkpointing), placement, tmp_path)
+    batches = token_batches(3)
+    optimizers = train_both(*modules, batches, Recipe(steps=2))
+    for module in modules:
+        module.fail = where
+        tokens, targets = batches[0]
+        with pytest.raises((KeyError, KeyboardInterrupt, ValueError)):
+            module(tokens, targets[:, :3] if where == "wrong shape" else targets).backward()
+    assert_same_weights(*modules)
+    assert_same_grads(*modules, "after the exception")
+    for module in modules:
+        module.zero_grad()
+    train_both(*modules, batches, Recipe(accumulation=2), optimizers=optimizers)

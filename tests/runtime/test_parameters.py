@@ -1,0 +1,123 @@
+"""Parameters of every kind: of any stride and size, frozen and unfrozen, used now and then or never."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.runtime.harness import (
+    WIDTH,
+    Recipe,
+    Tower,
+    assert_same,
+    assert_same_grads,
+    assert_same_states,
+    assert_same_weights,
+    both,
+    everywhere,
+    pair,
+    token_batches,
+    train_both,
+    vector_batches,
+)
+
+
+class Odd(nn.Module):
+    """Parameters that are transposed, gapped, scalar and empty, and a convolution in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(48, WIDTH).t() / 8)
+        self.gapped = nn.Parameter(torch.randn(48, 2 * WIDTH)[:, ::2] / 8)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.ballast = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        y = self.ballast(x) @ self.transposed @ self.gapped * self.scalar
+        return y.square().mean() + self.conv(image).mean() * self.scalar + self.empty.sum()
+
+
+@everywhere
+def test_parameters_of_every_stride_and_size_train_as_in_torch(placement: str, tmp_path: Path) -> None:
+    """The reference steps element by element: torch's own fused AdamW is wrong where strides differ."""
+    modules = pair(Odd, placement, tmp_path)
+    for name in ("transposed", "scalar", "empty", "conv.weight"):
+        left, right = (module.get_parameter(name) for module in modules)
+        assert (left.shape, left.stride()) == (right.shape, right.stride())
+    reference = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in modules[0].parameters()]
+    left = torch.optim.AdamW(reference, lr=1e-2, fused=True)
+    right = hetmem.AdamW(modules[1].parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        batch = torch.randn(4, WIDTH, generator=generator), torch.randn(2, 3, 8, 8, generator=generator)
+        losses = both(modules, lambda module, batch=batch: module(*batch))
+        assert_same(*losses, "loss")
+        for loss in losses:
+            loss.backward()
+        assert_same_grads(*modules)
+        for mine, parameter in zip(reference, modules[0].parameters(), strict=True):
+            mine.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+        left.step()
+        right.step()
+        with torch.no_grad():
+            for mine, parameter in zip(reference, modules[0].parameters(), strict=True):
+                parameter.copy_(mine)
+        assert_same_weights(*modules)
+        assert_same_states(left, right)
+        for module in modules:
+            module.zero_grad()
+
+
+@everywhere
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_frozen_parameters_may_be_unfrozen_and_frozen_again(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        module = Tower(WIDTH, 2)
+        module.blocks[0].requires_grad_(False)
+        module.blocks[1].up.requires_grad_(False)
+        return module
+
+    modules = pair(build, placement, tmp_path, mixed_precision=mixed)
+    optimizers = train_both(*modules, token_batches(2), Recipe(steps=2, mixed=mixed))
+    for module in modules:
+        module.blocks[0].requires_grad_(True)
+        module.blocks[1].down.requires_grad_(False)
+    train_both(*modules, token_batches(4), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
+
+
+class PartlyUsed(nn.Module):
+    """Uses `second` only when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.both = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if self.both else x
+
+
+@everywhere
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_unused_parameters_have_no_gradient_and_do_not_decay(placement: str, set_to_none: bool, tmp_path: Path) -> None:
+    modules = pair(PartlyUsed, placement, tmp_path)
+    never = modules[1].never.detach().clone()
+    optimizers = None
+    for use in (False, True, False):
+        for module in modules:
+            module.both = use
+        recipe = Recipe(steps=2, set_to_none=set_to_none)
+        optimizers = train_both(*modules, vector_batches(2, 4, WIDTH), recipe, optimizers=optimizers)
+    assert modules[1].never.grad is None
+    assert_same(never, modules[1].never, "never used")
