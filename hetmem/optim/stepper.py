@@ -150,6 +150,9 @@ class Stepper:
         self._interception.segments.begin_step()
         self._look_ahead()
         with self._remembering_a_failure():
+            for progress in self._progress.values():
+                if not progress.begun and progress.saved is None:  # else `_check_untouched` sees it
+                    self._notice_written(progress.chunk)
             self._carry_out()
 
     def square_sums(self, chunks: Work) -> list[Sums]:
@@ -456,11 +459,14 @@ class Stepper:
 
     def _notice(self, chunk: Chunk) -> None:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
+        self._notice_written(chunk)
+        honour_written_gradients(self._runtime, chunk)
+
+    def _notice_written(self, chunk: Chunk) -> None:
         writes = self._runtime.writes
         for managed in chunk.parameters:
             if writes.changed(managed):
                 writes.by_user(managed)
-        honour_written_gradients(self._runtime, chunk)
         self._notice_states(chunk)
 
     def _notice_states(self, chunk: Chunk) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 
 import hetmem
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.memory.views import Memory
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from tests.runtime.harness import (
@@ -30,7 +28,7 @@ from tests.runtime.harness import (
     token_batches,
     train_both,
 )
-from tests.runtime.lazy_device import UnwatchedDevice
+from tests.runtime.lazy_device import AllocatingDevice
 
 BF16 = torch.bfloat16
 CHUNKS = 18
@@ -207,23 +205,6 @@ def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> N
         assert not moved(managed)
     assert counts[0] > 8
     assert counts == [counts[0]] * 3 + [0, 0]
-
-
-class AllocatingDevice(UnwatchedDevice):
-    """Knows of the homes on it too, as a GPU's allocator does."""
-
-    def __init__(self, non_model_bytes: int) -> None:
-        super().__init__(non_model_bytes)
-        self.homes: list[weakref.ref[Any]] = []
-
-    def allocate(self, nbytes: int) -> Memory:
-        memory = super().allocate(nbytes)
-        self.homes.append(weakref.ref(memory))
-        return memory
-
-    def peak_bytes(self) -> int:
-        homes = [home() for home in self.homes]
-        return super().peak_bytes() + sum(home.nbytes for home in homes if home is not None)
 
 
 def test_where_only_an_allocator_is_known_homes_go_back_before_a_forward_that_nobody_has_seen(tmp_path: Path) -> None:

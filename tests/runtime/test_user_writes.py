@@ -22,6 +22,7 @@ from tests.runtime.harness import (
     assert_same,
     assert_same_grads,
     assert_same_weights,
+    budget,
     loss_of,
     mlp,
     pair,
@@ -202,6 +203,33 @@ def test_writes_between_backward_and_step_are_stepped_from(
         assert_same_weights(*modules)
         for module in modules:
             module.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("written", ["weights", "states"])
+def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
+    written: str, overlap: str, tmp_path: Path
+) -> None:
+    """Where all gradients must be known first, only their squares are summed up in backward. Weights that staging still
+    held were updated in place of those that the user had written since."""
+    room = budget("nvme", tmp_path, host="70KiB", device_chunks="64KiB")
+    modules = pair(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), room, tmp_path)
+    optimizers = (
+        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
+        hetmem.AdamW(modules[1].parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9),
+    )
+    for batch in BATCHES * 2:
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            loss_of(module, batch).backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    if written == "weights":
+                        parameter.mul_(0.5)
+                    elif parameter in optimizer.state:
+                        optimizer.state[parameter]["exp_avg_sq"].mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(*modules)
 
 
 @everywhere
