@@ -186,6 +186,25 @@ def test_homes_go_back_when_a_larger_batch_needs_their_memory(
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
+@WHERE
+@MIXED
+@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
+def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
+    overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """A copy that was made of the home on the device was compared with what the home had been before it moved."""
+    plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
+    optimizers = (
+        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
+        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap),
+    )
+    train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
+    assert moved(managed) == 8
+    runtime = registry.of_module(managed).runtime
+    managed.blocks[0].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
+    train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+
+
 def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> None:
     _, managed = pair(build, hetmem.Budget(device="2300KiB", host="8MiB"), tmp_path)
     optimizer = hetmem.AdamW(managed.parameters())
