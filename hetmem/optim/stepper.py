@@ -74,7 +74,7 @@ class Stepper:
                 f"(streamed gradients allow one)"
             )
         elif progress is not None:
-            del self._progress[managed.chunk]  # its norm is of less than all
+            self._drop(managed.chunk)  # its norm is of less than all
         self._runtime.traffic.wait_for_update(managed.chunk)
 
     def arrived(self, managed: ManagedParameter) -> None:
@@ -110,6 +110,7 @@ class Stepper:
 
     def may_move(self, chunk: Chunk) -> bool:
         """See `Watcher`."""
+        self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         progress = self._progress.get(chunk)
         self._notice_states(chunk)
         return (progress is None or progress.saved is None) and not self._optimizer.states_held(chunk)
@@ -224,12 +225,17 @@ class Stepper:
 
     def _end(self) -> None:
         self.failed = False
-        for progress in self._progress.values():
-            self._undo.give_back(progress.saved)
-        self._progress.clear()
+        for chunk in list(self._progress):
+            self._drop(chunk)
         for key, count in self._arrivals.items():
             self._most[key] = max(self._most[key], count)
         self._arrivals.clear()
+
+    def _drop(self, chunk: Chunk) -> None:
+        """Nothing that was prepared for `chunk` counts."""
+        progress = self._progress.pop(chunk, None)
+        if progress is not None and not progress.saving:
+            self._undo.give_back(progress.saved)
 
     def _current(self, chunk: Chunk, members: Members) -> Progress:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
@@ -243,6 +249,7 @@ class Stepper:
             untouched = all(map(self._unscaled, progress.parts))
         if progress is None or not (progress.begun or untouched):
             self._notice(chunk)
+            self._drop(chunk)
             progress = self._progress[chunk] = Progress(chunk, [self._part(*member) for member in members])
         elif not untouched:
             raise self._changed(progress)
@@ -304,6 +311,7 @@ class Stepper:
         roles = {Role.GRAD: True} if any(part.at_home for part in progress.parts) else {}
         saved = progress.saved
         roles |= dict.fromkeys(saved.buffers, True) if saved is not None else {}
+        progress.saving = saved is not None
         tasks, done = partial(self._sum_tasks, progress), partial(self._summed, progress)
         return Job(progress.chunk, roles, tasks, done, writes=False)
 
@@ -325,9 +333,13 @@ class Stepper:
         return tasks
 
     def _summed(self, progress: Progress, done: bool) -> None:
+        progress.saving = False
+        dropped = self._progress.get(progress.chunk) is not progress
+        if dropped:
+            self._undo.give_back(progress.saved)
         if not done:
             progress.sums = []
-        elif progress.saved is not None and self._progress.get(progress.chunk) is progress:
+        elif progress.saved is not None and not dropped:
             self._add_update(progress, self._optimizer.expected_scale())
 
     def _add_update(self, progress: Progress, grad_scale: float) -> None:

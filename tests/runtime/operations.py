@@ -171,7 +171,7 @@ class Side:
 
     def edit_gradients(self, draw: Random) -> Any:
         way = draw.randrange(6)
-        for parameter in self.some(draw):
+        for parameter in self.some(draw) if "gradients" not in self.program.options else ():  # which are used up
             if parameter.grad is None:
                 continue
             if way == 0:
@@ -218,7 +218,7 @@ class Side:
                     value.mul_(0.5)
 
     def keep(self, draw: Random) -> Any:
-        """The user keeps views of weights, of gradients and of states where they are at home, and forgets them again."""
+        """The user keeps views of weights, gradients and states where they are at home, and forgets them again."""
         self.held.clear()
         state = self.optimizer.state if draw.random() < 0.3 else {}
         for parameter in self.some(draw) if draw.random() < 0.7 else ():

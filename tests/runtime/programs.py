@@ -213,8 +213,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 EXTRAS = (
     "zero_grad skip evaluate part retained outside raises forward_raises gradient clip edit_gradients write hyper "
-    "freeze hook unhook add_group read_weights read_gradients save load load again copied hold keep write_states squeeze "
-    "squeezed squeezed collect forward backward step"
+    "freeze hook unhook add_group read_weights read_gradients save load load again copied hold keep write_states "
+    "squeeze squeezed squeezed collect forward backward step"
 ).split()
 WITHIN = {
     *"forward backward step clip edit_gradients write hyper hook read_gradients forward_raises collect squeeze".split()

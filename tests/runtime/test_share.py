@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import hetmem
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from tests.runtime.harness import (
@@ -203,6 +205,29 @@ def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
     runtime = registry.of_module(managed).runtime
     managed.blocks[0].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+
+
+def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum ended with a role of a home on NVMe that it had begun to read on the device, and stopped training."""
+    plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
+    optimizers = (
+        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
+        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward", max_grad_norm=1e9),
+    )
+    train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
+    assert moved(managed) == 8
+    going_back, begin = threading.Event(), WorkerPool.begin
+    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [going_back.wait, *tasks], after))
+    runtime = registry.of_module(managed).runtime
+
+    def squeeze(*_: Any) -> None:
+        threading.Timer(0.1, going_back.set).start()
+        runtime.give_way(1 << 30)
+
+    managed.blocks[0].norm.register_full_backward_hook(squeeze)
+    train_both(plain, managed, token_batches(2), Recipe(steps=2), optimizers=optimizers)
 
 
 def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> None:

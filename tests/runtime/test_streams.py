@@ -120,7 +120,7 @@ def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator
     train_in_order(managed, device, hetmem.AdamW(managed.parameters()))
     runtime = registry.of_module(managed).runtime
     traffic, residency = runtime.traffic, runtime.traffic.residency
-    inside, outside = ([chunk for chunk in runtime.chunks if chunk.moved is moved][0] for moved in (True, False))
+    inside, outside = (next(chunk for chunk in runtime.chunks if chunk.moved is moved) for moved in (True, False))
     cast, fetched = inside.operand_block, outside.operand_block
     assert cast is not None and fetched is not None
     runtime.forget_copies()
