@@ -213,7 +213,8 @@ class Side:
     def write_states(self, draw: Random) -> Any:
         state = self.optimizer.state
         for parameter in self.some(draw):
-            for value in state[parameter].values() if parameter in state else ():
+            found = state.get(parameter, {})
+            for value in found.values() if found.get("step", 1) else ():  # Adagrad of torch has some of no step
                 if isinstance(value, torch.Tensor) and value.dim():
                     value.mul_(0.5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from torch import nn
 
 import hetmem
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.runtime.traffic import Traffic
+from hetmem.plan.trace import Tier
+from hetmem.runtime import registry
+from hetmem.runtime.traffic import Traffic, param_block
+from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     PLACEMENTS,
     STREAMED,
@@ -153,6 +157,46 @@ def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
         assert device.streams.enqueued > before, step
         for module in modules:
             multiplied_through_data(module)
+
+
+class LateDisk(FaultyDisk):
+    """Has read what was there, and says so only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        count = super().preadv(fd, buffers, offset)
+        self.has_read.set()
+        self.may_answer.wait()
+        return count
+
+
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("home_copies", [False, True])
+def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
+    home_copies: bool, mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging got it after everything had been looked at, and nobody looked again."""
+    disk = LateDisk()
+    disk.used_by(monkeypatch)
+    room = budget("nvme", tmp_path, host="90KiB", home_copies=home_copies)
+    modules = pair(mlp, room, tmp_path, mixed_precision=mixed)
+    batches = vector_batches(2, 4, WIDTH, dtype=mixed)
+    optimizers = train_both(*modules, batches, Recipe(steps=2, mixed=mixed))
+    runtime = registry.of_module(modules[1]).runtime
+    for chunk in runtime.chunks:
+        runtime.forget_copies()
+        disk.has_read.clear()
+        disk.may_answer.clear()
+        runtime.traffic.execute(runtime.traffic.residency.prefetch(param_block(chunk.parameters[0]), Tier.HOST))
+        assert disk.has_read.wait(30)
+        for module in modules:
+            multiplied_through_data(module)
+        threading.Timer(0.2, disk.may_answer.set).start()
+        train_both(*modules, batches, Recipe(steps=1, mixed=mixed), optimizers=optimizers)
 
 
 @pytest.mark.parametrize("placement", STREAMED)
