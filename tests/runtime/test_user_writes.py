@@ -17,7 +17,7 @@ import hetmem
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
-from hetmem.runtime.traffic import Traffic, param_block
+from hetmem.runtime.traffic import Traffic
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     PLACEMENTS,
@@ -182,16 +182,19 @@ def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
     """Staging got it after everything had been looked at, and nobody looked again."""
     disk = LateDisk()
     disk.used_by(monkeypatch)
-    room = budget("nvme", tmp_path, host="90KiB", home_copies=home_copies)
+    room = budget("nvme", tmp_path, host="90KiB", device_chunks="64KiB", home_copies=home_copies)
     modules = pair(mlp, room, tmp_path, mixed_precision=mixed)
     batches = vector_batches(2, 4, WIDTH, dtype=mixed)
     optimizers = train_both(*modules, batches, Recipe(steps=2, mixed=mixed))
     runtime = registry.of_module(modules[1]).runtime
-    for chunk in runtime.chunks:
+    on_nvme = [chunk.homes[Role.PARAM] for chunk in runtime.chunks if chunk.homes[Role.PARAM].tier is Tier.NVME]
+    assert len(on_nvme) >= 2
+    for home in on_nvme:
         runtime.forget_copies()
         disk.has_read.clear()
         disk.may_answer.clear()
-        runtime.traffic.execute(runtime.traffic.residency.prefetch(param_block(chunk.parameters[0]), Tier.HOST))
+        assert home.block is not None
+        runtime.traffic.execute(runtime.traffic.residency.prefetch(home.block, Tier.HOST))
         assert disk.has_read.wait(30)
         for module in modules:
             multiplied_through_data(module)
