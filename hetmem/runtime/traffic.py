@@ -174,11 +174,12 @@ class Traffic:
         self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), 0)
 
     def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
-        """The device copy of `chunk` as a flat tensor, if there is one."""
+        """The device copy of `chunk` as a flat tensor, if there is one. One that waits for room is none: the caller may
+        be what it waits for."""
         block = chunk.operand_block
         if block is None:
             return None
-        while self.residency.state(block, Tier.DEVICE) in _LOADING:
+        while self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
             self.wait_for_one()
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
