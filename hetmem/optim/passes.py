@@ -93,6 +93,7 @@ class Passes:
         roles = {Role.GRAD: True} if any(part.at_home for part in progress.parts) else {}
         saved = progress.saved
         roles |= dict.fromkeys(saved.buffers, True) if saved is not None else {}
+        progress.saving = saved is not None
         return Job(progress.chunk, roles, partial(self._sum_tasks, progress), done, writes=False)
 
     def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:

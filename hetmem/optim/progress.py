@@ -46,7 +46,8 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`."""
+    """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `saving`: what
+    it changes is on its way to `saved`, which must not be given back before."""
 
     chunk: Chunk
     parts: list[Part]
@@ -54,6 +55,7 @@ class Progress:
     begun: bool = False
     scale: float = 1.0
     saved: Saved | None = None
+    saving: bool = False
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def of(self, parts: list[Part]) -> bool:
@@ -109,7 +111,8 @@ def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
 
 
 def bits_at(flat: torch.Tensor, at: int) -> bytes:
-    return flat.detach()[at : at + 1].view(torch.uint8).numpy().tobytes()
+    """Of an element; also where a home has moved to the device since its sample was taken."""
+    return flat.detach()[at : at + 1].view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _number(value: Any) -> Any:

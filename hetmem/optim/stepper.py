@@ -69,7 +69,7 @@ class Stepper:
                 f"(streamed gradients allow one)"
             )
         elif progress is not None:
-            del self._progress[managed.chunk]  # its norm is of less than all
+            self._drop(managed.chunk)  # its norm is of less than all
         self._runtime.traffic.wait_for_update(managed.chunk)
 
     def arrived(self, managed: ManagedParameter) -> None:
@@ -105,6 +105,7 @@ class Stepper:
 
     def may_move(self, chunk: Chunk) -> bool:
         """See `Watcher`."""
+        self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         progress = self._progress.get(chunk)
         self._notice_states(chunk)
         return (progress is None or progress.saved is None) and not self._optimizer.states_held(chunk)
@@ -146,6 +147,9 @@ class Stepper:
         self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
         with self._remembering_a_failure():
             wait_for_staged_gradients(self._runtime, self._runtime.chunks)
+            for progress in self._progress.values():
+                if not progress.begun and progress.saved is None:  # else `_check_untouched` sees it
+                    self._notice_written(progress.chunk)
             self._carry_out()
 
     def square_sums(self, chunks: Work) -> list[Sums]:
@@ -217,12 +221,17 @@ class Stepper:
 
     def _end(self) -> None:
         self.failed = False
-        for progress in self._progress.values():
-            self._undo.give_back(progress.saved)
-        self._progress.clear()
+        for chunk in list(self._progress):
+            self._drop(chunk)
         for key, count in self._arrivals.items():
             self._most[key] = max(self._most[key], count)
         self._arrivals.clear()
+
+    def _drop(self, chunk: Chunk) -> None:
+        """Nothing that was prepared for `chunk` counts."""
+        progress = self._progress.pop(chunk, None)
+        if progress is not None and not progress.saving:
+            self._undo.give_back(progress.saved)
 
     def _current(self, chunk: Chunk, members: Members) -> Progress:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
@@ -236,6 +245,7 @@ class Stepper:
             untouched = all(map(self._passes.unscaled, progress.parts))
         if progress is None or not (progress.begun or untouched):
             self._notice(chunk)
+            self._drop(chunk)
             progress = self._progress[chunk] = Progress(chunk, [self._passes.part(*member) for member in members])
         elif not untouched:
             raise self._changed(progress)
@@ -273,9 +283,13 @@ class Stepper:
     # ---- jobs --------------------------------------------------------------------------------------------------
 
     def _summed(self, progress: Progress, done: bool) -> None:
+        progress.saving = False
+        dropped = self._progress.get(progress.chunk) is not progress
+        if dropped:
+            self._undo.give_back(progress.saved)
         if not done:
             progress.sums = []
-        elif progress.saved is not None and self._progress.get(progress.chunk) is progress:
+        elif progress.saved is not None and not dropped:
             self._add_update(progress, self._optimizer.expected_scale())
 
     def _add_sums(self, progress: Progress) -> None:
@@ -290,11 +304,14 @@ class Stepper:
 
     def _notice(self, chunk: Chunk) -> None:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
+        self._notice_written(chunk)
+        honour_written_gradients(self._runtime, chunk)
+
+    def _notice_written(self, chunk: Chunk) -> None:
         writes = self._runtime.writes
         for managed in chunk.parameters:
             if writes.changed(managed):
                 writes.by_user(managed)
-        honour_written_gradients(self._runtime, chunk)
         self._notice_states(chunk)
 
     def _notice_states(self, chunk: Chunk) -> None:

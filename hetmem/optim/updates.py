@@ -111,6 +111,11 @@ class Updates:
             self.cancel()
             raise
 
+    def wait_for(self, chunk: Chunk) -> None:
+        """Nothing computes with `chunk`; what is queued stays so."""
+        while any(job.chunk is chunk for job in self._running):
+            self._traffic.wait_for_one()
+
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
         nothing."""

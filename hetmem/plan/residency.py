@@ -71,10 +71,10 @@ class Residency:
             raise self._ledger.illegal(block, tier, "place asked for")
         return copy.slot
 
-    def has_slot(self, block: int, tier: Tier) -> bool:
-        """Whether a copy of `block`, in whatever state, has a place on `tier`."""
+    def slot_taken(self, block: int, tier: Tier) -> int:
+        """The first slot of the copy of `block` on `tier`, in whatever state; -1 if it has none."""
         copy = self._caches[tier].copies.get(block)
-        return copy is not None and copy.slot >= 0
+        return -1 if copy is None else copy.slot
 
     def dirty(self, block: int) -> bool:
         """Whether the HOST copy of `block` is newer than its home."""

@@ -177,6 +177,7 @@ class Carrier:
             self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
         if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
             self._memory.device.copy_in(target, source)
+            self.mark_use(command.block, command.slot)  # if nobody uses it, what comes next must still come behind it
             self.execute(self._residency.done(command))
         elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()

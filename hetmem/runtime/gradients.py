@@ -41,7 +41,8 @@ class Watcher(Protocol):
         """Let nothing be under way."""
 
     def may_move(self, chunk: Chunk) -> bool:
-        """Whether it can follow if the homes of `chunk` move: nobody else holds its states there."""
+        """Whether it can follow if the homes of `chunk` move: nobody else holds its states there. Waits for what it
+        reads there itself."""
         ...
 
     def moved(self, chunk: Chunk) -> None:

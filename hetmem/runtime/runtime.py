@@ -218,6 +218,8 @@ class Runtime:
                     managed.first_use = self._first_uses = self._first_uses + 1
                 if managed.parameter._version != managed.version:
                     self.writes.by_user(managed)
+                if managed.chunk in self.writes.unsure:
+                    self.writes.make_sure(managed.chunk)
             self._moment(operator, tuple(dict.fromkeys(param_block(managed) for managed in used)))
             acquired: list[ManagedParameter] = []
             try:

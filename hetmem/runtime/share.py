@@ -19,6 +19,7 @@ from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import is_shared, stand_in, storage_references
 from hetmem.runtime.gradients import GradientSink, is_home_gradient
 from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.traffic import param_block
 
 _TRIES = 3
 """A share that had to go back so often is not tried again: moving it costs more than it saves."""
@@ -125,6 +126,9 @@ class ResidentShare:
         return True
 
     def _move_back(self, chunk: Chunk) -> None:
+        traffic = self._runtime.traffic
+        if not traffic.residency.uses(param_block(chunk.parameters[0]), Tier.DEVICE):
+            traffic.copy_home_again(chunk)  # nobody has looked for writes of the user yet, if this is no forward
         for role, home in chunk.homes.items():
             if home.away is not None:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
@@ -134,6 +138,7 @@ class ResidentShare:
         self._went_back += self._may_go_back
         self._may_go_back = False
         self._settle(chunk)
+        traffic.copy_equals_home(chunk)
 
     def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
         """What lies at home, if it matters."""

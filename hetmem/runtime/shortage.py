@@ -47,7 +47,7 @@ class Shortage:
         return {
             residency.blocks[block].label: residency.blocks[block].span * slot
             for block in residency.resident(Tier.DEVICE)
-            if residency.uses(block, Tier.DEVICE) and residency.has_slot(block, Tier.DEVICE)
+            if residency.uses(block, Tier.DEVICE) and residency.slot_taken(block, Tier.DEVICE) >= 0
         }
 
     def _blocks_needed(self) -> set[int]:

@@ -114,6 +114,8 @@ class Traffic:
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
         """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
         missing = tier is Tier.DEVICE and self.residency.state(block, tier) is not CopyState.VALID
+        if missing:
+            self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
         start = time.perf_counter() if missing else 0.0
         if not load and self.residency.state(block, tier) is None:  # no fetch will tell of it
             self._events.copies.append(CopyChange(time.perf_counter(), block, tier, True))
@@ -134,9 +136,15 @@ class Traffic:
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less; what compute does with the copy has been asked for by now."""
-        if tier is Tier.DEVICE and self.engine.ordered and self.residency.state(block, tier) in _PLACED:
-            self.carrier.mark_use(block, self.residency.place(block, tier))
+        if tier is Tier.DEVICE:
+            self._mark_use(block)
         self.execute(self.residency.release(block, tier, dirty=dirty))
+
+    def _mark_use(self, block: int) -> None:
+        """Also of a copy that was superseded while it was in use: what comes to lie there must not come too early."""
+        slot = self.residency.slot_taken(block, Tier.DEVICE)
+        if slot >= 0 and self.engine.ordered:
+            self.carrier.mark_use(block, slot)
 
     def limit_device(self, slots: int, *, before: int) -> None:
         """Chunks may have `slots` slots of the device from now on; what is less than `before` is given back."""
@@ -166,11 +174,12 @@ class Traffic:
         self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), 0)
 
     def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
-        """The device copy of `chunk` as a flat tensor, if there is one."""
+        """The device copy of `chunk` as a flat tensor, if there is one. One that waits for room is none: the caller may
+        be what it waits for."""
         block = chunk.operand_block
         if block is None:
             return None
-        while self.residency.state(block, Tier.DEVICE) in _LOADING:
+        while self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
             self.wait_for_one()
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
@@ -194,6 +203,7 @@ class Traffic:
         if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
             copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
             self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
+            self._mark_use(block)
 
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """The newest that host memory, or NVMe, holds of `role` of `chunk`, as a flat tensor."""

@@ -27,21 +27,37 @@ class Writes:
     def __init__(self, parameters: list[ManagedParameter], traffic: Traffic) -> None:
         self._parameters = parameters
         self._traffic = traffic
+        self.unsure: set[Chunk] = set()
+        """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
 
     # ---- by the user, to the home ------------------------------------------------------------------------------
 
     def notice_all(self) -> None:
         """Look at every parameter for changes by the user since it was last used."""
         self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
+        self.unsure.clear()
         for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
             counted = [managed for managed in chunk.parameters if self._counted(managed)]
             for managed in counted:
                 self.by_user(managed)
-            if not counted and self._differs(chunk):
+            if not counted and self._coming(chunk):
+                self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
+            elif not counted and self._differs(chunk):
                 for managed in chunk.parameters:
                     self._supersede(managed)
             elif chunk.homes[Role.PARAM].tier is Tier.DEVICE:
                 self._traffic.copy_home_again(chunk)
+
+    def make_sure(self, chunk: Chunk) -> None:
+        """`chunk` is used next: wait for what is on its way, and see whether that is what its home says."""
+        self.unsure.discard(chunk)
+        if self._differs(chunk):
+            for managed in chunk.parameters:
+                self._supersede(managed)
+
+    def _coming(self, chunk: Chunk) -> bool:
+        block = chunk.homes[Role.PARAM].block
+        return block is not None and self._traffic.residency.state(block, Tier.HOST) is CopyState.LOADING
 
     def changed(self, managed: ManagedParameter) -> bool:
         """Whether somebody else has written to `managed` since hetmem last saw it, outside compute."""
@@ -89,6 +105,8 @@ class Writes:
         residency, fingerprints = traffic.residency, traffic.carrier.fingerprints
         if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
             return False  # without a copy, or what is at home is older than every copy
+        while self._coming(chunk):  # perhaps what was there before
+            traffic.wait_for_one()
         at_home = chunk.flat(Role.PARAM)
         if chunk.operand == Role.COMPUTE:  # which speaks for the device's copy
             return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import hetmem
 from hetmem.optim.kernels import square_sum
+from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
@@ -403,6 +405,35 @@ def test_a_step_with_more_backwards_teaches_the_next_ones(placement: str, tmp_pa
     for accumulation in (2, 2, 1, 2):
         recipe = Recipe(steps=1, accumulation=accumulation)
         train_both(plain, managed, vector_batches(2, 4, 64), recipe, optimizers=optimizers)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_memory_to_undo_with_comes_back_from_chunks_that_were_prepared_for_nothing(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another backward came before their update had begun; `late`: while memory was being saved."""
+    plain, module = pair(mlp, "host", tmp_path)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    optimizer = hetmem.AdamW(module.parameters(), lr=1e-2, overlap="speculative", max_grad_norm=1e9)
+    runtime = registry.of_module(module).runtime
+    first, second = vector_batches(2, 4, 64)
+
+    before = runtime.memory.host_pool.reserved_bytes
+    train_both(plain, module, [first], Recipe(steps=2), optimizers=(plain_optimizer, optimizer))
+    opened, begin, pump = threading.Event(), WorkerPool.begin, Updates.pump
+    undo = next(iter(optimizer._steppers.values()))._undo
+    if late:
+        monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [opened.wait, *tasks], after))
+    else:
+        monkeypatch.setattr(Updates, "pump", lambda updates: pump(updates) if opened.is_set() else None)
+    for which, rule in ((module, optimizer), (plain, plain_optimizer)):
+        loss_of(which, first).backward()
+        loss_of(which, second).backward()
+        opened.set()
+        rule.step()
+    assert_same_weights(plain, module)
+    free = sum(buffer.nbytes for buffers in undo._free.values() for buffer in buffers)
+    assert free == runtime.memory.host_pool.reserved_bytes - before > 0
 
 
 @pytest.mark.parametrize("placement", STREAMED)

@@ -8,6 +8,7 @@ show is a copy that overtakes the compute that used its slot, as compute is neve
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from hetmem.memory.cuda import CudaPool
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
+from hetmem.memory.views import Memory
 from hetmem.plan.links import Link
 
 
@@ -126,3 +128,20 @@ class UnwatchedDevice(LazyDevice):
 
     def peak_bytes(self) -> int:
         return self.non_model_bytes + sum(pool.held_bytes() for pool in self.pools)
+
+
+class AllocatingDevice(UnwatchedDevice):
+    """Knows of the homes on it too, as a GPU's allocator does."""
+
+    def __init__(self, non_model_bytes: int) -> None:
+        super().__init__(non_model_bytes)
+        self.homes: list[weakref.ref[Any]] = []
+
+    def allocate(self, nbytes: int) -> Memory:
+        memory = super().allocate(nbytes)
+        self.homes.append(weakref.ref(memory))
+        return memory
+
+    def peak_bytes(self) -> int:
+        homes = [home() for home in self.homes]
+        return super().peak_bytes() + sum(home.nbytes for home in homes if home is not None)

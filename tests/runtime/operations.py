@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from hetmem.optim.scaling import LossScale
-from tests.runtime.programs import WIDTH, Net, Program
+from tests.runtime.programs import WIDTH, Net, Program, nothing
 
 
 class Side:
@@ -56,7 +57,8 @@ class Side:
         return groups if self.program.groups == 2 else groups[:1]
 
     def tokens(self, draw: Random) -> torch.Tensor:
-        return torch.randint(0, Net.VOCABULARY, (draw.randint(1, 3), draw.choice((4, 4, 4, 6))))
+        rows = draw.randint(1, 3) if draw.random() < 0.7 else self.program.rows
+        return torch.randint(0, Net.VOCABULARY, (rows, draw.choice((4, 4, 4, 6))))
 
     def some(self, draw: Random) -> list[nn.Parameter]:
         parameters = list(self.module.parameters())
@@ -152,12 +154,24 @@ class Side:
             self._backward(torch.stack(norms).sum())
         return [None if g is None else g.detach() for g in found]
 
+    def squeeze(self, draw: Random) -> Any:
+        """Memory of the device is needed for something else."""
+
+    def squeezed(self, draw: Random) -> Any:
+        """That happens in the middle of a forward, and again in that of its backward."""
+        self.net.interrupted_after = draw.randrange(len(self.net.parts))
+        self.net.interrupt = partial(self.squeeze, draw)
+        try:
+            return self.forward(draw)
+        finally:
+            self.net.interrupted_after, self.net.interrupt = -1, nothing
+
     def clip(self, _: Random) -> Any:
         return nn.utils.clip_grad_norm_(self.module.parameters(), 0.02)
 
     def edit_gradients(self, draw: Random) -> Any:
-        way = draw.randrange(5)
-        for parameter in self.some(draw):
+        way = draw.randrange(6)
+        for parameter in self.some(draw) if "gradients" not in self.program.options else ():  # which are used up
             if parameter.grad is None:
                 continue
             if way == 0:
@@ -168,6 +182,8 @@ class Side:
                 parameter.grad.mul_(3.0)
             elif way == 3:
                 parameter.grad.data.mul_(0.5)
+            elif way == 4:  # as a GradScaler does
+                torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], torch.zeros(1), torch.tensor(0.25))
             else:
                 parameter.grad = torch.ones_like(parameter)
 
@@ -193,6 +209,22 @@ class Side:
                 elif way == 5 and parameter.dtype is not torch.bfloat16:
                     parameter.detach().numpy()[...] *= 0.75
         self.refresh()
+
+    def write_states(self, draw: Random) -> Any:
+        state = self.optimizer.state
+        for parameter in self.some(draw):
+            found = state.get(parameter, {})
+            for value in found.values() if found.get("step", 1) else ():  # Adagrad of torch has some of no step
+                if isinstance(value, torch.Tensor) and value.dim():
+                    value.mul_(0.5)
+
+    def keep(self, draw: Random) -> Any:
+        """The user keeps views of weights, gradients and states where they are at home, and forgets them again."""
+        self.held.clear()
+        state = self.optimizer.state if draw.random() < 0.3 else {}
+        for parameter in self.some(draw) if draw.random() < 0.7 else ():
+            values = [parameter, parameter.grad, *state.get(parameter, {}).values()]
+            self.held += [value.detach() for value in values if isinstance(value, torch.Tensor)]
 
     def hyper(self, draw: Random) -> Any:
         draw.choice(self.optimizer.param_groups)["lr"] *= draw.choice((0.5, 2.0))

@@ -123,13 +123,27 @@ class Net(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
         self.fails_after = -1
+        self.interrupted_after, self.interrupt = -1, nothing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for number, (part, reentrant) in enumerate(zip(self.parts, self.checkpoints, strict=True)):
             x = part(x) if reentrant is None else checkpoint(part, x, use_reentrant=reentrant)
             x = Fails.apply(x) if number == self.fails_after else x
+            x = self._interrupted(x) if number == self.interrupted_after else x
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+    def _interrupted(self, x: torch.Tensor) -> torch.Tensor:
+        """Something happens here, and again when backward comes by."""
+        interrupt = self.interrupt
+        interrupt()
+        if x.requires_grad:
+            x.register_hook(lambda _: interrupt())
+        return x
+
+
+def nothing() -> None:
+    """Happens."""
 
 
 # ---- programs ----------------------------------------------------------------------------------------------------
@@ -156,6 +170,13 @@ class Program:
     options: dict[str, Any]
     groups: int
     compared: float
+    device_budget: str
+    """"least", or enough for a copy of everything and, of all homes, "some" or "nearly all"; "whole": for activations
+    too, which may then need what homes have taken."""
+    home_copies: bool | None
+    directories: int
+    rows: int
+    """Of the largest batches."""
     operations: tuple[tuple[str, int], ...]
 
     @property
@@ -192,10 +213,12 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 EXTRAS = (
     "zero_grad skip evaluate part retained outside raises forward_raises gradient clip edit_gradients write hyper "
-    "freeze hook unhook add_group read_weights read_gradients save load load again copied hold collect forward "
-    "backward step"
+    "freeze hook unhook add_group read_weights read_gradients save load load again copied hold keep write_states "
+    "squeeze squeezed squeezed collect forward backward step"
 ).split()
-WITHIN = {*"forward backward step clip edit_gradients write hyper hook read_gradients forward_raises collect".split()}
+WITHIN = {
+    *"forward backward step clip edit_gradients write hyper hook read_gradients forward_raises collect squeeze".split()
+}
 """What may be done between backward and step where weights may be new already; some of it is an error of the step."""
 
 
@@ -218,6 +241,7 @@ def drawn(seed: int) -> Program:
             options["max_grad_norm"] = draw.choice((0.05, 0.5, 1e6))
     if mixed is torch.float16 and not options.keys() & {"gradients"} and options:
         options["loss_scale"] = draw.choice((2.0**8, "dynamic"))
+    device_budget = draw.choice(("least", "least", "some", "nearly all", "whole"))
     return Program(
         seed=seed,
         parts=parts,
@@ -226,7 +250,7 @@ def drawn(seed: int) -> Program:
         mixed=mixed,
         placement=placement,
         chunk_elements=draw.choice((1024, 2048, 4096)),
-        room=draw.choice((1.0, 1.5, 2.0, 3.0)),
+        room=draw.choice((1.0, 1.5, 2.0, 3.0) if device_budget == "least" else (1.0, 1.1)),
         staging=draw.choice((1.0, 1.0, 1.3, 2.0, 3.0)),
         device=draw.choice(("default", "default", "linked", "late", "unwatched")),
         sanitize=draw.random() < 0.5,
@@ -235,6 +259,10 @@ def drawn(seed: int) -> Program:
         options=options,
         groups=draw.choice((1, 1, 2, 3)),
         compared=draw.choice((0.0, 0.3, 1.0)),
+        device_budget=device_budget,
+        home_copies=draw.choice((None, True, False)),
+        directories=draw.choice((1, 2)),
+        rows=draw.choice((3, 32, 96)) if device_budget == "whole" else 3,
         operations=tuple((name, draw.randrange(1 << 30)) for name in _operations(draw, options)),
     )
 

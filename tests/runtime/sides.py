@@ -15,8 +15,9 @@ from hetmem.errors import BudgetError
 from hetmem.optim.kernels import square_sum
 from hetmem.optim.scaling import clip_factor
 from hetmem.optim.workers import WorkerPool
+from hetmem.runtime import registry
 from tests.runtime import harness
-from tests.runtime.lazy_device import LazyDevice, UnwatchedDevice
+from tests.runtime.lazy_device import AllocatingDevice, LazyDevice
 from tests.runtime.operations import Side
 from tests.runtime.programs import OPTIMIZERS, Program
 
@@ -98,6 +99,7 @@ class Managed(Side):
     def __init__(self, program: Program, directory: Path) -> None:
         super().__init__(program)
         self.net, self._directory = self.module, directory
+        (directory / "other").mkdir(exist_ok=True)
         self._manage(program.placement, program.room, program.staging)
 
     def _device(self) -> Any:
@@ -105,7 +107,7 @@ class Managed(Side):
             case "late":
                 return LazyDevice()
             case "unwatched":
-                return UnwatchedDevice(0)
+                return AllocatingDevice(0)
             case "linked":
                 return hetmem.SimDevice(host_to_device="100MB", device_to_host="100MB")
         return harness.DEVICE()
@@ -113,15 +115,20 @@ class Managed(Side):
     def _manage(self, placement: str, room: float, staging: float) -> None:
         """Within a little more than the least budget that is accepted."""
         widest = max(p.itemsize for p in self.module.parameters())
-        device, host = 4096.0, 4096.0
+        device, host = self._device_bytes(), 4096.0
         options = {"mixed_precision": self.program.mixed, "chunk_bytes": self.program.chunk_elements * widest}
         options["sanitize"] = self.program.sanitize and self.program.device != "unwatched"
         while True:
             sizes: dict[str, Any] = {}
             if placement != "resident":
-                sizes["device_chunks"] = int(device * room)
+                whole = self.program.device_budget == "whole"
+                sizes |= {"device_chunks": None if whole else int(device * room)}
+                sizes |= {"device": int(device * room)} if whole else {}
             if placement in ("nvme", "split"):
                 sizes["host"] = int(host * staging * (4 if placement == "split" else 1))
+            sizes["home_copies"] = self.program.home_copies
+            if "host" in sizes and self.program.directories == 2:
+                sizes["nvme_dir"] = [self._directory, self._directory / "other"]
             limits = harness.budget("nvme" if "host" in sizes else placement, self._directory, **sizes)
             managed = False
             try:
@@ -135,6 +142,18 @@ class Managed(Side):
                     device *= 1.2
                 else:
                     host *= 1.2
+
+    def _device_bytes(self) -> float:
+        """Where to begin to look for the least budget; see `Program.device_budget`. All of it would be a resident."""
+        weights = sum(p.numel() * p.itemsize for p in self.module.parameters())
+        copies = 1.3 * weights / (2 if self.program.mixed else 1) + 8 * self.program.chunk_elements
+        moved = {"least": 0.0, "some": 0.4, "nearly all": 0.85, "whole": 1.5}[self.program.device_budget]
+        return copies + moved * 4 * weights if moved else 4096.0
+
+    def squeeze(self, draw: Random) -> Any:
+        share = registry.of_module(self.module).share
+        share._went_back, share._idle_seen = 0, -1  # to be tried again as long as the program runs
+        registry.of_module(self.module).runtime.give_way(draw.choice((1 << 12, 1 << 14, 1 << 30)))
 
     def make_optimizer(self) -> None:
         kind, options = OPTIMIZERS[self.program.optimizer]

@@ -29,8 +29,9 @@ from tests.runtime.programs import WITHIN, Program, drawn
 from tests.runtime.sides import Managed, Plain
 
 REPEATED = (
-    "forward evaluate step read_weights read_gradients save copied again write load add_group hyper freeze".split()
-)
+    "forward evaluate step read_weights read_gradients save copied again write load add_group hyper freeze keep "
+    "write_states squeeze squeezed"
+).split()
 """What is simply repeated after an error of a disk; everything else that fails then is given up on both sides."""
 
 

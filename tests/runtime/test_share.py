@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 import hetmem
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.memory.views import Memory
+from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from tests.runtime.harness import (
@@ -30,7 +30,7 @@ from tests.runtime.harness import (
     token_batches,
     train_both,
 )
-from tests.runtime.lazy_device import UnwatchedDevice
+from tests.runtime.lazy_device import AllocatingDevice
 
 BF16 = torch.bfloat16
 CHUNKS = 18
@@ -190,6 +190,48 @@ def test_homes_go_back_when_a_larger_batch_needs_their_memory(
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
+@WHERE
+@MIXED
+@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
+def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
+    overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """A copy that was made of the home on the device was compared with what the home had been before it moved."""
+    plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
+    optimizers = (
+        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
+        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap),
+    )
+    train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
+    assert moved(managed) == 8
+    runtime = registry.of_module(managed).runtime
+    managed.blocks[0].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
+    train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+
+
+def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum ended with a role of a home on NVMe that it had begun to read on the device, and stopped training."""
+    plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
+    optimizers = (
+        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
+        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward", max_grad_norm=1e9),
+    )
+    train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
+    assert moved(managed) == 8
+    going_back, begin = threading.Event(), WorkerPool.begin
+    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [going_back.wait, *tasks], after))
+    runtime = registry.of_module(managed).runtime
+
+    def squeeze(*_: Any) -> None:
+        threading.Timer(0.1, going_back.set).start()
+        runtime.give_way(1 << 30)
+
+    managed.blocks[0].norm.register_full_backward_hook(squeeze)
+    train_both(plain, managed, token_batches(2), Recipe(steps=2), optimizers=optimizers)
+
+
 def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> None:
     _, managed = pair(build, hetmem.Budget(device="2300KiB", host="8MiB"), tmp_path)
     optimizer = hetmem.AdamW(managed.parameters())
@@ -209,23 +251,6 @@ def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> N
         assert not moved(managed)
     assert counts[0] > 8
     assert counts == [counts[0]] * 3 + [0, 0]
-
-
-class AllocatingDevice(UnwatchedDevice):
-    """Knows of the homes on it too, as a GPU's allocator does."""
-
-    def __init__(self, non_model_bytes: int) -> None:
-        super().__init__(non_model_bytes)
-        self.homes: list[weakref.ref[Any]] = []
-
-    def allocate(self, nbytes: int) -> Memory:
-        memory = super().allocate(nbytes)
-        self.homes.append(weakref.ref(memory))
-        return memory
-
-    def peak_bytes(self) -> int:
-        homes = [home() for home in self.homes]
-        return super().peak_bytes() + sum(home.nbytes for home in homes if home is not None)
 
 
 def test_where_only_an_allocator_is_known_homes_go_back_before_a_forward_that_nobody_has_seen(tmp_path: Path) -> None:

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hetmem
-from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.device import SimDevice
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.plan.links import Link
-from hetmem.runtime.bindings import Bindings
-from tests.runtime.harness import PLACEMENTS, Recipe, Tower, budget, pair, token_batches, train_both
+from hetmem.plan.trace import Tier
+from hetmem.runtime import registry
+from tests.runtime.harness import PLACEMENTS, Recipe, Tower, budget, manage, pair, token_batches, train_both
 from tests.runtime.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
 
 
@@ -45,6 +47,7 @@ class NumberedStreams(LazyStreams):
         self.numbers = count(1)
         self.last_use: dict[range, int] = {}
         self.ordered = 0
+        self.copying = False
 
     def mark(self) -> Event:
         event = super().mark()
@@ -55,13 +58,21 @@ class NumberedStreams(LazyStreams):
         if link is Link.HOST_TO_DEVICE and isinstance(work, partial):
             target = memory_of(work.args[0])
             uses = [at for used, at in self.last_use.items() if used.start < target.stop and target.start < used.stop]
-            assert max(uses, default=0) <= max((event.number for event in after), default=0), "compute may still read"
+            assert max(uses, default=0) <= max((event.number for event in after), default=0), "compute may be under way"
             self.ordered += bool(uses)
-        return super().enqueue(link, after, work)
+        return super().enqueue(link, after, partial(self._copy, work))
+
+    def _copy(self, work: Callable[[], None]) -> None:
+        self.copying = True
+        try:
+            work()
+        finally:
+            self.copying = False
 
 
 def memory_of(tensor: torch.Tensor) -> range:
-    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize)
+    start = tensor.untyped_storage().data_ptr()
+    return range(start, start + tensor.untyped_storage().nbytes())
 
 
 class NumberedDevice(SimDevice):
@@ -70,23 +81,75 @@ class NumberedDevice(SimDevice):
         return StreamCopier(self.streams, seen, finished)
 
 
+class Compute(TorchDispatchMode):
+    """Numbers whatever any operator reads or writes: the model's, autograd's, an optimizer's, and casts on the device.
+    On a GPU each may still be under way when the host goes on."""
+
+    def __init__(self, streams: NumberedStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = all(found.alias_info and not found.alias_info.is_write for found in func._schema.returns)
+        if not self._streams.copying and not is_view:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self._streams.last_use[memory_of(tensor)] = next(self._streams.numbers)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_a_copy_comes_after_the_last_use_of_its_slot(
-    placement: str, mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, mixed: torch.dtype | None, overlap: str, tmp_path: Path
 ) -> None:
+    """A copy that was superseded while a backward used it had its slot given away with no mark behind that backward."""
     device = NumberedDevice()
-    unbind = Bindings.unbind
-
-    def used(self: Bindings, managed: ManagedParameter) -> None:
-        assert managed.device is not None
-        device.streams.last_use[memory_of(managed.device)] = next(device.streams.numbers)
-        unbind(self, managed)
-
-    monkeypatch.setattr(Bindings, "unbind", used)
-    plain, managed = pair(Tower, placement, tmp_path, mixed_precision=mixed, device=device, sanitize=False)
-    train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed))
+    managed = manage(Tower(), placement, tmp_path, mixed_precision=mixed, device=device, sanitize=False)
+    train_in_order(managed, device, hetmem.AdamW(managed.parameters(), overlap=overlap))
     assert device.streams.ordered > 10
+
+
+def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator_of_the_model_did(
+    tmp_path: Path,
+) -> None:
+    """Compute casts a home on the device into a slot, when it is prefetched and again at the begin of a forward; and a
+    copy that was superseded while it was in use is fetched anew where it lies."""
+    device = NumberedDevice()
+    room = hetmem.Budget(device="64MiB", host="8MiB", device_chunks="400KiB")
+    managed = manage(Tower(), room, tmp_path, device=device, sanitize=False)
+    train_in_order(managed, device, hetmem.AdamW(managed.parameters()))
+    runtime = registry.of_module(managed).runtime
+    traffic, residency = runtime.traffic, runtime.traffic.residency
+    inside, outside = (next(chunk for chunk in runtime.chunks if chunk.moved is moved) for moved in (True, False))
+    cast, fetched = inside.operand_block, outside.operand_block
+    assert cast is not None and fetched is not None
+    runtime.forget_copies()
+    traffic.limit_device(1, before=runtime.memory.device_pool.slots)  # so that all of them lie in one slot
+    with Compute(device.streams):
+        traffic.execute(residency.prefetch(cast, Tier.DEVICE))
+        traffic.execute(residency.invalidate(cast, Tier.DEVICE))
+        traffic.acquire(fetched, Tier.DEVICE)
+        traffic.release(fetched, Tier.DEVICE)
+        traffic.acquire(cast, Tier.DEVICE)
+        traffic.release(cast, Tier.DEVICE)
+        traffic.copy_home_again(inside)
+        before = device.streams.ordered
+        slot = traffic.acquire(fetched, Tier.DEVICE)
+        traffic.drain()
+        traffic.carrier.on_device(outside, slot).sum()
+        traffic.execute(residency.invalidate(fetched, Tier.DEVICE))
+        assert traffic.acquire(fetched, Tier.DEVICE) == slot
+    assert device.streams.ordered == before + 2
+
+
+def train_in_order(managed: nn.Module, device: NumberedDevice, optimizer: torch.optim.Optimizer) -> None:
+    with Compute(device.streams):
+        for batch in token_batches(4):
+            managed(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Schedule, Tier
 from hetmem.runtime import registry
 from hetmem.runtime.traffic import Traffic
+from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -25,6 +27,7 @@ from tests.runtime.harness import (
     assert_same,
     assert_same_grads,
     assert_same_weights,
+    budget,
     everywhere,
     loss_of,
     mlp,
@@ -174,6 +177,49 @@ def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_p
     assert residency.state(block, Tier.HOST) is not CopyState.VALID
 
 
+class LateDisk(FaultyDisk):
+    """Has read what was there, and says so only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        count = super().preadv(fd, buffers, offset)
+        self.has_read.set()
+        self.may_answer.wait()
+        return count
+
+
+@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("home_copies", [False, True])
+def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
+    home_copies: bool, mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging got it after everything had been looked at, and nobody looked again."""
+    disk = LateDisk()
+    disk.used_by(monkeypatch)
+    room = budget("nvme", tmp_path, host="90KiB", device_chunks="64KiB", home_copies=home_copies)
+    modules = pair(mlp, room, tmp_path, mixed_precision=mixed)
+    batches = vector_batches(2, 4, WIDTH, dtype=mixed)
+    optimizers = train_both(*modules, batches, Recipe(steps=2, mixed=mixed))
+    runtime = registry.of_module(modules[1]).runtime
+    on_nvme = [chunk.homes[Role.PARAM] for chunk in runtime.chunks if chunk.homes[Role.PARAM].tier is Tier.NVME]
+    assert len(on_nvme) >= 2
+    for home in on_nvme:
+        runtime.forget_copies()
+        disk.has_read.clear()
+        disk.may_answer.clear()
+        assert home.block is not None
+        runtime.traffic.execute(runtime.traffic.residency.prefetch(home.block, Tier.HOST))
+        assert disk.has_read.wait(30)
+        for module in modules:
+            multiplied_through_data(module)
+        threading.Timer(0.2, disk.may_answer.set).start()
+        train_both(*modules, batches, Recipe(steps=1, mixed=mixed), optimizers=optimizers)
+
+
 @streamed
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", ["off", "forward"])
@@ -222,6 +268,33 @@ def test_writes_between_backward_and_step_are_stepped_from(
         assert_same_weights(*modules)
         for module in modules:
             module.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("written", ["weights", "states"])
+def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
+    written: str, overlap: str, tmp_path: Path
+) -> None:
+    """Where all gradients must be known first, only their squares are summed up in backward. Weights that staging still
+    held were updated in place of those that the user had written since."""
+    room = budget("nvme", tmp_path, host="70KiB", device_chunks="64KiB")
+    modules = pair(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), room, tmp_path)
+    optimizers = (
+        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
+        hetmem.AdamW(modules[1].parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9),
+    )
+    for batch in BATCHES * 2:
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            loss_of(module, batch).backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    if written == "weights":
+                        parameter.mul_(0.5)
+                    elif parameter in optimizer.state:
+                        optimizer.state[parameter]["exp_avg_sq"].mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(*modules)
 
 
 @everywhere
