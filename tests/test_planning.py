@@ -124,9 +124,10 @@ def test_what_is_arranged_is_what_is_reserved(
     model = hetmem.manage(GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
     hetmem.AdamW(model.parameters())
     memory = registry.of_module(model).runtime.memory
-    assert memory.layout == made.layout
-    assert (memory.device_pool.slots, memory.device_pool.slot_bytes) == (made.device_slots, made.slot_bytes)
-    assert memory.staging_slots == made.staging_slots
+    assert memory.layout == made.ground.layout
+    pool = memory.device_pool
+    assert (pool.slots, pool.slot_bytes) == (made.ground.device_slots, made.ground.slot_bytes)
+    assert memory.staging_slots == made.ground.staging_slots
     for role in ROLES:
         homes = {c.spec.index: c.homes[Role(role)].tier for c in memory.chunks if Role(role) in c.homes}
         assert homes == made.homes[role]

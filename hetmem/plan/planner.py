@@ -146,16 +146,16 @@ def _settings(
     except NoRoom as error:
         yield from ((capacities, size) for size in _smaller(workload, error) if chunk_bytes is None)
         return
-    if default.resident:
+    if default.ground.resident:
         return
-    if capacities.device_chunk_bytes is None and default.whole_bytes <= capacities.device_bytes:
-        yield replace(capacities, device_chunk_bytes=default.whole_bytes), default.staging_slot_bytes
+    if capacities.device_chunk_bytes is None and default.ground.whole_bytes <= capacities.device_bytes:
+        yield replace(capacities, device_chunk_bytes=default.ground.whole_bytes), default.ground.staging_slot_bytes
     if capacities.home_copies is None and workload.mixed_precision:
         yield replace(capacities, home_copies=not default.homes["compute"]), chunk_bytes
     if chunk_bytes is None:
-        page = PAGE_ELEMENTS * default.itemsize
+        page = PAGE_ELEMENTS * default.ground.itemsize
         for factor in (0.5, 2.0):
-            yield capacities, max(page, int(default.staging_slot_bytes * factor) // page * page)
+            yield capacities, max(page, int(default.ground.staging_slot_bytes * factor) // page * page)
 
 
 def _smaller(workload: Workload, error: NoRoom) -> Iterator[int]:
@@ -168,12 +168,12 @@ def _smaller(workload: Workload, error: NoRoom) -> Iterator[int]:
 
 def _coarser(workload: Workload, capacities: Capacities, arrangement: Arrangement) -> Arrangement:
     """`arrangement`, or one with larger chunks if it has too many to be rehearsed quickly."""
-    total = sum(chunk.span for chunk in arrangement.chunks)
+    total = sum(chunk.span for chunk in arrangement.ground.chunks)
     factor = math.ceil(total / MAXIMUM_SLOTS)
     if factor == 1:
         return arrangement
     try:
-        return arrange(workload, capacities, factor * arrangement.staging_slot_bytes)
+        return arrange(workload, capacities, factor * arrangement.ground.staging_slot_bytes)
     except NoRoom:  # there is little of some tier: then larger chunks have no place
         return arrangement
 
@@ -257,9 +257,11 @@ def _largest(workload: Workload, capacities: Capacities, best: Candidate | None)
 
     Homes grow with the layers, and so does what the forward leaves on the device for the backward.
     """
-    padding = 1 / (1 - best.arrangement.layout.waste) if best is not None else 1.02
+    padding = 1 / (1 - best.arrangement.ground.layout.waste) if best is not None else 1.02
     homes = state_bytes(workload) * padding
-    staging = best.arrangement.staging_slots * best.arrangement.staging_slot_bytes if best is not None else 0
+    staging = (
+        best.arrangement.ground.staging_slots * best.arrangement.ground.staging_slot_bytes if best is not None else 0
+    )
     room = max(capacities.host_bytes + capacities.nvme_bytes - staging, 0)
     widest = 4 * max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
     device = max(capacities.device_bytes - min(widest, capacities.device_bytes // 2), 0)

@@ -56,7 +56,7 @@ def test_homes_are_in_host_memory_until_that_is_full_and_then_on_nvme() -> None:
 def test_a_small_model_stays_on_the_device_and_moves_nothing() -> None:
     decision = decide(workload(), Capacities(128 * MIB, 64 * MIB), HARDWARE)
     assert decision.candidate is not None
-    assert decision.candidate.arrangement.resident
+    assert decision.candidate.arrangement.ground.resident
     assert decision.candidate.result.bytes["host_to_device"] == 0
     # parameters and two states; gradients are autograd's own, beside the activations
     assert decision.candidate.result.device_peak_bytes == 24 * MIB + 8 * MIB
@@ -160,7 +160,7 @@ def test_parameters_move_to_the_chunks_in_order_of_use() -> None:
 
 def test_with_mixed_precision_a_device_slot_is_half_a_home() -> None:
     made = arrange(workload(mixed=True), Capacities(64 * MIB, 64 * MIB), MIB)
-    assert (made.slot_bytes, made.staging_slot_bytes, made.resident) == (MIB // 2, MIB, False)
+    assert (made.ground.slot_bytes, made.ground.staging_slot_bytes, made.ground.resident) == (MIB // 2, MIB, False)
 
 
 @pytest.mark.parametrize(("host", "copied"), [(44 * MIB, True), (43 * MIB, False)])
