@@ -74,6 +74,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunk-bytes", help="default: searched")
     parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step")
+    parser.add_argument(
+        "--real", action="store_true", help="trace one real step on this machine, for control flow that sees values"
+    )
     parser.add_argument("-o", "--output", help="save the plan as JSON")
 
 
@@ -92,7 +95,12 @@ def _plan(options: argparse.Namespace) -> int:
     capacities = dataclasses.replace(capacities, device_fragment_bytes=fragments)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     plan = planning.plan_within(
-        _call(options), capacities, profile, chunk_bytes=chunk_bytes, micro_batches=options.micro_batches
+        _call(options),
+        capacities,
+        profile,
+        chunk_bytes=chunk_bytes,
+        micro_batches=options.micro_batches,
+        real=options.real,
     )
     print(plan)
     if options.output:

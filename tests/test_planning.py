@@ -248,7 +248,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     [
         ("fits", "yes", "plan: fits: expected bool, got 'yes'"),
         ("chunk_bytes", 1.5, "plan: chunk_bytes: expected int or null, got 1.5"),
-        ("version", 0, "plan: version: expected 1, got 0"),
+        ("version", 0, "plan: version: expected 2, got 0: another hetmem made it; plan again"),
         ("terms", None, "plan: terms: expected dict, got None"),
     ],
 )

@@ -15,6 +15,7 @@ from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.notes import BACKWARD, FORWARD, STEP, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.share import Candidate, choose, idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
@@ -38,6 +39,10 @@ class StepResult:
     fetches: int
     faults: int
     events: int
+    moved_bytes: dict[str, dict[str, int]]
+    """Homes that have moved to the device by now, by the tier that they left and by role."""
+    device_updates: float
+    """The share of the trained elements whose update runs on the device, where their states live."""
 
 
 class Rehearsal:
@@ -52,6 +57,7 @@ class Rehearsal:
         *,
         micro_batches: int = 1,
         policy: EvictionPolicy | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         self._workload = workload
         self._arrangement = arrangement
@@ -60,7 +66,7 @@ class Rehearsal:
         self._micro_batches = micro_batches
         ground = arrangement.ground
         self._traffic = SimulatedTraffic(
-            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, policy
+            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, policy, prefetch
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
@@ -76,6 +82,7 @@ class Rehearsal:
         self._arrived: set[int] = set()
         self._compute = self._update = 0.0
         self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
+        self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
 
     def _register(self) -> None:
@@ -133,7 +140,15 @@ class Rehearsal:
             sum(counts.fetches.values()) - fetches,
             counts.faults[Tier.DEVICE] - faults,
             traffic.events - events,
+            {tier: dict(roles) for tier, roles in self._moved.items()},
+            self._device_updates(),
         )
+
+    def _device_updates(self) -> float:
+        homes, elements = self._arrangement.homes["param"], self._arrangement.elements
+        trained = {index: elements[index] for index in self._workload.trainable}
+        here = (n for index, n in trained.items() if homes[self._arrangement.chunk_of[index]] is Tier.DEVICE)
+        return sum(here) / max(1, sum(trained.values()))
 
     def _event(self, index: int, event: Event) -> None:
         self._gone += event.let_go
@@ -267,6 +282,8 @@ class Rehearsal:
                 nbytes = arrangement.ground.home_bytes(chunk, role)
                 self._traffic.move_in(self._blocks[role, chunk], home, nbytes * counts)
                 self._notes.home_bytes += nbytes
+                left = self._moved.setdefault(homes[role][chunk].name.lower(), {})
+                left[role] = left.get(role, 0) + nbytes
         moved = {role: {**at, **{chunk: Tier.DEVICE for chunk in chosen if chunk in at}} for role, at in homes.items()}
         self._arrangement = replace(arrangement, homes=moved)
 
@@ -328,10 +345,13 @@ def rehearse(
     *,
     micro_batches: int = 1,
     policy: EvictionPolicy | None = None,
+    prefetch: Prefetch | None = None,
     steps: int = 4,
 ) -> StepResult:
     """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`."""
-    run = Rehearsal(workload, arrangement, capacities, hardware, micro_batches=micro_batches, policy=policy)
+    run = Rehearsal(
+        workload, arrangement, capacities, hardware, micro_batches=micro_batches, policy=policy, prefetch=prefetch
+    )
     result = run.step()
     for _ in range(steps - 1):
         result = run.step()
