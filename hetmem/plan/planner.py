@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from hetmem.plan.arrangement import Arrangement, arrange, check_device, state_bytes
 from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.layout import PAGE_ELEMENTS, search_chunk_elements
+from hetmem.plan.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.prefetch import FARTHER, Prefetch
 from hetmem.plan.rehearsal import StepResult, rehearse
-from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import round_up
 
@@ -26,6 +25,9 @@ or lie elsewhere, which makes steps up to an eighth longer; so it is done only w
 
 WORTH = 0.97
 """A setting other than the default one has to be this much faster."""
+
+MOST_WASTE = 0.02
+"""Of all chunks' bytes; a chunk size that wastes more is no choice unless the default one wastes as much."""
 
 _PREFETCH_WORTH = 0.99
 """A prefetch distance costs nothing else, so that a hundredth is enough."""
@@ -58,14 +60,12 @@ def search(
     One thing after the other is varied, each time from the best so far, so that what goes well together is found.
     """
     best, refusal = None, None
-    for setting in (asked, *_smaller_chunks(workload, asked)):
+    for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
         found = judged(workload, setting, hardware, micro_batches)
         if isinstance(found, Candidate):
             best = found
             break
         refusal = refusal or found
-        if found.tier is not Tier.DEVICE:
-            break
     if best is None:
         return None, refusal
     for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches):
@@ -112,6 +112,12 @@ Variations = Iterator[tuple[Setting, float]]
 """Settings, and the part of the best time that each must not exceed to be worth it."""
 
 
+def _whole(asked: Setting) -> Iterator[Setting]:
+    """Everything on the device, for where nothing else has room for it."""
+    if asked.capacities.device_chunk_bytes is None:
+        yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
+
+
 def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
     """For where the largest chunk with its neighbours does not fit on the device."""
     if asked.chunk_bytes is None:
@@ -141,10 +147,10 @@ def _chunk_sizes(workload: Workload, best: Candidate, asked: Setting) -> Variati
     ground = best.arrangement.ground
     if not ground.resident and asked.chunk_bytes is None:
         for factor in (0.5, 2.0):
-            yield (
-                replace(best.setting, chunk_bytes=_chunk_bytes_near(workload, ground.staging_slot_bytes, factor)),
-                WORTH,
-            )
+            nbytes = chunk_bytes_near(workload, ground.staging_slot_bytes, factor)
+            waste = build_layout(workload.parameters, nbytes // ground.itemsize).waste
+            if waste <= max(MOST_WASTE, ground.layout.waste):
+                yield replace(best.setting, chunk_bytes=nbytes), WORTH
 
 
 def _prefetches(workload: Workload, best: Candidate, asked: Setting) -> Variations:
@@ -153,7 +159,7 @@ def _prefetches(workload: Workload, best: Candidate, asked: Setting) -> Variatio
         yield replace(best.setting, prefetch=FARTHER), _PREFETCH_WORTH
 
 
-def _chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
+def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
     """The size with the least waste that is nearer to `factor` times `nbytes` than to any other power of two of it."""
     itemsize = max(spec.itemsize for spec in workload.parameters)
     wanted = max(PAGE_ELEMENTS, round_up(int(factor * nbytes) // itemsize, PAGE_ELEMENTS))
@@ -171,7 +177,7 @@ def _coarser(workload: Workload, capacities: Capacities, arrangement: Arrangemen
     if factor == 1:
         return arrangement
     try:
-        return arrange(workload, capacities, _chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor))
+        return arrange(workload, capacities, chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor))
     except NoRoom:  # there is little of some tier: then larger chunks have no place
         return arrangement
 

@@ -34,6 +34,8 @@ __all__ = [
     "load_profile",
     "plan",
     "plan_within",
+    "trace",
+    "trace_real",
 ]
 
 DEFAULT_HARDWARE = "h100"

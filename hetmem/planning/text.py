@@ -57,8 +57,9 @@ def _time(plan: Plan) -> Iterator[str]:
         mark = "  <- binds" if name == plan.binding else ""
         yield f"  {_RESOURCES.get(name, name):22}{seconds:10.3f} s{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
-    ahead = plan.prefetch or asdict(Prefetch())
-    yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
+    if any(plan.link_bytes.values()):
+        ahead = plan.prefetch or asdict(Prefetch())
+        yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
     share = plan.device_update_share
     yield f"optimizer: {share:.0%} of the parameters are updated on the device, {1 - share:.0%} by the host"
     yield f"compute binds from a batch of {plan.compute_bound_rows} (now {plan.rows})"
