@@ -69,6 +69,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-memory", help="what hetmem may use of the device; default: all of it")
     parser.add_argument("--host-memory", help="what it may use of the host")
     parser.add_argument("--nvme", default="0", help="what it may use of a drive")
+    parser.add_argument("--nvme-dir", action="append", help="where, for the saved plan; more than once to take turns")
     parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 for --hf-config"
     )
@@ -100,6 +101,7 @@ def _plan(options: argparse.Namespace) -> int:
         profile,
         chunk_bytes=chunk_bytes,
         micro_batches=options.micro_batches,
+        nvme_directories=tuple(options.nvme_dir or ()),
         real=options.real,
     )
     print(plan)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,15 @@ class Plan:
         """The budget to run with. Raises `BudgetError` if the plan uses NVMe and names no directory."""
         return self.budget_in(*self.nvme_directories)
 
+    def with_nvme(self, *nvme_directories: str | os.PathLike[str]) -> Plan:
+        """The same plan, with its files in `nvme_directories`: a plan knows no directories of other machines."""
+        return replace(self, nvme_directories=tuple(os.fspath(path) for path in nvme_directories))
+
     def budget_in(self, *nvme_directories: str | os.PathLike[str]) -> Budget:
         """The budget to run with, NVMe in `nvme_directories`."""
         capacity, directories = self.capacity_bytes, list(nvme_directories)
         if capacity["nvme"] and not directories:
-            raise BudgetError("the plan uses NVMe: say where with plan.budget_in('/path/on/the/drive')")
+            raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
         nvme = capacity["nvme"] or None
         return Budget(
             capacity["device"],
@@ -166,6 +170,12 @@ def _check(name: str, value: Any) -> None:
     if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
         expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise PlanError(f"plan: {name}: expected {expected}, got {value!r}")
+    if name == "mixed_precision" and value not in (None, "bfloat16", "float16"):
+        raise PlanError(f"plan: {name}: expected bfloat16, float16 or null, got {value!r}")
+    if name == "prefetch" and value is not None:
+        whole = all(type(number) is int and number > 0 for number in value.values())
+        if set(value) != {spec.name for spec in fields(Prefetch)} or not whole:
+            raise PlanError(f"plan: {name}: expected uses_ahead and in_flight, whole numbers above zero, got {value!r}")
 
 
 def plan_of(

@@ -126,3 +126,15 @@ def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users()
     assert plan.activation_bytes["with checkpointing"] < plan.activation_bytes["as written"]
     for other in plan.alternatives:
         assert other["advice"] in str(plan)
+
+
+def test_a_plan_for_another_machine_runs_with_directories_of_this_one(tmp_path: Path) -> None:
+    room = planning.Capacities(2 * MIB, 4 * MIB, 64 * MIB)
+    plan = planning.plan_within(planning.Call(GPT, BATCH, None, torch.bfloat16), room, planning.load_profile("l4"))
+    with pytest.raises(hetmem.errors.BudgetError, match=r"plan\.with_nvme\("):
+        hetmem.manage(GPT(), plan=plan, device="sim")
+    here = plan.with_nvme(tmp_path)
+    memory = registry.of_module(run(here, tmp_path)).runtime.memory
+    assert memory.store is not None
+    assert memory.mixed_precision is torch.bfloat16
+    assert replace(here, nvme_directories=()) == plan
