@@ -123,6 +123,15 @@ def test_states_sent_to_the_device_are_spoken_of_only_where_the_host_is_what_is_
     assert not said(decide(workload(), Capacities(128 * MIB, 64 * MIB), slow_host()))
 
 
+def test_what_overlap_could_hide_is_named_where_the_host_updates() -> None:
+    decision = decide(workload(), ROOM, slow_host(), chunk_bytes=MIB)
+    assert decision.candidate is not None
+    update = decision.candidate.result.terms["update"]
+    assert any('overlap="backward"' in advice and f"up to {update:.2f} s" in advice for advice in decision.advice)
+    for quiet in (Capacities(128 * MIB, 64 * MIB), Capacities(48 * MIB, 64 * MIB)):
+        assert not any("overlap" in advice for advice in decide(workload(), quiet, slow_host()).advice)
+
+
 def test_the_share_that_is_updated_on_the_device_is_that_of_the_homes_there() -> None:
     room = Capacities(32 * MIB, 64 * MIB)
     result = judge(workload(activation=MIB // 8), Setting(replace(room, device_chunk_bytes=24 * MIB), MIB), HARDWARE, 1)
