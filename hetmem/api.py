@@ -14,6 +14,7 @@ from hetmem.memory.cuda import CudaDevice
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
@@ -31,13 +32,28 @@ class RunnablePlan(Protocol):
     """What `manage` takes of a plan."""
 
     @property
+    def fits(self) -> bool:
+        """Whether the run stays within the budget."""
+        ...
+
+    @property
     def budget(self) -> Budget:
         """The budget to run within."""
         ...
 
     @property
     def chunk_bytes(self) -> int | None:
-        """Bytes of a chunk at home; None if everything stays on the device."""
+        """Bytes of a chunk at home; None = searched, as the plan did."""
+        ...
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """The name of the dtype that operators compute in, if it is another one than that of the parameters."""
+        ...
+
+    @property
+    def prefetch(self) -> dict[str, int] | None:
+        """The fields of a `Prefetch`; None = the default."""
         ...
 
 
@@ -65,8 +81,8 @@ def manage(
     torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies; gradients are float32.
     `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB"; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
-    memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget` and
-    `chunk_bytes`.
+    memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
+    and `mixed_precision`.
 
     Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do (both
     ValueErrors) and `StoreError` for a drive without room, with the module as it was.
@@ -76,19 +92,32 @@ def manage(
     registry.refuse_managed(module)
     if mixed_precision not in (None, torch.bfloat16, torch.float16):
         raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {mixed_precision}")
+    ahead = Prefetch()
     if plan is not None:
         if budget is not None or chunk_bytes is not None:
             raise ManageError("a plan says the budget and chunk_bytes: give manage the plan, or those, not both")
-        budget, chunk_bytes = plan.budget, plan.chunk_bytes
+        mixed_precision = _planned_precision(plan, mixed_precision)
+        budget, chunk_bytes, ahead = plan.budget, plan.chunk_bytes, Prefetch(**(plan.prefetch or {}))
     accelerator = _accelerator(device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
-    residency = Residency({Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}, policy)
+    slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
+    residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
     engine = TransferEngine(accelerator, memory.store)
     interception = Interception(module, Runtime(memory, residency, engine, sanitize=bool(sanitize)))
     registry.add(module, interception)
     return module
+
+
+def _planned_precision(plan: RunnablePlan, asked: torch.dtype | None) -> torch.dtype | None:
+    """What operators compute in. Raises `ManageError` for a plan that cannot be run, or not as it is asked for."""
+    if not plan.fits:
+        raise ManageError("the plan does not fit: it says what is missing and what to do; run one that fits")
+    planned: torch.dtype | None = getattr(torch, plan.mixed_precision) if plan.mixed_precision else None
+    if asked not in (None, planned):
+        raise ManageError(f"the plan is for mixed_precision={planned}, got {asked}: plan again with that")
+    return planned
 
 
 def _accelerator(device: str | torch.device | Device | None) -> Device:

@@ -69,11 +69,15 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-memory", help="what hetmem may use of the device; default: all of it")
     parser.add_argument("--host-memory", help="what it may use of the host")
     parser.add_argument("--nvme", default="0", help="what it may use of a drive")
+    parser.add_argument("--nvme-dir", action="append", help="where, for the saved plan; more than once to take turns")
     parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 for --hf-config"
     )
     parser.add_argument("--chunk-bytes", help="default: searched")
     parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step")
+    parser.add_argument(
+        "--real", action="store_true", help="trace one real step on this machine, for control flow that sees values"
+    )
     parser.add_argument("-o", "--output", help="save the plan as JSON")
 
 
@@ -92,7 +96,13 @@ def _plan(options: argparse.Namespace) -> int:
     capacities = dataclasses.replace(capacities, device_fragment_bytes=fragments)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     plan = planning.plan_within(
-        _call(options), capacities, profile, chunk_bytes=chunk_bytes, micro_batches=options.micro_batches
+        _call(options),
+        capacities,
+        profile,
+        chunk_bytes=chunk_bytes,
+        micro_batches=options.micro_batches,
+        nvme_directories=tuple(options.nvme_dir or ()),
+        real=options.real,
     )
     print(plan)
     if options.output:

@@ -124,9 +124,10 @@ def test_what_is_arranged_is_what_is_reserved(
     model = hetmem.manage(GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
     hetmem.AdamW(model.parameters())
     memory = registry.of_module(model).runtime.memory
-    assert memory.layout == made.layout
-    assert (memory.device_pool.slots, memory.device_pool.slot_bytes) == (made.device_slots, made.slot_bytes)
-    assert memory.staging_slots == made.staging_slots
+    assert memory.layout == made.ground.layout
+    pool = memory.device_pool
+    assert (pool.slots, pool.slot_bytes) == (made.ground.device_slots, made.ground.slot_bytes)
+    assert memory.staging_slots == made.ground.staging_slots
     for role in ROLES:
         homes = {c.spec.index: c.homes[Role(role)].tier for c in memory.chunks if Role(role) in c.homes}
         assert homes == made.homes[role]
@@ -247,8 +248,11 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     [
         ("fits", "yes", "plan: fits: expected bool, got 'yes'"),
         ("chunk_bytes", 1.5, "plan: chunk_bytes: expected int or null, got 1.5"),
-        ("version", 0, "plan: version: expected 1, got 0"),
+        ("version", 0, "plan: version: expected 2, got 0: another hetmem made it; plan again"),
         ("terms", None, "plan: terms: expected dict, got None"),
+        ("mixed_precision", "float8", "plan: mixed_precision: expected bfloat16, float16 or null, got 'float8'"),
+        ("prefetch", {"uses_ahead": 8}, "plan: prefetch: expected uses_ahead and in_flight, whole numbers above zero"),
+        ("prefetch", {"uses_ahead": 8, "in_flight": 0}, "plan: prefetch: expected uses_ahead and in_flight, whole"),
     ],
 )
 def test_a_wrong_field_of_a_plan_is_named(field: str, value: Any, expected: str) -> None:

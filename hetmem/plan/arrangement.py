@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.errors import BudgetError
-from hetmem.plan.layout import ChunkSpec, Layout, build_layout, used_ends
+from hetmem.plan.layout import ChunkSpec, build_layout, used_ends
 from hetmem.plan.placement import (
-    COPY_BYTES,
     PAGE_BYTES,
     Capacities,
     Ground,
@@ -36,58 +35,29 @@ _OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Chunks and where their roles live. `homes[role][chunk]` is a tier; roles a chunk lacks are absent.
+    """Where the roles of the chunks of `ground` live. `homes[role][chunk]` is a tier; roles a chunk lacks are absent.
 
-    `resident`: every home is on the device; `whole_bytes` is what that takes or would take.
-    `numels[chunk]` elements of a chunk move, `capacities[chunk]` are reserved; `order[chunk]` are its parameters.
+    `numels[chunk]` elements of a chunk move; parameter i lies in `chunk_of[i]` and has `elements[i]`.
     """
 
-    layout: Layout
-    itemsize: int
-    compute_itemsize: int
-    resident: bool
-    whole_bytes: int
-    device_slots: int
-    staging_slots: int
+    ground: Ground
     homes: Mapping[str, Mapping[int, Tier]]
     numels: tuple[int, ...]
     chunk_of: tuple[int, ...]
     elements: tuple[int, ...]
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot on the device."""
-        return self.layout.chunk_elements * self.compute_itemsize
-
-    @property
-    def staging_slot_bytes(self) -> int:
-        """Bytes of a slot of the staging ring."""
-        return self.layout.chunk_elements * self.itemsize
-
-    @property
-    def chunks(self) -> tuple[ChunkSpec, ...]:
-        """The chunks, by number."""
-        return self.layout.chunks
-
-    def home_bytes(self, chunk: int, role: str) -> int:
-        """Bytes that a home of `role` of `chunk` takes."""
-        return self.layout.chunks[chunk].span * self.layout.chunk_elements * self._itemsize(role, chunk)
-
     def role_bytes(self, chunk: int, role: str) -> int:
         """Bytes of `role` of `chunk` that move."""
-        return self.numels[chunk] * self._itemsize(role, chunk)
-
-    def _itemsize(self, role: str, chunk: int) -> int:
-        return COPY_BYTES if role == "compute" else self.layout.chunks[chunk].itemsize
+        return self.numels[chunk] * self.ground.role_itemsize(chunk, role)
 
     def bytes_by_role(self, tier: Tier) -> dict[str, int]:
         """Bytes of homes on `tier` by role, and of the staging ring; roles without any are left out."""
         found = {
-            role: sum(self.home_bytes(chunk, role) for chunk, at in homes.items() if at is tier)
+            role: sum(self.ground.home_bytes(chunk, role) for chunk, at in homes.items() if at is tier)
             for role, homes in self.homes.items()
         }
         if tier is Tier.HOST:
-            found["staging"] = self.staging_slots * self.staging_slot_bytes
+            found["staging"] = self.ground.staging_slots * self.ground.staging_slot_bytes
         return {role: nbytes for role, nbytes in found.items() if nbytes}
 
 
@@ -101,19 +71,12 @@ def arrange(workload: Workload, capacities: Capacities, chunk_bytes: int | None 
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
     )
-    layout = ground.layout
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     return Arrangement(
-        layout,
-        ground.itemsize,
-        ground.compute_itemsize,
-        ground.resident,
-        ground.whole_bytes,
-        ground.device_slots,
-        ground.staging_slots,
+        ground,
         _homes(ground, capacities, roles),
-        used_ends(layout),
-        tuple(placement.chunk for placement in layout.placements),
+        used_ends(ground.layout),
+        tuple(placement.chunk for placement in ground.layout.placements),
         tuple(spec.numel for spec in workload.parameters),
     )
 
@@ -128,18 +91,19 @@ def state_bytes(workload: Workload) -> int:
 
 def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
     """The chunks as they are from the first update on: parameters in the order in which the forward used them."""
-    if arrangement.resident and not workload.mixed_precision:
+    ground = arrangement.ground
+    if ground.resident and not workload.mixed_precision:
         return arrangement
     rank = {index: at for at, index in enumerate(workload.first_uses())}
     numels, chunk_of = list(arrangement.numels), list(arrangement.chunk_of)
-    chunks = list(arrangement.layout.chunks)
+    chunks = list(ground.chunks)
     groups: dict[str, list[ChunkSpec]] = {}
-    for chunk in arrangement.layout.chunks:
+    for chunk in ground.chunks:
         if chunk.span == 1 and chunk.index in arrangement.homes["grad"]:
             groups.setdefault(chunk.group, []).append(chunk)
     for own in groups.values():
         order = sorted((index for chunk in own for index in chunk.parameters), key=rank.__getitem__)
-        layout = build_layout([workload.parameters[i] for i in order], arrangement.layout.chunk_elements)
+        layout = build_layout([workload.parameters[i] for i in order], ground.layout.chunk_elements)
         together = [{order[index] for index in chunk.parameters} for chunk in layout.chunks]
         if len(layout.chunks) > len(own) or together == [set(chunk.parameters) for chunk in own]:
             continue
@@ -154,7 +118,7 @@ def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
             chunk_of[order[placement.parameter]] = own[placement.chunk].index
     return replace(
         arrangement,
-        layout=replace(arrangement.layout, chunks=tuple(chunks)),
+        ground=replace(ground, layout=replace(ground.layout, chunks=tuple(chunks))),
         numels=tuple(numels),
         chunk_of=tuple(chunk_of),
     )
@@ -162,18 +126,19 @@ def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
 
 def check_device(workload: Workload, arrangement: Arrangement, capacities: Capacities) -> None:
     """Raise `NoRoom` if some operator alone needs more than the device has; the quick part of a rehearsal."""
+    ground = arrangement.ground
     needed, held, name, slots = 0, set[int](), "", 0
     for event in workload.events:
         held = held - set(event.let_go) | set(event.held)
         chunks = {arrangement.chunk_of[parameter] for parameter in held.union(event.parameters)}
-        spans = 0 if arrangement.resident else sum(arrangement.chunks[chunk].span for chunk in chunks)
-        most = event.peak_bytes + spans * arrangement.slot_bytes
+        spans = 0 if ground.resident else sum(ground.chunks[chunk].span for chunk in chunks)
+        most = event.peak_bytes + spans * ground.slot_bytes
         if most > needed:
             needed, name, slots = most, event.operator, spans
     if needed > capacities.device_bytes:
         raise NoRoom(
             f"{name} needs {format_size(needed)} of the device at once: activations and other tensors, and {slots} "
-            f"slots of {format_size(arrangement.slot_bytes)}",
+            f"slots of {format_size(ground.slot_bytes)}",
             Tier.DEVICE,
             needed - capacities.device_bytes,
         )
@@ -181,8 +146,9 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
 
 def _homes(ground: Ground, capacities: Capacities, roles: Sequence[str]) -> dict[str, dict[int, Tier]]:
     """Homes by role and chunk."""
-    chunks = ground.layout.chunks
-    sizes = {chunk.index: ground.home_bytes(chunk) for chunk in chunks}
+    chunks = ground.chunks
+    sizes = {chunk.index: ground.home_bytes(chunk.index, "param") for chunk in chunks}
+    copy_sizes = {chunk.index: ground.home_bytes(chunk.index, "compute") for chunk in chunks}
     owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in _OWN}
     if ground.resident:
         return {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
@@ -200,21 +166,21 @@ def _homes(ground: Ground, capacities: Capacities, roles: Sequence[str]) -> dict
         room = _left(room, homes[role], sizes)
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
-            room = _left(room, homes["compute"], {chunk.index: ground.copy_bytes(chunk) for chunk in chunks})
+            room = _left(room, homes["compute"], copy_sizes)
     if short:
         where = Tier.NVME if capacities.nvme_bytes else Tier.HOST
         missing = ground.state_bytes + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
-        missing += sum(ground.copy_bytes(chunks[index]) for index in homes["compute"]) - capacities.nvme_bytes
+        missing += sum(copy_sizes[index] for index in homes["compute"]) - capacities.nvme_bytes
         raise NoRoom(f"the states take {format_size(ground.state_bytes)} beside staging", where, max(1, missing))
     return homes
 
 
 def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int, Tier]:
     """Homes of 16-bit copies, beside those of `params`."""
-    wanted = [chunk for chunk in ground.layout.chunks if chunk.index in ground.copied]
-    sizes = [ground.copy_bytes(chunk) for chunk in wanted]
-    tiers = place_copies(sizes, [params[chunk.index] for chunk in wanted], room)
-    return {chunk.index: tier for chunk, tier in zip(wanted, tiers, strict=True) if tier is not None}
+    wanted = [chunk.index for chunk in ground.chunks if chunk.index in ground.copied]
+    sizes = [ground.home_bytes(chunk, "compute") for chunk in wanted]
+    tiers = place_copies(sizes, [params[chunk] for chunk in wanted], room)
+    return {chunk: tier for chunk, tier in zip(wanted, tiers, strict=True) if tier is not None}
 
 
 def _left(room: Room, homes: Mapping[int, Tier], sizes: Mapping[int, int]) -> Room:

@@ -54,7 +54,7 @@ def update_costs(
     parameters: int,
     *,
     copy_bytes: int,
-    gradient_bytes: int,
+    gradient_bytes: float,
     fetched_bytes: float = 0.0,
 ) -> dict[Way, dict[str, float]]:
     """The costs of one step of AdamW over `parameters` float32 parameters, in seconds.

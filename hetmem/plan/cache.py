@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -223,23 +224,23 @@ class Cache:
 
     def _window(self, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
         """The place for `span` slots whose blocks are needed last, by the first of them that is needed again."""
-        known: dict[int, Key | None] = {}
-        best: list[int] = []
-        least: Key | None = None
-        for window in self.slots.windows(span):
-            first: Key = ()
-            for block in window:
-                if block not in known:
-                    key = None if block in spared else order.key(block)
-                    known[block] = None if key is None or (most is not None and key[0] > most) else key
-                key = known[block]
-                if key is None:
-                    break
-                first = max(first, key[:-1])
-            else:
-                if least is None or first < least:
-                    best, least = window, first
-        return best
+        slots, left = self.slots, dict[int, int]()
+        best, found = -1, None
+        with closing(self._up_to_date(order).ascending(most)) as blocks:
+            for key, block in blocks:
+                if found is not None and key[:-1] != found:
+                    break  # of places that become free with equal keys it is the last one
+                if block in spared:
+                    continue
+                start = self.copies[block].slot
+                for place in range(start // span, (start + self._span(block) - 1) // span + 1):
+                    if (place + 1) * span > slots.count:
+                        break
+                    inside = min(start + self._span(block), (place + 1) * span) - max(start, place * span)
+                    left[place] = left.get(place, slots.taken(place, span)) - inside
+                    if not left[place]:
+                        best, found = max(best, place), key[:-1]
+        return slots.inside(best, span) if found is not None else []
 
     def _without_needless(self, chosen: list[int], slots: int) -> list[int]:
         """`chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the last

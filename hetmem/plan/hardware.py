@@ -219,7 +219,22 @@ def _number(value: Any, name: str, *, whole: bool) -> float:
         raise _wrong(name, "a number of zero or more" if may_be_zero else "a number above zero", value)
     if whole and value != int(value):
         raise _wrong(name, "a whole number", value)
+    for ending, least, most, unit in _PLAUSIBLE:
+        if name.endswith(ending) or name.startswith(f"device.{ending}."):
+            if value and not least <= value <= most:
+                raise _wrong(name, f"{unit}, {least:g} to {most:g}", value)
+            break
     return int(value) if whole else float(value)
+
+
+_PLAUSIBLE = (
+    ("memory_bytes", 1 << 20, 1e15, "bytes"),
+    ("bytes_per_second", 1e4, 1e15, "bytes a second"),
+    ("matrix_flops", 1e6, 1e19, "floating-point operations a second"),
+    ("_seconds", 0, 10, "seconds"),
+    ("allocator_share", 0, 0.9, "a share"),
+)
+"""Figures beyond these are in another unit (GB/s, TFLOP/s, microseconds), whatever the machine."""
 
 
 def _wrong(name: str, expected: str, value: Any) -> ProfileError:

@@ -9,7 +9,8 @@ Design", 2002, section 2.4).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import closing
 
 Key = tuple[int, ...]
 """A rank with its signs turned, so that the least is given up first, and the copy's number, which makes it unique."""
@@ -47,28 +48,37 @@ class Order:
 
         Without those whose key begins with more than `most`, and without `spared`.
         """
-        self._update()
-        heap, keys = self._heap, self._keys
         chosen: list[int] = []
-        seen: list[tuple[Key, int]] = []
-        while slots > 0 and heap:
-            key, block = heap[0]
-            if keys.get(block) != key or (seen and seen[-1] == heap[0]):  # it changed, and may have changed back
-                heapq.heappop(heap)
-                continue
-            if most is not None and key[0] > most:
-                break
-            seen.append(heapq.heappop(heap))
-            if block not in spared:
-                chosen.append(block)
-                slots -= spans(block)
-        for entry in seen:
-            heapq.heappush(heap, entry)
+        with closing(self.ascending(most)) as blocks:
+            for _, block in blocks if slots > 0 else ():
+                if block not in spared:
+                    chosen.append(block)
+                    slots -= spans(block)
+                    if slots <= 0:
+                        break
         return chosen
 
-    def key(self, block: int) -> Key | None:
-        """The key of `block`, None if it may not be given up."""
-        return self._key(block)
+    def ascending(self, most: int | None = None) -> Generator[tuple[Key, int], None, None]:
+        """Keys and blocks, the least first, up to those whose key begins with more than `most`.
+
+        To be closed before anything else is asked: what was looked at goes back then.
+        """
+        self._update()
+        heap, keys = self._heap, self._keys
+        seen: list[tuple[Key, int]] = []
+        try:
+            while heap:
+                key, block = heap[0]
+                if keys.get(block) != key or (seen and seen[-1] == heap[0]):  # it changed, and may have changed back
+                    heapq.heappop(heap)
+                    continue
+                if most is not None and key[0] > most:
+                    return
+                seen.append(heapq.heappop(heap))
+                yield key, block
+        finally:
+            for entry in seen:
+                heapq.heappush(heap, entry)
 
     def _update(self) -> None:
         if self._outdated or len(self._heap) > 2 * len(self._copies) + _SLACK:

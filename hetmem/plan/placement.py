@@ -89,13 +89,18 @@ class Ground:
         """Bytes of a slot of the staging ring."""
         return self.layout.chunk_elements * self.itemsize
 
-    def home_bytes(self, chunk: ChunkSpec) -> int:
-        """Bytes that a home of one role of `chunk` takes."""
-        return chunk.span * self.layout.chunk_elements * chunk.itemsize
+    @property
+    def chunks(self) -> tuple[ChunkSpec, ...]:
+        """The chunks, by number."""
+        return self.layout.chunks
 
-    def copy_bytes(self, chunk: ChunkSpec) -> int:
-        """Bytes that a home of the 16-bit copy of `chunk` takes."""
-        return chunk.span * self.layout.chunk_elements * COPY_BYTES
+    def home_bytes(self, chunk: int, role: str) -> int:
+        """Bytes that a home of `role` of `chunk` takes."""
+        return self.chunks[chunk].span * self.layout.chunk_elements * self.role_itemsize(chunk, role)
+
+    def role_itemsize(self, chunk: int, role: str) -> int:
+        """Bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy."""
+        return COPY_BYTES if role == "compute" else self.chunks[chunk].itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,268 +1,216 @@
 """Searches what a run can be told to do, with the simulator as the judge, and says what is missing if nothing fits.
 
 Only what `manage` and `hetmem.AdamW` do today is planned: homes in host memory, then on NVMe, in the order of roles;
-the update on the host; everything on the device if it fits there, or what a step leaves room for. Pure.
+the update where the states live; everything on the device if it fits there, or what a step leaves room for. Pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from hetmem.plan.arrangement import Arrangement, arrange, check_device, state_bytes
 from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.layout import PAGE_ELEMENTS
+from hetmem.plan.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.plan.placement import Capacities, NoRoom
+from hetmem.plan.prefetch import FARTHER, Prefetch
 from hetmem.plan.rehearsal import StepResult, rehearse
-from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
-from hetmem.units import format_size, round_up
+from hetmem.units import round_up
 
-MAXIMUM_SLOTS = 192
-"""Models of more slots are rehearsed with proportionally larger chunks: a decision costs time with each copy it weighs,
-and what crosses the links hardly depends on how finely it is cut."""
+MAXIMUM_SLOTS = 8192
+"""Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more
+or lie elsewhere, which makes steps up to an eighth longer; so it is done only where the time would be felt."""
 
-_WORTH = 0.97
+WORTH = 0.97
 """A setting other than the default one has to be this much faster."""
+
+MOST_WASTE = 0.02
+"""Of all chunks' bytes; a chunk size that wastes more is no choice unless the default one wastes as much."""
+
+_PREFETCH_WORTH = 0.99
+"""A prefetch distance costs nothing else, so that a hundredth is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself."""
+
+    capacities: Capacities
+    chunk_bytes: int | None
+    prefetch: Prefetch = field(default_factory=Prefetch)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to run, judged. `simulated` is what was rehearsed: `arrangement`, or a coarser cut of it."""
 
-    capacities: Capacities
-    chunk_bytes: int | None
+    setting: Setting
     arrangement: Arrangement
     simulated: Arrangement
     result: StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
-
-    Of each `kind` the first one that fits is enough.
-    """
-
-    kind: str
-    advice: str
-    workload: Callable[[], Workload]
-    micro_batches: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The best candidate, or (None) what is missing on which tier; and what to change, cheapest first."""
-
-    workload: Workload
-    micro_batches: int
-    candidate: Candidate | None
-    missing_bytes: dict[str, int]
-    reasons: tuple[str, ...]
-    advice: tuple[str, ...]
-    largest_parameters: int
-
-
-def decide(
-    workload: Workload,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    *,
-    chunk_bytes: int | None = None,
-    micro_batches: int = 1,
-    variants: Sequence[Variant] = (),
-) -> Decision:
-    """The fastest way to run `workload` within `capacities`, or what is missing.
-
-    `chunk_bytes` fixes the chunk size; None searches. `variants` are tried only if nothing fits.
-    """
-    best, refusal = search(workload, capacities, hardware, chunk_bytes, micro_batches)
-    largest = _largest(workload, capacities, best)
-    if best is not None:
-        return Decision(workload, micro_batches, best, {}, (), _tuning(best, capacities), largest)
-    assert refusal is not None
-    missing = _missing(workload, capacities, hardware, chunk_bytes, micro_batches)
-    advice = list(_advice(workload, capacities, hardware, missing, chunk_bytes, variants))
-    return Decision(workload, micro_batches, None, missing, (str(refusal),), tuple(advice), largest)
-
-
 def search(
-    workload: Workload, capacities: Capacities, hardware: HardwareProfile, chunk_bytes: int | None, micro_batches: int
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
 ) -> tuple[Candidate | None, NoRoom | None]:
-    """The best candidate, or why even the default one is refused."""
-    best: Candidate | None = None
-    refusal: NoRoom | None = None
-    for room, size in _settings(workload, capacities, chunk_bytes):
-        found = _judged(workload, room, hardware, size, micro_batches)
-        if isinstance(found, NoRoom):
-            refusal = refusal or found
-        elif best is None or found.result.seconds < _WORTH * best.result.seconds:
+    """The best candidate, or why even `asked` as it is was refused.
+
+    One thing after the other is varied, each time from the best so far, so that what goes well together is found.
+    """
+    best, refusal = None, None
+    for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
+        found = judged(workload, setting, hardware, micro_batches)
+        if isinstance(found, Candidate):
             best = found
-    return best, refusal
+            break
+        refusal = refusal or found
+    if best is None:
+        return None, refusal
+    for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches):
+        for setting, worth in vary(workload, best, asked):
+            found = judged(workload, setting, hardware, micro_batches)
+            if isinstance(found, Candidate) and found.result.seconds < worth * best.result.seconds:
+                best = found
+    return best, None
 
 
 def judge(
-    workload: Workload,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    chunk_bytes: int | None,
-    micro_batches: int,
-    *,
-    steps: int = 4,
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Candidate:
     """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
-    arrangement = arrange(workload, capacities, chunk_bytes)
+    capacities = setting.capacities
+    arrangement = arrange(workload, capacities, setting.chunk_bytes)
     simulated = _coarser(workload, capacities, arrangement)
     check_device(workload, simulated, capacities)
-    result = rehearse(workload, simulated, capacities, hardware, micro_batches=micro_batches, steps=steps)
-    return Candidate(capacities, chunk_bytes, arrangement, simulated, result)
+    result = rehearse(
+        workload,
+        simulated,
+        capacities,
+        hardware,
+        micro_batches=micro_batches,
+        prefetch=setting.prefetch,
+        steps=steps,
+    )
+    return Candidate(setting, arrangement, simulated, result)
 
 
-def _judged(
-    workload: Workload,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    chunk_bytes: int | None,
-    micro_batches: int,
-    *,
-    steps: int = 4,
+def judged(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Candidate | NoRoom:
     """`judge` with the refusal as a value."""
     try:
-        return judge(workload, capacities, hardware, chunk_bytes, micro_batches, steps=steps)
+        return judge(workload, setting, hardware, micro_batches, steps=steps)
     except NoRoom as refusal:
         return refusal
 
 
-def _settings(
-    workload: Workload, capacities: Capacities, chunk_bytes: int | None
-) -> Iterator[tuple[Capacities, int | None]]:
-    """What to try, the default first: then everything on the device, 16-bit copies at home (or none of them), and other
-    chunk sizes."""
-    yield capacities, chunk_bytes
-    try:
-        default = arrange(workload, capacities, chunk_bytes)
-    except NoRoom as error:
-        yield from ((capacities, size) for size in _smaller(workload, error) if chunk_bytes is None)
-        return
-    if default.resident:
-        return
-    if capacities.device_chunk_bytes is None and default.whole_bytes <= capacities.device_bytes:
-        yield replace(capacities, device_chunk_bytes=default.whole_bytes), default.staging_slot_bytes
-    if capacities.home_copies is None and workload.mixed_precision:
-        yield replace(capacities, home_copies=not default.homes["compute"]), chunk_bytes
-    if chunk_bytes is None:
-        page = PAGE_ELEMENTS * default.itemsize
-        for factor in (0.5, 2.0):
-            yield capacities, max(page, int(default.staging_slot_bytes * factor) // page * page)
+# ---- what is varied ----------------------------------------------------------------------------------------------
+
+Variations = Iterator[tuple[Setting, float]]
+"""Settings, and the part of the best time that each must not exceed to be worth it."""
 
 
-def _smaller(workload: Workload, error: NoRoom) -> Iterator[int]:
-    """Smaller chunks, where the largest one with its neighbours did not fit."""
-    if error.tier is Tier.DEVICE:
+def _whole(asked: Setting) -> Iterator[Setting]:
+    """Everything on the device, for where nothing else has room for it."""
+    if asked.capacities.device_chunk_bytes is None:
+        yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
+
+
+def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
+    """For where the largest chunk with its neighbours does not fit on the device."""
+    if asked.chunk_bytes is None:
         itemsize = max(spec.itemsize for spec in workload.parameters)
         size = round_up(max(spec.numel for spec in workload.parameters), PAGE_ELEMENTS) * itemsize
-        yield from (round_up(size // parts, PAGE_ELEMENTS * itemsize) for parts in (1, 4, 16))
+        for parts in (1, 4, 16):
+            yield replace(asked, chunk_bytes=round_up(size // parts, PAGE_ELEMENTS * itemsize))
+
+
+def _on_the_device(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """The whole model stays there, though that takes more than the usual share of it."""
+    capacities, ground = best.setting.capacities, best.arrangement.ground
+    if not ground.resident and capacities.device_chunk_bytes is None and ground.whole_bytes <= capacities.device_bytes:
+        whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
+        yield Setting(whole, ground.staging_slot_bytes), WORTH
+
+
+def _copies(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """16-bit copies at home, or none of them."""
+    if not best.arrangement.ground.resident and asked.capacities.home_copies is None and workload.mixed_precision:
+        other = replace(best.setting.capacities, home_copies=not best.arrangement.homes["compute"])
+        yield replace(best.setting, capacities=other), WORTH
+
+
+def _chunk_sizes(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """Chunks of about half and of about twice the size, of those with little waste."""
+    ground = best.arrangement.ground
+    if not ground.resident and asked.chunk_bytes is None:
+        for factor in (0.5, 2.0):
+            nbytes = chunk_bytes_near(workload, ground.staging_slot_bytes, factor)
+            waste = build_layout(workload.parameters, nbytes // ground.itemsize).waste
+            if waste <= max(MOST_WASTE, ground.layout.waste):
+                yield replace(best.setting, chunk_bytes=nbytes), WORTH
+
+
+def _prefetches(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """Copies are fetched farther ahead of their use."""
+    if not best.arrangement.ground.resident and any(best.result.bytes.values()):
+        yield replace(best.setting, prefetch=FARTHER), _PREFETCH_WORTH
+
+
+def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
+    """The size with the least waste that is nearer to `factor` times `nbytes` than to any other power of two of it."""
+    itemsize = max(spec.itemsize for spec in workload.parameters)
+    wanted = max(PAGE_ELEMENTS, round_up(int(factor * nbytes) // itemsize, PAGE_ELEMENTS))
+    lower, upper = max(PAGE_ELEMENTS, int(0.75 * wanted)), int(1.35 * wanted) + PAGE_ELEMENTS
+    elements = search_chunk_elements(
+        workload.parameters, minimum_elements=lower, maximum_elements=upper, target_elements=wanted
+    )
+    return elements * itemsize
 
 
 def _coarser(workload: Workload, capacities: Capacities, arrangement: Arrangement) -> Arrangement:
     """`arrangement`, or one with larger chunks if it has too many to be rehearsed quickly."""
-    total = sum(chunk.span for chunk in arrangement.chunks)
+    total = sum(chunk.span for chunk in arrangement.ground.chunks)
     factor = math.ceil(total / MAXIMUM_SLOTS)
     if factor == 1:
         return arrangement
     try:
-        return arrange(workload, capacities, factor * arrangement.staging_slot_bytes)
+        return arrange(workload, capacities, chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor))
     except NoRoom:  # there is little of some tier: then larger chunks have no place
         return arrangement
 
 
-# ---- what is missing ---------------------------------------------------------------------------------------------
-
-
-def _missing(
-    workload: Workload, capacities: Capacities, hardware: HardwareProfile, chunk_bytes: int | None, micro_batches: int
-) -> dict[str, int]:
-    """Bytes that make it fit when added to each tier named."""
-    added: dict[str, int] = {}
-    room = capacities
-    for _ in range(24):
-        refusal = _judged(workload, room, hardware, chunk_bytes, micro_batches, steps=2)
-        if not isinstance(refusal, NoRoom):
-            return added
-        more = refusal.missing_bytes
-        tier = refusal.tier.name.lower()
-        added[tier] = added.get(tier, 0) + more
-        field = f"{tier}_bytes"
-        room = replace(room, **{field: getattr(room, field) + more})
-        if refusal.tier is Tier.DEVICE and room.device_chunk_bytes is not None:
-            room = replace(room, device_chunk_bytes=room.device_chunk_bytes + more)
-    return added
-
-
-def _advice(
-    workload: Workload,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    missing: dict[str, int],
-    chunk_bytes: int | None,
-    variants: Sequence[Variant],
-) -> Iterator[str]:
-    """Changes that were judged to make it fit, cheapest first; raising the budget comes last."""
-    if "device" in missing:
-        tried: set[str] = set()
-        for variant in variants:
-            if variant.kind in tried:
-                continue
-            found = _judged(variant.workload(), capacities, hardware, chunk_bytes, variant.micro_batches)
-            if isinstance(found, NoRoom):
-                continue
-            tried.add(variant.kind)
-            yield f"{variant.advice}: then it fits, at {found.result.seconds:.1f} s a step"
-    for tier in ("nvme", "host"):
-        nbytes = missing.get(tier, 0)
-        if nbytes and capacities.nvme_bytes == 0:
-            room = replace(capacities, nvme_bytes=2 * state_bytes(workload))
-            yield f"add an NVMe directory with {format_size(_disk_bytes(workload, room))}: Budget(nvme=…, nvme_dir=…)"
-        if nbytes:
-            yield f"raise Budget({tier}=…) by {format_size(nbytes)}"
-    if "device" in missing:
-        yield f"raise Budget(device=…) by {format_size(missing['device'])}"
-
-
-def _disk_bytes(workload: Workload, room: Capacities) -> int:
-    """What lies on NVMe when there is more than enough of it."""
-    try:
-        return sum(arrange(workload, room).bytes_by_role(Tier.NVME).values())
-    except NoRoom:
-        return state_bytes(workload)
-
-
-def _tuning(best: Candidate, asked: Capacities) -> tuple[str, ...]:
-    """What the plan sets that is not the default."""
-    advice = []
-    if best.capacities.device_chunk_bytes != asked.device_chunk_bytes:
-        size = best.capacities.device_chunk_bytes
-        advice.append(f"set Budget(device_chunks={size}): then the whole model stays on the device")
-    if best.capacities.home_copies is not asked.home_copies:
-        advice.append(f"set Budget(home_copies={best.capacities.home_copies})")
-    if best.chunk_bytes is not None:
-        advice.append(f"set chunk_bytes={best.chunk_bytes}")
-    return tuple(advice)
-
-
-def _largest(workload: Workload, capacities: Capacities, best: Candidate | None) -> int:
+def largest_parameters(workload: Workload, capacities: Capacities, best: Candidate | None) -> int:
     """Parameters of the largest model of this shape (more layers of the same) that would fit; an estimate.
 
     Homes grow with the layers, and so does what the forward leaves on the device for the backward.
     """
-    padding = 1 / (1 - best.arrangement.layout.waste) if best is not None else 1.02
+    ground = best.arrangement.ground if best is not None else None
+    padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.02
     homes = state_bytes(workload) * padding
-    staging = best.arrangement.staging_slots * best.arrangement.staging_slot_bytes if best is not None else 0
+    staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
     room = max(capacities.host_bytes + capacities.nvme_bytes - staging, 0)
     widest = 4 * max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
     device = max(capacities.device_bytes - min(widest, capacities.device_bytes // 2), 0)
     scale = min(room / homes, device / max(1, workload.peak_live_bytes))
-    whole = capacities.device_bytes / (homes + workload.peak_live_bytes)
-    return int(workload.numel * (scale if workload.mixed_precision else max(scale, whole)))
+    copies = sum(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes) * padding
+    there = homes + copies * workload.mixed_precision
+    return int(workload.numel * max(scale, capacities.device_bytes / (there + workload.peak_live_bytes)))
+
+
+def tuning(best: Candidate, asked: Setting) -> tuple[str, ...]:
+    """What the plan sets that is not the default, as one would set it without the plan."""
+    advice = []
+    found = best.setting.capacities
+    if found.device_chunk_bytes != asked.capacities.device_chunk_bytes:
+        advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): then the whole model stays on the device")
+    if found.home_copies is not asked.capacities.home_copies:
+        advice.append(f"set Budget(home_copies={found.home_copies})")
+    if best.setting.chunk_bytes is not None and best.setting.chunk_bytes != asked.chunk_bytes:
+        advice.append(f"set chunk_bytes={best.setting.chunk_bytes}")
+    if best.setting.prefetch != asked.prefetch:
+        ahead = best.setting.prefetch
+        advice.append(f"run this plan (manage(plan=…)): it prefetches {ahead.uses_ahead} uses ahead")
+    return tuple(advice)

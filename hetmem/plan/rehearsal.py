@@ -6,22 +6,21 @@ counterpart of `runtime.runtime`, `runtime.gradients` and `optim.adamw`. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use
 from hetmem.plan.cache import Block
 from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.notes import BACKWARD, FORWARD, STEP, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.share import Candidate, choose, idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
+from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Event, Kind, Phase, Workload
-from hetmem.units import format_size
 
-_FORWARD, _BACKWARD, _STEP = ("forward",), ("backward",), ("step",)
 UPDATE_BYTES = 28
 """Host memory traffic of the update of one float32 parameter: 16 bytes read, 12 written."""
 
@@ -40,6 +39,10 @@ class StepResult:
     fetches: int
     faults: int
     events: int
+    moved_bytes: dict[str, dict[str, int]]
+    """Homes that have moved to the device by now, by the tier that they left and by role."""
+    device_updates: float
+    """The share of the trained elements whose update runs on the device, where their states live."""
 
 
 class Rehearsal:
@@ -54,39 +57,32 @@ class Rehearsal:
         *,
         micro_batches: int = 1,
         policy: EvictionPolicy | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         self._workload = workload
         self._arrangement = arrangement
         self._capacities = capacities
         self._hardware = hardware
         self._micro_batches = micro_batches
-        slots = {Tier.DEVICE: arrangement.device_slots, Tier.HOST: arrangement.staging_slots}
-        self._traffic = SimulatedTraffic(slots, hardware, policy)
+        ground = arrangement.ground
+        self._traffic = SimulatedTraffic(
+            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, policy, prefetch
+        )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
+        homes = ((chunk, role) for role, chunks in arrangement.homes.items() for chunk in chunks)
+        on_device = sum(ground.home_bytes(*home) for home in homes) if ground.resident else 0
+        self._notes = Notes(self._traffic, capacities, ground.slot_bytes, ground.device_slots, on_device)
         self._seconds = [
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
             for event in workload.events
         ]
-        self._book = TraceBook()
-        self._key: Hashable | None = None
-        self._ended: Hashable | None = None
-        self._known: SegmentTrace | None = None
-        self._moments: list[Moment] = []
-        self._host: list[int] = []
-        self._measured = False
-        self._limit = arrangement.device_slots
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
         self._arrived: set[int] = set()
-        self._device_homes = (
-            sum(arrangement.home_bytes(chunk, role) for role, homes in arrangement.homes.items() for chunk in homes)
-            * arrangement.resident
-        )
-        self._kept_gradients = 0
-        self._peaks = {"device": 0, "chunk": 0, "other": 0}
         self._compute = self._update = 0.0
         self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
+        self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
 
     def _register(self) -> None:
@@ -94,9 +90,9 @@ class Rehearsal:
         arrangement = self._arrangement
         for role in ROLES:
             for chunk, tier in arrangement.homes.get(role, {}).items():
-                if arrangement.device_slots:
+                if arrangement.ground.device_slots:
                     home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
-                    block = Block(f"{role} of chunk {chunk}", home, arrangement.chunks[chunk].span)
+                    block = Block(f"{role} of chunk {chunk}", home, arrangement.ground.chunks[chunk].span)
                     number = self._traffic.add(block, arrangement.role_bytes(chunk, role))
                     self._blocks[role, chunk] = number
                     if tier is Tier.DEVICE:
@@ -125,9 +121,9 @@ class Rehearsal:
             self._rearrange()
             self._optimize()
         except CapacityError as error:
-            raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.slot_bytes) from error
+            raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
         self._steps += 1
-        self._note_peak(self._chunk_bytes(), 0)
+        self._notes.peaks.note(self._notes.chunk_bytes(), 0)
         load = {
             name: (link.load.bytes - before[name][0], link.load.seconds - before[name][1])
             for name, link in traffic.links.items()
@@ -138,21 +134,29 @@ class Rehearsal:
             traffic.stall_seconds - stalled,
             terms,
             {name: nbytes for name, (nbytes, _) in load.items()},
-            self._peaks["device"],
-            self._peaks["chunk"],
-            self._peaks["other"],
+            self._notes.peaks.device,
+            self._notes.peaks.chunk,
+            self._notes.peaks.other,
             sum(counts.fetches.values()) - fetches,
             counts.faults[Tier.DEVICE] - faults,
             traffic.events - events,
+            {tier: dict(roles) for tier, roles in self._moved.items()},
+            self._device_updates(),
         )
+
+    def _device_updates(self) -> float:
+        homes, elements = self._arrangement.homes["param"], self._arrangement.elements
+        trained = {index: elements[index] for index in self._workload.trainable}
+        here = (n for index, n in trained.items() if homes[self._arrangement.chunk_of[index]] is Tier.DEVICE)
+        return sum(here) / max(1, sum(trained.values()))
 
     def _event(self, index: int, event: Event) -> None:
         self._gone += event.let_go
         match event.kind:
             case Kind.FORWARD:
-                self._begin(_FORWARD)
+                self._notes.begin(FORWARD)
             case Kind.BACKWARD:
-                self._begin(_BACKWARD)
+                self._notes.begin(BACKWARD)
             case Kind.USE | Kind.SAVED:
                 self._use(index, event)
                 return
@@ -176,7 +180,7 @@ class Rehearsal:
                 self._traffic.release(block, Tier.DEVICE)
         self._gone.clear()
         used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
-        self._moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
+        self._notes.moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
         new = [(p, block) for p, block in used if event.kind is Kind.USE or p not in self._held]
         for _, block in new:
             self._traffic.acquire(block, Tier.DEVICE)
@@ -193,98 +197,9 @@ class Rehearsal:
         return ("compute" if chunk in self._arrangement.homes.get("compute", {}) else "param"), chunk
 
     def _phase(self, phase: Phase, seconds: float) -> None:
-        if self._measured:
-            self._grew(phase.peak_bytes)
+        self._notes.grew(phase.peak_bytes)
         self._compute += seconds
         self._traffic.now += seconds
-
-    # ---- segments and moments ----------------------------------------------------------------------------------
-
-    def _begin(self, key: Hashable) -> None:
-        before = self._key if self._key is not None else self._ended
-        self._ended = None
-        self._finish_segment()
-        self._key = key
-        self._known = self._book.get(key)
-        self._measured = self._known is None and key != _STEP
-        self._moments, self._host = [], []
-        if before is not None:
-            self._book.follows(before, key)
-        self._traffic.poll()
-        self._expect(key)
-
-    def _finish_segment(self) -> None:
-        if self._key is None:
-            return
-        moments = tuple(self._moments) if self._known is None else self._known.moments
-        self._book.put(SegmentTrace(self._key, moments, tuple(self._host)))
-        self._key = None
-
-    def _expect(self, key: Hashable) -> None:
-        """As `StepTracer.schedules`."""
-        chain = self._book.chain(key)
-        device = [moment.blocks for trace in chain for moment in trace.moments]
-        barrier, met = None, 0
-        for trace in chain:
-            if trace.key == _STEP:
-                barrier = met
-                break
-            met += len(trace.moments)
-        host = [(block,) for trace in chain for block in trace.host_blocks]
-        first = len(chain[0].moments) if chain else 0
-        for tier, schedule in (
-            (Tier.DEVICE, Schedule(device, barrier=barrier, segment=first)),
-            (Tier.HOST, Schedule(host)),
-        ):
-            self._traffic.execute(self._traffic.residency.expect(tier, schedule))
-
-    def _moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
-        live = live_bytes + self._traffic.gradient_bytes()
-        at = len(self._moments)
-        expected = live if self._known is None else self._known.moments[at].non_model_bytes
-        self._moments.append(Moment(operator, blocks, expected))
-        self._set_limit(expected)
-        self._traffic.residency.reach(blocks, Tier.DEVICE)
-        self._note_peak(self._chunk_bytes(), expected)
-
-    def _set_limit(self, non_model_bytes: int) -> None:
-        capacities = self._capacities
-        left = capacities.device_bytes - capacities.device_fragment_bytes - non_model_bytes
-        room = min(capacities.chunk_cap_bytes, left) - self._device_homes
-        limit = max(0, room // self._arrangement.slot_bytes) if self._blocks else 0
-        if limit != self._limit:
-            self._limit = limit
-            self._traffic.execute(self._traffic.residency.limit(Tier.DEVICE, limit))
-
-    def _chunk_bytes(self) -> int:
-        return self._traffic.residency.used_slots(Tier.DEVICE) * self._arrangement.slot_bytes + self._device_homes
-
-    def _grew(self, live_bytes: int) -> None:
-        """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way."""
-        traffic = self._traffic
-        live = live_bytes + traffic.gradient_bytes() + self._kept_gradients
-        if self._moments and live > self._moments[-1].non_model_bytes:
-            last = self._moments[-1]
-            self._moments[-1] = Moment(last.operator, last.blocks, live)
-        if self._blocks:
-            self._set_limit(live)
-        while self._chunk_bytes() + live > self._capacities.device_bytes and traffic.residency.in_flight():
-            traffic.wait_for_one()
-        missing = self._chunk_bytes() + live - self._capacities.device_bytes
-        if missing > 0:
-            raise NoRoom(
-                f"activations and other tensors take {format_size(live)} and chunks in use "
-                f"{format_size(self._chunk_bytes())} of the device",
-                Tier.DEVICE,
-                missing,
-            )
-        self._note_peak(self._chunk_bytes(), live)
-
-    def _note_peak(self, chunk_bytes: int, other_bytes: int) -> None:
-        peaks = self._peaks
-        peaks["device"] = max(peaks["device"], chunk_bytes + other_bytes)
-        peaks["chunk"] = max(peaks["chunk"], chunk_bytes)
-        peaks["other"] = max(peaks["other"], other_bytes)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -292,13 +207,13 @@ class Rehearsal:
         arrangement, traffic = self._arrangement, self._traffic
         chunk = arrangement.chunk_of[parameter]
         numel = arrangement.elements[parameter]
-        nbytes = numel * arrangement.chunks[chunk].itemsize
+        nbytes = numel * arrangement.ground.chunks[chunk].itemsize
         device_bytes = numel * self._workload.compute_itemsizes[parameter]
-        if arrangement.resident and self._blocks:
+        if arrangement.ground.resident and self._blocks:
             return
-        if arrangement.resident:
+        if arrangement.ground.resident:
             if parameter not in self._arrived:
-                self._kept_gradients += device_bytes * (self._steps == 0)
+                self._notes.kept_bytes += device_bytes * (self._steps == 0)
                 self._arrived.add(parameter)
             return
         if arrangement.homes["grad"][chunk] is Tier.DEVICE:
@@ -309,8 +224,8 @@ class Rehearsal:
             self._arrived.add(parameter)
             return
         block = self._blocks["grad", chunk]
-        self._host.append(block)
-        traffic.open_staged(block, load=bool(self._arrived & set(arrangement.chunks[chunk].parameters)))
+        self._notes.staged(block)
+        traffic.open_staged(block, load=bool(self._arrived & set(arrangement.ground.chunks[chunk].parameters)))
         traffic.send_home(nbytes)
         traffic.release(block, Tier.HOST, dirty=True)
         self._arrived.add(parameter)
@@ -343,64 +258,62 @@ class Rehearsal:
         self._arrangement = arrangement
         for (role, chunk), block in self._blocks.items():
             self._traffic.sizes[block] = arrangement.role_bytes(chunk, role)
-        self._book, self._key, self._ended = TraceBook(), None, None
+        self._notes.forget()
 
     def _fill_idle(self) -> None:
         """As `runtime.share`."""
         arrangement, capacities = self._arrangement, self._capacities
-        if arrangement.resident or not self._blocks or self._book.get(_BACKWARD) is None:
+        if arrangement.ground.resident or not self._blocks or not self._notes.knows_a_backward():
             return
-        copies = sum(chunk.span for chunk in arrangement.chunks) * arrangement.slot_bytes
+        copies = sum(chunk.span for chunk in arrangement.ground.chunks) * arrangement.ground.slot_bytes
         usable = capacities.device_bytes - capacities.device_fragment_bytes
-        idle = idle_bytes(usable, capacities.chunk_cap_bytes, self._peaks["other"], self._device_homes + copies)
+        idle = idle_bytes(usable, capacities.chunk_cap_bytes, self._notes.peaks.other, self._notes.home_bytes + copies)
         homes, trainable = arrangement.homes, self._workload.trainable
         chunks = [
             chunk
             for chunk in homes["exp_avg"]
-            if homes["param"][chunk] is not Tier.DEVICE and trainable & set(arrangement.chunks[chunk].parameters)
+            if homes["param"][chunk] is not Tier.DEVICE and trainable & set(arrangement.ground.chunks[chunk].parameters)
         ]
         chosen = [chunks[at] for at in choose([self._candidate(chunk) for chunk in chunks], idle)]
         for chunk in chosen:
             for role in (role for role in ROLES if chunk in homes.get(role, {})):
-                home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.chunks[chunk].span)
+                home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
                 counts = self._steps > 0 or role in ("param", "compute", "grad")
-                nbytes = arrangement.home_bytes(chunk, role)
+                nbytes = arrangement.ground.home_bytes(chunk, role)
                 self._traffic.move_in(self._blocks[role, chunk], home, nbytes * counts)
-                self._device_homes += nbytes
+                self._notes.home_bytes += nbytes
+                left = self._moved.setdefault(homes[role][chunk].name.lower(), {})
+                left[role] = left.get(role, 0) + nbytes
         moved = {role: {**at, **{chunk: Tier.DEVICE for chunk in chosen if chunk in at}} for role, at in homes.items()}
         self._arrangement = replace(arrangement, homes=moved)
 
     def _candidate(self, chunk: int) -> Candidate:
         at = {role: tiers[chunk] for role, tiers in self._arrangement.homes.items() if chunk in tiers}
-        sizes = {role: self._arrangement.home_bytes(chunk, role) for role in at}
+        sizes = {role: self._arrangement.ground.home_bytes(chunk, role) for role in at}
         return Candidate(sum(sizes.values()), sum(sizes[role] for role in at if at[role] is Tier.NVME))
 
     def _optimize(self) -> None:
-        self._begin(_STEP)
+        self._notes.begin(STEP)
         self._fill_idle()
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
-            members = set(self._arrangement.chunks[chunk].parameters) & self._workload.trainable
+            members = set(self._arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
             if members:
                 self._update_chunk(chunk, members)
         self._traffic.drain()
-        follower = self._book.follower(_STEP)
-        self._finish_segment()
-        self._ended = _STEP
-        if follower is not None:
-            self._expect(follower)
+        self._notes.end()
 
     def _update_chunk(self, chunk: int, members: set[int]) -> None:
         traffic, homes = self._traffic, self._arrangement.homes
         copies = chunk in homes.get("compute", {})
         staged = [role for role in ROLES if homes.get(role, {}).get(chunk) is Tier.NVME]
         for role in staged:
-            self._host.append(self._blocks[role, chunk])
+            self._notes.staged(self._blocks[role, chunk])
             fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
-            whole = role == "compute" and len(members) == len(self._arrangement.chunks[chunk].parameters)
+            whole = role == "compute" and len(members) == len(self._arrangement.ground.chunks[chunk].parameters)
             traffic.open_staged(self._blocks[role, chunk], load=not (fresh or whole))
         block = self._blocks.get(self._operand(chunk))
         copied = block is not None and traffic.wait_for_copy(block)
-        nbytes = UPDATE_BYTES * self._arrangement.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
+        nbytes = UPDATE_BYTES * self._arrangement.ground.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
         here = homes["param"][chunk] is Tier.DEVICE
         on_device = here and not self._hardware.host_to_device.by_the_caller
         device_rate, host_rate = self._hardware.device.bytes_per_second, self._hardware.host.update_bytes_per_second
@@ -413,7 +326,7 @@ class Rehearsal:
             if self._workload.mixed_precision and here:
                 pass  # the update writes the copy too
             elif self._workload.mixed_precision and self._hardware.host_to_device.by_the_caller and not copies:
-                copy_bytes = self._arrangement.numels[chunk] * self._arrangement.compute_itemsize
+                copy_bytes = self._arrangement.numels[chunk] * self._arrangement.ground.compute_itemsize
                 traffic.host_to_device.load.bytes += copy_bytes
             else:
                 traffic.renew(block)
@@ -432,10 +345,13 @@ def rehearse(
     *,
     micro_batches: int = 1,
     policy: EvictionPolicy | None = None,
+    prefetch: Prefetch | None = None,
     steps: int = 4,
 ) -> StepResult:
     """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`."""
-    run = Rehearsal(workload, arrangement, capacities, hardware, micro_batches=micro_batches, policy=policy)
+    run = Rehearsal(
+        workload, arrangement, capacities, hardware, micro_batches=micro_batches, policy=policy, prefetch=prefetch
+    )
     result = run.step()
     for _ in range(steps - 1):
         result = run.step()

@@ -21,6 +21,7 @@ from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.links import Link, LinkUse
 from hetmem.plan.policy import EvictionPolicy
+from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 
@@ -59,8 +60,10 @@ class SimulatedTraffic:
         slots: dict[Tier, int],
         hardware: HardwareProfile,
         policy: EvictionPolicy | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
-        self.residency = Residency(slots, policy)
+        ahead = prefetch or Prefetch()
+        self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
         self.sizes: list[int] = []
         self.now = 0.0
         self.stall_seconds = 0.0

@@ -8,8 +8,6 @@ end and single slots from the low end, which keeps the two kinds apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 
 class SlotMap:
     """Occupancy of `count` slots; `used` of them are taken. The free ones are bits of one number, which makes looking
@@ -34,11 +32,14 @@ class SlotMap:
             starts &= free >> shift
         return starts.bit_length() - 1 if starts else None
 
-    def windows(self, span: int) -> Iterator[list[int]]:
-        """The distinct blocks in every place for `span` slots, from the high end."""
-        for slot in self._starts(span):
-            inside = (block for block in self._owner[slot : slot + span] if block is not None)
-            yield list(dict.fromkeys(inside))
+    def taken(self, place: int, span: int) -> int:
+        """How many slots of the place number `place` for `span` slots, counted from the low end, are taken."""
+        return span - ((self._free >> place * span) & ((1 << span) - 1)).bit_count()
+
+    def inside(self, place: int, span: int) -> list[int]:
+        """The distinct blocks in that place."""
+        owners = self._owner[place * span : (place + 1) * span]
+        return list(dict.fromkeys(block for block in owners if block is not None))
 
     def _starts(self, span: int) -> range:
         return range((self.count // span - 1) * span, -1, -span)

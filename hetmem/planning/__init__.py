@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from hetmem.config import Budget, Limits
+from hetmem.plan.decision import Variant, decide
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Variant, decide
 from hetmem.plan.workload import Workload
 from hetmem.planning.huggingface import hugging_face_call
-from hetmem.planning.modeltrace import Builder, Call, checkpointed, divided, trace
+from hetmem.planning.modeltrace import Builder, Call, checkpointed, divided, joined, trace, trace_real
 from hetmem.planning.plan import Plan, PlanError, plan_of
 from hetmem.planning.profiles import known_profiles, load_profile
+from hetmem.planning.results import Results
 from hetmem.units import parse_size
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "load_profile",
     "plan",
     "plan_within",
+    "trace",
+    "trace_real",
 ]
 
 DEFAULT_HARDWARE = "h100"
@@ -48,6 +51,7 @@ def plan(
     mixed_precision: torch.dtype | None = None,
     chunk_bytes: int | str | None = None,
     micro_batches: int = 1,
+    real: bool = False,
 ) -> Plan:
     """What training the model that `build_model()` builds will take and how long a step will last.
 
@@ -56,7 +60,8 @@ def plan(
     `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
     to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
     and backwards come before a step. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and
-    seconds by the simulator with the rates of `hardware`.
+    seconds by the simulator with the rates of `hardware`. `real`: run one forward and backward on the processor of this
+    machine, for a model whose control flow depends on values; that takes their time and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, `ProfileError` for a bad profile.
     A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
@@ -71,6 +76,7 @@ def plan(
         chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
         micro_batches=micro_batches,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
+        real=real,
     )
 
 
@@ -82,13 +88,15 @@ def plan_within(
     chunk_bytes: int | None = None,
     micro_batches: int = 1,
     nvme_directories: tuple[str, ...] = (),
+    real: bool = False,
 ) -> Plan:
     """As `plan`, within plain bytes: for machines that are not this one."""
     if micro_batches < 1:
         raise PlanError(f"micro_batches must be at least 1, got {micro_batches}")
-    workload = trace(call)
+    results = Results()
+    workload = trace_real(call) if real else trace(call, results)
     activations = {"as written": workload.peak_live_bytes}
-    light = checkpointed(call)
+    light = None if real else checkpointed(call, results)
     if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
         activations["with checkpointing"] = light.peak_live_bytes
     decision = decide(
@@ -97,9 +105,10 @@ def plan_within(
         hardware,
         chunk_bytes=chunk_bytes,
         micro_batches=micro_batches,
-        variants=list(_variants(call, light, workload, micro_batches)),
+        variants=[] if real else list(_variants(call, light, workload, micro_batches, results)),
     )
-    return plan_of(decision, capacities, hardware, activations, nvme_directories)
+    dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
+    return plan_of(decision, capacities, hardware, activations, nvme_directories, dtype)
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
@@ -115,17 +124,23 @@ def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
     )
 
 
-def _variants(call: Call, light: Workload | None, workload: Workload, micro_batches: int) -> Iterator[Variant]:
-    """Ways to need less of the device, the cheapest first."""
-    for parts in (2, 4, 8, 16):
-        if workload.rows % parts == 0:
-            how = f"split the batch into {parts} micro-batches of {workload.rows // parts} and accumulate gradients"
-            traced = functools.partial(_trace_part, call, parts)
-            yield Variant("divide", how, traced, micro_batches * parts)
+_PARTS = (2, 4, 8, 16)
+
+
+def _variants(
+    call: Call, light: Workload | None, workload: Workload, micro_batches: int, results: Results
+) -> Iterator[Variant]:
+    """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
+    kept = "checkpoint the activations of every layer (a third more compute)"
     if light is not None:
-        how = "checkpoint the activations of every layer (a third more compute)"
-        yield Variant("checkpoint", how, lambda: light, micro_batches)
-
-
-def _trace_part(call: Call, parts: int) -> Workload:
-    return trace(divided(call, parts))
+        yield Variant("checkpoint", kept, lambda: light, micro_batches)
+    for how, kind, of in (("", "divide", trace), (f"{kept}, and ", "divide and checkpoint", checkpointed)):
+        for parts in _PARTS if kind == "divide" or light is not None else ():
+            if workload.rows % parts == 0:
+                size = f"{parts} micro-batches of {workload.rows // parts}"
+                text = f"{how}split the batch into {size} and accumulate gradients"
+                yield Variant(kind, text, functools.partial(of, divided(call, parts), results), micro_batches * parts)
+        if micro_batches % 2 == 0 and (kind == "divide" or light is not None):
+            text = f"{how}join two micro-batches to one of {2 * workload.rows}"
+            kind = kind.replace("divide", "join")
+            yield Variant(kind, text, functools.partial(of, joined(call, 2), results), micro_batches // 2)

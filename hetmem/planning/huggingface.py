@@ -33,7 +33,12 @@ def hugging_face_call(
         raise PlanError(f"expected at least one sequence of one token, got {batch} of {sequence}")
     config.use_cache = False
     if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
-        config._experts_implementation = "batched_mm"  # the default one looks at which experts were chosen
+        if mixed_precision is not torch.bfloat16:
+            raise PlanError(
+                f"{path}: a mixture of experts is planned for bfloat16 only, as the operator whose shapes do not "
+                f"depend on the experts that are chosen has no other dtype; got {mixed_precision or torch.float32}"
+            )
+        config._experts_implementation = "grouped_mm"
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     auto: Any = transformers.AutoModelForSeq2SeqLM if encodes else transformers.AutoModelForCausalLM
     tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")

@@ -1,4 +1,4 @@
-"""Runs one forward and backward of a model on the `meta` device and writes down what a managed run would see.
+"""Runs one forward and backward of a model and writes down what a managed run would see: on `meta`, or for real.
 
 It stands in for `runtime.interception` where there is no memory: parameters are bound to a tensor of their own for each
 operator, so that views that outlive it are seen, and saved weights are asked for again in backward. It decides nothing.
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.plan.layout import ParameterSpec
 from hetmem.plan.workload import Event, Kind, Phase, Work, Workload
-from hetmem.planning.costs import flops_of, only_views, tensor_bytes
+from hetmem.planning.results import Cost, Results
 
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """What counts as a use in a managed run although no operator runs."""
@@ -74,19 +74,22 @@ def trace_step(
     kwargs: dict[str, Any],
     loss_of: Callable[[Any], torch.Tensor],
     mixed_precision: torch.dtype | None,
+    results: Results,
 ) -> Workload:
-    """The workload of `loss_of(model(*args, **kwargs)).backward()`; `model` and the tensors are on `meta`.
+    """The workload of `loss_of(model(*args, **kwargs)).backward()`; `model` and the tensors are on one device: `meta`,
+    or one where control flow sees values.
 
     With `mixed_precision` the float32 parameters of `model` take that dtype for good, as operators would see them.
-    Whatever the model raises is raised here.
+    Whatever the model raises is raised here; `results.last` is then the operator that was called last.
     """
-    return _Tracer(model, mixed_precision).run(args, kwargs, loss_of)
+    return _Tracer(model, mixed_precision, results).run(args, kwargs, loss_of)
 
 
 class _Tracer:
     """The state of one trace: which storages are parameters' and which are counted, and the events so far."""
 
-    def __init__(self, model: torch.nn.Module, mixed_precision: torch.dtype | None) -> None:
+    def __init__(self, model: torch.nn.Module, mixed_precision: torch.dtype | None, results: Results) -> None:
+        self.results = results
         named = dict(model.named_parameters())
         self._model = model
         self._parameters = list(named.values())
@@ -96,7 +99,7 @@ class _Tracer:
         self._mixed = mixed_precision
         for parameter in self._parameters:
             narrow = mixed_precision is not None and parameter.dtype is torch.float32
-            parameter.data = torch.empty_like(parameter, dtype=mixed_precision if narrow else None)
+            parameter.data = parameter.data.to(mixed_precision if narrow else parameter.dtype, copy=True)
         self.by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._homes = [parameter.data for parameter in self._parameters]
         self._owners = {self._key(home): index for index, home in enumerate(self._homes)}
@@ -193,7 +196,9 @@ class _Tracer:
     def _view(self, index: int) -> torch.Tensor:
         paused, self.paused = self.paused, True
         home = self._homes[index]
-        view = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device="meta")
+        view = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=home.device)
+        if not home.is_meta:
+            view.copy_(home)
         self.paused = paused
         key = self._key(view)
         self._owners[key] = index
@@ -255,19 +260,15 @@ class _Tracer:
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key, 0)
 
-    def worked(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def worked(self, cost: Cost) -> None:
         """Add what an operator did to the current event."""
-        if only_views(func):
-            return
         phase = self._events[-1].phases[-1]
         phase.operators += 1
-        flops, nbytes = flops_of(func, args, kwargs, result), tensor_bytes((args, kwargs, result))
-        if flops:
-            phase.matrix.append((flops, nbytes))
-            first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-            self._dtypes[str(first.dtype).removeprefix("torch.")] += flops
+        if cost.flops:
+            phase.matrix.append((cost.flops, cost.nbytes))
+            self._dtypes[cost.dtype] += cost.flops
         else:
-            phase.moved_bytes += nbytes
+            phase.moved_bytes += cost.nbytes
 
 
 class _Uses(TorchFunctionMode):
@@ -290,7 +291,7 @@ class _Uses(TorchFunctionMode):
         self._find((*args, *kwargs.values()), used)
         if not used or _metadata_only(func):
             result = func(*args, **kwargs)
-            if getattr(func, "__name__", "") in _ASSUMED:
+            if getattr(func, "__name__", "") in _ASSUMED and isinstance(result, torch.Tensor) and result.is_meta:
                 self._answers[id(result)] = (result, _ASSUMED[func.__name__])
             return result
         self._tracer.use(getattr(func, "__name__", str(func)), used)
@@ -338,11 +339,12 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._tracer.paused:
-            self._tracer.count(tree_leaves(result))
-            self._tracer.worked(func, args, kwargs, result)
+        if self._tracer.paused:
+            return func(*args, **(kwargs or {}))
+        result, cost = self._tracer.results.of(func, args, kwargs or {})
+        self._tracer.count((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
+        if cost is not None:
+            self._tracer.worked(cost)
         return result
 
 

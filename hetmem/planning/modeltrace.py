@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from hetmem.plan.workload import Workload
 from hetmem.planning.metatrace import trace_step
 from hetmem.planning.plan import PlanError
+from hetmem.planning.realmemory import RefuseRealMemory
+from hetmem.planning.results import Results
 
 Builder = Callable[[], nn.Module]
 
@@ -29,12 +34,20 @@ class Call:
     mixed_precision: torch.dtype | None = None
 
 
-def trace(call: Call) -> Workload:
-    """The workload of one forward and backward. Raises `PlanError`."""
-    return _run(call, _build(call.build_model))
+def trace(call: Call, results: Results | None = None) -> Workload:
+    """The workload of one forward and backward. `results`: what other traces have learned. Raises `PlanError`."""
+    return _run(call, _build(call.build_model), results)
 
 
-def checkpointed(call: Call) -> Workload | None:
+def trace_real(call: Call) -> Workload:
+    """As `trace`, by one forward and backward on this machine's processor, for control flow that depends on values.
+
+    Takes the memory of that, with parameters as operators see them. Tensors of the batch without values are zeros.
+    """
+    return _run(call, _build(call.build_model, "cpu"), None, "cpu")
+
+
+def checkpointed(call: Call, results: Results | None = None) -> Workload | None:
     """The same with every repeated layer checkpointed; None if the model has no repeated layers or refuses it."""
     model = _build(call.build_model)
     layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) > 1 for layer in part]
@@ -49,7 +62,7 @@ def checkpointed(call: Call) -> Workload | None:
             determinism_check="none",
         )
     try:
-        return _run(call, model)
+        return _run(call, model, results)
     except PlanError:
         return None
 
@@ -68,30 +81,41 @@ class _Recomputed(nn.Module):
 
 def divided(call: Call, parts: int) -> Call:
     """The same call with a batch of one `parts`-th of the rows."""
+    return _with_rows(call, lambda tensor: tensor[: tensor.shape[0] // parts])
+
+
+def joined(call: Call, parts: int) -> Call:
+    """The same call with a batch of `parts` times the rows."""
+    return _with_rows(call, lambda tensor: tensor.to("meta").repeat(parts, *[1] * (tensor.dim() - 1)))
+
+
+def _with_rows(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """`change` what has as many rows as the batch."""
     rows = max((leaf.shape[0] for leaf in tree_leaves(call.batch) if _has_rows(leaf)), default=0)
-
-    def narrow(value: Any) -> Any:
-        return value[: rows // parts] if _has_rows(value) and value.shape[0] == rows else value
-
-    return replace(call, batch=tree_map(narrow, call.batch))
+    return replace(
+        call,
+        batch=tree_map(lambda leaf: change(leaf) if _has_rows(leaf) and leaf.shape[0] == rows else leaf, call.batch),
+    )
 
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _build(build_model: Builder) -> nn.Module:
+def _build(build_model: Builder, device: str = "meta") -> nn.Module:
     if isinstance(build_model, nn.Module) or not callable(build_model):
         raise PlanError(
             f"expected a function that builds the model, got {type(build_model).__name__}: pass `lambda: Model(…)`, so "
             f"that it can be built without memory"
         )
     try:
-        with torch.device("meta"):
+        with torch.device(device), RefuseRealMemory() if device == "meta" else nullcontext():
             model = build_model()
+    except PlanError:
+        raise
     except Exception as error:
         raise PlanError(
-            f"the model cannot be built on the meta device: {type(error).__name__}: {error}. There, tensors have "
+            f"the model cannot be built on the {device} device: {type(error).__name__}: {error}. There, tensors have "
             f"shapes and no values: build it without reading files or looking at values (initialise under `if not "
             f"tensor.is_meta`, load weights afterwards)"
         ) from error
@@ -99,32 +123,49 @@ def _build(build_model: Builder) -> nn.Module:
         raise PlanError(f"the builder must return a torch.nn.Module, got {type(model).__name__}")
     if not any(True for _ in model.parameters()):
         raise PlanError(f"{type(model).__name__} has no parameters, so there is nothing to plan")
-    return model.to("meta")
+    return model.to(device)
 
 
-def _run(call: Call, model: nn.Module) -> Workload:
-    args, kwargs = arguments(call.batch)
-    args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-    loss_of = call.loss or default_loss
+def _run(call: Call, model: nn.Module, results: Results | None, device: str = "meta") -> Workload:
+    args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
+    loss_of, results = call.loss or default_loss, results or Results()
     try:
-        return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision)
+        return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(f"{type(error).__name__}: {error}. {_hint(error, model, args, kwargs)}") from error
+        raise PlanError(
+            f"{type(error).__name__}: {error}. {_hint(error, results.last, model, args, kwargs)}"
+        ) from error
 
 
-def _hint(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _on(value: Any, device: str) -> Any:
+    """A tensor on `device`; what was on `meta` is zeros elsewhere."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.to(device)
+
+
+def _hint(error: Exception, operator: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if "meta" in str(error).lower():
         return (
-            f"{type(model).__name__} looks at values while it runs, and planning has none: plan a variant whose "
-            f"control flow depends on shapes only (for experts: a fixed capacity, or a batched implementation)"
+            f"{type(model).__name__} looks at values while it runs ({operator}, called in {_place(error)}), and "
+            f"planning has none: trace one real step with real=True (--real), which takes the memory of a forward and "
+            f"backward on this machine; or plan a variant whose control flow depends on shapes only (for experts: a "
+            f"fixed capacity, or a batched implementation)"
         )
     shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return (
         f"{type(model).__name__} refused a batch of {len(args)} arguments, keywords {sorted(kwargs)} and shapes "
         f"{shapes}: pass what the model is called with, a tuple, a dict of keywords or one tensor"
     )
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's that `error` came through last."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "torch"
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -6,20 +6,23 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hetmem.config import Budget
 from hetmem.errors import BudgetError, HetmemError
 from hetmem.plan.arrangement import state_bytes
+from hetmem.plan.decision import Decision
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Decision
+from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.trace import Tier
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 TIERS = ("device", "host", "nvme")
+KEPT = "kept for homes on the device"
+"""The role of places that homes have left, and go back to when the device needs its memory."""
 
 
 class PlanError(HetmemError, ValueError):
@@ -34,8 +37,10 @@ class Plan:
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
     fit). `compute_bound_rows`: the batch from which on compute binds. `missing_bytes[tier]`: what would make it fit.
-    `chunk_bytes`, `device_chunks` and `home_copies` are what to pass on where a setting other than the default one won,
-    else None.
+    `mixed_precision` is what was asked for, the name of a dtype or None. `chunk_bytes`, `device_chunks`, `home_copies`
+    and `prefetch` are what `manage(plan=…)` sets; None where the default is as good. `device_update_share`: the part of
+    the parameters that is updated on the device. `alternatives`: the same training done differently, where that fits:
+    `advice`, `micro_batches`, `step_seconds` and `activation_bytes` of each, the fastest first.
     """
 
     model: str
@@ -44,7 +49,7 @@ class Plan:
     rows: int
     tokens: int
     micro_batches: int
-    mixed_precision: bool
+    mixed_precision: str | None
     fits: bool
     capacity_bytes: dict[str, int]
     peak_bytes: dict[str, int]
@@ -61,6 +66,9 @@ class Plan:
     chunk_bytes: int | None
     device_chunks: int | None
     home_copies: bool | None
+    prefetch: dict[str, int] | None
+    device_update_share: float
+    alternatives: tuple[dict[str, Any], ...]
     compute_bound_rows: int | None
     largest_parameters: int
     missing_bytes: dict[str, int]
@@ -83,11 +91,15 @@ class Plan:
         """The budget to run with. Raises `BudgetError` if the plan uses NVMe and names no directory."""
         return self.budget_in(*self.nvme_directories)
 
+    def with_nvme(self, *nvme_directories: str | os.PathLike[str]) -> Plan:
+        """The same plan, with its files in `nvme_directories`: a plan knows no directories of other machines."""
+        return replace(self, nvme_directories=tuple(os.fspath(path) for path in nvme_directories))
+
     def budget_in(self, *nvme_directories: str | os.PathLike[str]) -> Budget:
         """The budget to run with, NVMe in `nvme_directories`."""
         capacity, directories = self.capacity_bytes, list(nvme_directories)
         if capacity["nvme"] and not directories:
-            raise BudgetError("the plan uses NVMe: say where with plan.budget_in('/path/on/the/drive')")
+            raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
         nvme = capacity["nvme"] or None
         return Budget(
             capacity["device"],
@@ -120,7 +132,9 @@ class Plan:
         """The plan that `to_dict` gave."""
         if not isinstance(data, Mapping) or data.get("version") != PLAN_VERSION:
             got = data.get("version") if isinstance(data, Mapping) else data
-            raise PlanError(f"plan: version: expected {PLAN_VERSION}, got {got!r}")
+            raise PlanError(
+                f"plan: version: expected {PLAN_VERSION}, got {got!r}: another hetmem made it; plan again with this one"
+            )
         names = [spec.name for spec in fields(cls)]
         for name in names:
             if name not in data:
@@ -135,10 +149,13 @@ class Plan:
         return describe(self)
 
 
-_TUPLES = ("reasons", "advice", "nvme_directories")
+_TUPLES = ("reasons", "advice", "nvme_directories", "alternatives")
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "hardware"), (str,)),
-    **dict.fromkeys(("fits", "mixed_precision"), (bool,)),
+    "fits": (bool,),
+    "mixed_precision": (str, type(None)),
+    "prefetch": (dict, type(None)),
+    "device_update_share": (float, int),
     "home_copies": (bool, type(None)),
     **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
     **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, type(None))),
@@ -153,6 +170,12 @@ def _check(name: str, value: Any) -> None:
     if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
         expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise PlanError(f"plan: {name}: expected {expected}, got {value!r}")
+    if name == "mixed_precision" and value not in (None, "bfloat16", "float16"):
+        raise PlanError(f"plan: {name}: expected bfloat16, float16 or null, got {value!r}")
+    if name == "prefetch" and value is not None:
+        whole = all(type(number) is int and number > 0 for number in value.values())
+        if set(value) != {spec.name for spec in fields(Prefetch)} or not whole:
+            raise PlanError(f"plan: {name}: expected uses_ahead and in_flight, whole numbers above zero, got {value!r}")
 
 
 def plan_of(
@@ -161,6 +184,7 @@ def plan_of(
     hardware: HardwareProfile,
     activation_bytes: dict[str, int],
     nvme_directories: tuple[str, ...],
+    mixed_precision: str | None,
 ) -> Plan:
     """The plan that `decision` amounts to."""
     workload, best = decision.workload, decision.candidate
@@ -178,7 +202,7 @@ def plan_of(
         rows=workload.rows,
         tokens=workload.tokens,
         micro_batches=decision.micro_batches,
-        mixed_precision=workload.mixed_precision,
+        mixed_precision=mixed_precision,
         fits=best is not None,
         capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
         peak_bytes=peaks,
@@ -190,11 +214,14 @@ def plan_of(
         link_bytes=dict(best.result.bytes) if best else {},
         flops=workload.flops * decision.micro_batches,
         activation_bytes=activation_bytes,
-        chunk_waste=best.arrangement.layout.waste if best else 0.0,
-        slot_bytes=best.arrangement.staging_slot_bytes if best else 0,
-        chunk_bytes=best.chunk_bytes if best else None,
-        device_chunks=best.capacities.device_chunk_bytes if best else capacities.device_chunk_bytes,
-        home_copies=best.capacities.home_copies if best else capacities.home_copies,
+        chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
+        slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
+        chunk_bytes=best.setting.chunk_bytes if best else None,
+        device_chunks=(best.setting.capacities if best else capacities).device_chunk_bytes,
+        home_copies=(best.setting.capacities if best else capacities).home_copies,
+        prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
+        device_update_share=best.result.device_updates if best else 0.0,
+        alternatives=tuple(asdict(other) for other in decision.alternatives),
         compute_bound_rows=_compute_bound_rows(terms, workload.rows) if best else None,
         largest_parameters=decision.largest_parameters,
         missing_bytes=dict(decision.missing_bytes),
@@ -211,8 +238,23 @@ def _roles(decision: Decision) -> dict[str, dict[str, int]]:
         activations, states = decision.workload.peak_live_bytes, state_bytes(decision.workload)
         return {"device": {"activations": activations}, "host": {"states": states}, "nvme": {}}
     roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
-    roles["device"] = {"chunks": best.result.chunk_peak_bytes, "activations": best.result.non_model_peak_bytes}
+    for tier, moved in best.result.moved_bytes.items():
+        _move(roles[tier], moved, roles["device"])
+    homes = sum(roles["device"].values())
+    roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
+    roles["device"]["activations"] = best.result.non_model_peak_bytes
     return roles
+
+
+def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]) -> None:
+    """Homes that go to the device leave their places behind, which stay reserved."""
+    for role, nbytes in moved.items():
+        gone = min(nbytes, left.get(role, 0))  # another cut into chunks was rehearsed: a little more may have moved
+        left[role] = left.get(role, 0) - gone
+        left[KEPT] = left.get(KEPT, 0) + gone
+        device[role] = device.get(role, 0) + gone
+        if not left[role]:
+            del left[role]
 
 
 def _compute_bound_rows(terms: Mapping[str, float], rows: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
+from hetmem.plan.prefetch import Prefetch
 from hetmem.planning.plan import TIERS, Plan
 from hetmem.units import format_size
 
@@ -55,10 +57,17 @@ def _time(plan: Plan) -> Iterator[str]:
         mark = "  <- binds" if name == plan.binding else ""
         yield f"  {_RESOURCES.get(name, name):22}{seconds:10.3f} s{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
-    if plan.binding != "compute":
-        yield f"compute binds from a batch of {plan.compute_bound_rows} (now {plan.rows})"
+    if any(plan.link_bytes.values()):
+        ahead = plan.prefetch or asdict(Prefetch())
+        yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
+    share = plan.device_update_share
+    yield f"optimizer: {share:.0%} of the parameters are updated on the device, {1 - share:.0%} by the host"
+    yield f"compute binds from a batch of {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {count(plan.largest_parameters)} parameters"
-    yield from (f"do: {advice}" for advice in plan.advice)
+    for other in plan.alternatives:
+        how, memory = f"{other['step_seconds']:.3f} s a step", format_size(other["activation_bytes"])
+        yield f"judged too: {other['advice']}: {how}, {memory} of activations"
+    yield from (advice if advice.startswith("not ") else f"do: {advice}" for advice in plan.advice)
 
 
 def _refusal(plan: Plan) -> Iterator[str]:

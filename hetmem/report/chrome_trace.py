@@ -1,7 +1,7 @@
 """A report's timeline as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One track for the thread that trains, one for the host optimizer's updates, and per link as many as transfers were in
-flight at once; a counter for the bytes of each tier. Knows the dict of a report only.
+One track for the thread that trains; for the host optimizer's updates, and for each link, as many as were under way at
+once; a counter for the bytes of each tier. Knows the dict of a report only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetmem.report.step import TERM_NAMES
 
 _LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
 _PROCESS = 1
-_TRAINING, _OPTIMIZER, _FIRST_LINK = 1, 2, 10
+_TRAINING, _OPTIMIZER, _FIRST_LINK = 1, 2, 1000
 _LANES_PER_LINK = 100
 Event = dict[str, Any]
 
@@ -39,10 +39,7 @@ def _events(timeline: dict[str, Any]) -> Iterator[Event]:
     for block, at in zip(faults["block"], faults["at_us"], strict=True):
         name = f"fault: {_label(timeline, block)}"
         yield {"ph": "i", "name": name, "pid": _PROCESS, "tid": _TRAINING, "ts": at, "s": "t"}
-    yield _named("thread_name", _OPTIMIZER, "Host optimizer")
-    updates = timeline["updates"]
-    for what, start, end in zip(updates["what"], updates["from_us"], updates["until_us"], strict=True):
-        yield _complete(what, _OPTIMIZER, start, end)
+    yield from _updates(timeline["updates"])
     yield from _transfers(timeline)
     for tier, memory in timeline["memory"].items():
         for index, at in enumerate(memory["at_us"]):
@@ -60,19 +57,37 @@ def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
         yield _complete(timeline["operators"][operator], _TRAINING, at[index], end)
 
 
+def _lane(free_at: list[int], start: int, end: int) -> int:
+    """The first lane that is free from `start` on, or a new one: events of one track must nest."""
+    lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))
+    free_at[lane : lane + 1] = [end]
+    return lane
+
+
+def _updates(updates: dict[str, Any]) -> Iterator[Event]:
+    """Threads update chunks at the same time."""
+    yield _named("thread_name", _OPTIMIZER, "Host optimizer")
+    named, free_at = 1, list[int]()
+    for start, end, what in sorted(zip(*(updates[key] for key in ("from_us", "until_us", "what")), strict=True)):
+        track = _OPTIMIZER + _lane(free_at, start, end)
+        if len(free_at) > named:
+            named = len(free_at)
+            yield _named("thread_name", track, f"Host optimizer {named}")
+        yield _complete(what, track, start, end)
+
+
 def _transfers(timeline: dict[str, Any]) -> Iterator[Event]:
-    """Transfers in flight at once go to lanes of their own: events of one track must nest."""
+    """Transfers in flight at once go to lanes of their own."""
     moved = timeline["transfers"]
     free_at: dict[int, list[int]] = {}
     columns = zip(*(moved[key] for key in ("from_us", "until_us", "link", "block", "bytes")), strict=True)
     for start, end, link, block, nbytes in sorted(columns):
         lanes = free_at.setdefault(link, [])
-        lane = next((index for index, free in enumerate(lanes) if free <= start), len(lanes))
+        known = len(lanes)
+        lane = _lane(lanes, start, end)
         track = _FIRST_LINK + link * _LANES_PER_LINK + lane
-        if lane == len(lanes):
-            lanes.append(0)
+        if lane == known:
             yield _named("thread_name", track, f"{TERM_NAMES[_LINKS[link]]} {lane + 1}")
-        lanes[lane] = end
         event = _complete(_label(timeline, block), track, start, end)
         yield {**event, "args": {"bytes": nbytes}}
 

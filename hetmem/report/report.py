@@ -139,12 +139,14 @@ def _home_bytes(chunks: list[Chunk]) -> int:
 
 
 def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
-    """Bytes that homes take on `tier`."""
+    """Bytes that homes take on `tier`; "kept" are the places of those that have moved to the device."""
     taken: Counter[str] = Counter()
     for chunk in chunks:
         for role, home in chunk.homes.items():
             if home.tier is tier:
                 taken[role.name] += chunk.home_nbytes(role)
+            if home.away is not None and home.away.tier is tier:
+                taken["kept"] += chunk.home_nbytes(role)
     return dict(taken)
 
 

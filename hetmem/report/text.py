@@ -116,8 +116,16 @@ def _summary(data: dict[str, Any]) -> str:
         f"{data['steps']} steps; {data['fetches']} fetches, {data['evictions']} evictions, {data['faults']} faults on "
         f"the device and {data['staging_faults']} in staging, {data['stall_seconds']:.2f} s stalled\n"
         f"{data['chunks']} chunks of {format_size(data['chunk_bytes'])}, {_share(data['chunk_waste'])} of them unused; "
-        f"{data['bytes_per_parameter']:.1f} bytes per parameter"
+        f"{data['bytes_per_parameter']:.1f} bytes per parameter{_kept(data['tiers'])}"
     )
+
+
+def _kept(tiers: dict[str, Any]) -> str:
+    """What the places take that homes have left for the device, if any did."""
+    parts = [
+        f"{format_size(tier['homes']['kept'])} of {name}" for name, tier in tiers.items() if "kept" in tier["homes"]
+    ]
+    return f"\n{' and '.join(parts)} kept for homes that are on the device now" if parts else ""
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,), width: int = _WIDTH) -> str:

@@ -69,15 +69,18 @@ class Shortage:
         return f" (chunks may have {format_size(cap)} of it)" if cap < self._memory.device_bytes else ""
 
     def _ways_out(self, live_bytes: int) -> str:
-        """What would let this moment pass, cheapest first."""
-        ways = ", or ".join(remedies(self._needs(live_bytes)))
+        """What would let this moment pass, and all others that are known, cheapest first."""
+        needs = self._needs(live_bytes, self._blocks_needed())
+        moments = dict.fromkeys((moment.non_model_bytes, moment.blocks) for moment in self._tracer.known_moments())
+        others = [self._needs(nbytes, set(blocks)) for nbytes, blocks in moments]
+        ways = ", or ".join(remedies(needs, others))
         return (
             f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too"
         )
 
-    def _needs(self, live_bytes: int) -> Needs:
+    def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:
+        """What a moment needs that uses `blocks`; without any it is as if it used the largest parameter."""
         memory, residency = self._memory, self._residency
-        blocks = self._blocks_needed()
         chunks = [chunk for chunk in memory.chunks if chunk.operand_block in blocks] or memory.chunks
         largest = max(managed.numel for chunk in chunks for managed in chunk.parameters)
         slot_bytes = memory.device_pool.slot_bytes
@@ -90,6 +93,7 @@ class Shortage:
             sum(residency.blocks[block].span for block in blocks) * slot_bytes,
             len(blocks),
             largest,
+            max(managed.numel for chunk in memory.chunks for managed in chunk.parameters),
             memory.device_home_bytes,
             memory.device_home_bytes if memory.resident else 0,
             slot_bytes,

@@ -113,6 +113,10 @@ class StepTracer:
         first = len(chain[0].moments) if chain else 0
         return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
+    def known_moments(self) -> list[Moment]:
+        """All moments that are known: those of the running segment up to the last one, and those of every trace."""
+        return self._moments[:-1] + [moment for trace in self.book.traces() for moment in trace.moments]
+
     def blocks(self) -> tuple[int, ...]:
         """The blocks that the last moment uses."""
         return self._moments[-1].blocks if self._moments else ()

@@ -90,7 +90,9 @@ def scan_victims(cache: Cache, span: int, ranks: Ranks) -> list[int]:
     """Which of the ranked blocks have to go for `span` free slots in a row; empty if that cannot be done now."""
     victims: list[int] = []
     if span > 1 and cache.slots.find(span) is None:
-        windows = [window for window in cache.slots.windows(span) if all(block in ranks for block in window)]
+        places = reversed(range(cache.slots.count // span))
+        windows = [cache.slots.inside(place, span) for place in places]
+        windows = [window for window in windows if all(block in ranks for block in window)]
         if not windows:
             return []
         victims = max(windows, key=lambda window: min(ranks[block] for block in window))

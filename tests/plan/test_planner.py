@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hetmem.plan.arrangement import arrange, by_first_use, state_bytes
+from hetmem.plan.decision import Variant, decide
 from hetmem.plan.hardware import Rate, ThreadCosts
 from hetmem.plan.layout import ParameterSpec
 from hetmem.plan.placement import Capacities, NoRoom
-from hetmem.plan.planner import Variant, decide, judge
+from hetmem.plan.planner import Setting, judge
 from hetmem.plan.rehearsal import rehearse
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Event, Kind, Phase, Work, Workload
@@ -56,7 +57,7 @@ def test_homes_are_in_host_memory_until_that_is_full_and_then_on_nvme() -> None:
 def test_a_small_model_stays_on_the_device_and_moves_nothing() -> None:
     decision = decide(workload(), Capacities(128 * MIB, 64 * MIB), HARDWARE)
     assert decision.candidate is not None
-    assert decision.candidate.arrangement.resident
+    assert decision.candidate.arrangement.ground.resident
     assert decision.candidate.result.bytes["host_to_device"] == 0
     # parameters and two states; gradients are autograd's own, beside the activations
     assert decision.candidate.result.device_peak_bytes == 24 * MIB + 8 * MIB
@@ -66,13 +67,13 @@ def test_more_than_half_the_device_is_used_if_that_saves_the_transfers() -> None
     room = Capacities(48 * MIB, 64 * MIB)
     decision = decide(workload(), room, HARDWARE)
     assert decision.candidate is not None
-    assert decision.candidate.capacities.device_chunk_bytes == state_bytes(workload()) == 32 * MIB
+    assert decision.candidate.setting.capacities.device_chunk_bytes == state_bytes(workload()) == 32 * MIB
     assert decision.candidate.result.bytes["host_to_device"] == 0
     assert any("device_chunks=33554432" in advice for advice in decision.advice)
 
 
 def test_the_step_is_never_shorter_than_its_longest_term() -> None:
-    result = judge(workload(), Capacities(12 * MIB, 64 * MIB), HARDWARE, MIB, 1).result
+    result = judge(workload(), Setting(Capacities(12 * MIB, 64 * MIB), MIB), HARDWARE, 1).result
     assert result.seconds >= max(result.terms.values())
     assert result.seconds <= sum(result.terms.values()) + result.stall_seconds
 
@@ -87,13 +88,13 @@ def test_gradients_cross_the_link_once_for_each_micro_batch() -> None:
 
 def test_the_device_peak_stays_within_the_budget() -> None:
     room = Capacities(11 * MIB, 64 * MIB)
-    result = judge(workload(), room, HARDWARE, MIB, 1).result
+    result = judge(workload(), Setting(room, MIB), HARDWARE, 1).result
     assert 8 * MIB < result.device_peak_bytes <= room.device_bytes
 
 
 def test_every_state_on_nvme_is_read_and_written_once_a_step() -> None:
     room = Capacities(64 * MIB, 20 * MIB, 64 * MIB, 8 * MIB)
-    result = judge(workload(), room, HARDWARE, MIB, 1).result
+    result = judge(workload(), Setting(room, MIB), HARDWARE, 1).result
     # seven gradients have room in host memory; one and the states of all eight are on disk
     assert result.bytes["nvme_write"] == 17 * MIB
     assert 16 * MIB - 5 * MIB <= result.bytes["nvme_read"] <= 17 * MIB
@@ -160,7 +161,7 @@ def test_parameters_move_to_the_chunks_in_order_of_use() -> None:
 
 def test_with_mixed_precision_a_device_slot_is_half_a_home() -> None:
     made = arrange(workload(mixed=True), Capacities(64 * MIB, 64 * MIB), MIB)
-    assert (made.slot_bytes, made.staging_slot_bytes, made.resident) == (MIB // 2, MIB, False)
+    assert (made.ground.slot_bytes, made.ground.staging_slot_bytes, made.ground.resident) == (MIB // 2, MIB, False)
 
 
 @pytest.mark.parametrize(("host", "copied"), [(44 * MIB, True), (43 * MIB, False)])
@@ -196,7 +197,7 @@ def test_a_plan_tries_copies_on_nvme_and_says_so() -> None:
     room = Capacities(64 * MIB, 5 * MIB, 64 * MIB, 2 * MIB)
     decision = decide(workload(mixed=True), room, HARDWARE, chunk_bytes=MIB, micro_batches=4)
     assert decision.candidate is not None
-    assert decision.candidate.capacities.home_copies is True
+    assert decision.candidate.setting.capacities.home_copies is True
     assert "set Budget(home_copies=True)" in decision.advice
 
 
@@ -208,7 +209,9 @@ def test_the_same_question_has_the_same_answer() -> None:
 @pytest.mark.parametrize(("rate", "expected"), [(1e15, 11 * MIB // 4), (1e3, 5 * MIB)], ids=["fast link", "slow link"])
 def test_gradients_that_wait_for_the_link_take_device_memory(rate: float, expected: int) -> None:
     light = workload(activation=MIB // 4)
-    result = judge(light, Capacities(16 * MIB, 64 * MIB), replace(HARDWARE, device_to_host=Rate(rate)), MIB, 1).result
+    result = judge(
+        light, Setting(Capacities(16 * MIB, 64 * MIB), MIB), replace(HARDWARE, device_to_host=Rate(rate)), 1
+    ).result
     assert result.non_model_peak_bytes == expected
 
 
@@ -217,15 +220,18 @@ def test_what_hetmem_takes_of_the_thread_is_added_for_each_use_transfer_and_upda
     fast = Rate(1e18)
     machine = replace(HARDWARE, host_to_device=fast, device_to_host=fast, nvme_read=fast, nvme_write=fast)
     room = Capacities(12 * MIB, 64 * MIB)
-    free = judge(workload(), room, machine, MIB, 1).result
+    free = judge(workload(), Setting(room, MIB), machine, 1).result
     for costs, expected in (
         (ThreadCosts(use_seconds=0.5), (8 + 8 + 8) * 0.5),  # used in forward, asked for in backward, gradients
         (ThreadCosts(update_seconds=0.5), 8 * 0.5),
         (ThreadCosts(transfer_seconds=0.5), (free.fetches + 8) * 0.5),  # gradients too
     ):
-        result = judge(workload(), room, replace(machine, thread=costs), MIB, 1).result
+        result = judge(workload(), Setting(room, MIB), replace(machine, thread=costs), 1).result
         assert result.seconds - free.seconds == pytest.approx(expected)
         assert result.device_peak_bytes == free.device_peak_bytes
-    resident = judge(workload(), Capacities(128 * MIB, 64 * MIB), machine, MIB, 1).result
+    resident = judge(workload(), Setting(Capacities(128 * MIB, 64 * MIB), MIB), machine, 1).result
     costs = ThreadCosts(use_seconds=0.5, transfer_seconds=0.5)
-    assert judge(workload(), Capacities(128 * MIB, 64 * MIB), replace(machine, thread=costs), MIB, 1).result == resident
+    assert (
+        judge(workload(), Setting(Capacities(128 * MIB, 64 * MIB), MIB), replace(machine, thread=costs), 1).result
+        == resident
+    )

@@ -18,6 +18,7 @@ STREAMED = Needs(
     copy_bytes=MIB,
     copies=2,
     largest_elements=60 * KIB,
+    model_elements=60 * KIB,
     home_bytes=0,
     whole_bytes=0,
     slot_bytes=512 * KIB,
@@ -58,3 +59,40 @@ def test_a_model_on_the_device_gets_what_activations_leave_and_less_than_all(
 def test_a_model_on_the_device_is_not_streamed_where_not_even_one_chunk_has_room() -> None:
     needs = replace(STREAMED, live_bytes=4 * MIB - 100 * KIB, lasting_bytes=4 * MIB - 100 * KIB, whole_bytes=2 * MIB)
     assert [way.split()[0] for way in remedies(needs)] == ["raise"]
+
+
+def test_a_change_that_another_moment_does_not_pass_with_is_none() -> None:
+    """Later the step uses more chunks, and has less live."""
+    here = replace(STREAMED, live_bytes=3 * MIB + 512 * KIB)
+    later = replace(here, live_bytes=2 * MIB, lasting_bytes=512 * KIB, copies=13, copy_bytes=3 * MIB)
+    assert not here.passes()
+    assert next(remedies(here)).startswith("set chunk_bytes=")
+    ways = list(remedies(here, [later]))
+    assert [way.split()[0] for way in ways] == ["use", "raise"]
+    assert "with 4 micro-batches" in ways[0]
+    heavier = replace(later, lasting_bytes=768 * KIB)
+    assert "with 8 micro-batches" in next(remedies(here, [heavier]))
+
+
+def test_streaming_is_no_way_out_where_another_moment_needs_more_chunks_than_this_one_leaves() -> None:
+    whole = replace(STREAMED, live_bytes=3 * MIB, whole_bytes=2 * MIB, home_bytes=2 * MIB, copy_bytes=0)
+    other = replace(whole, live_bytes=MIB, copy_bytes=MIB)
+    assert next(remedies(whole, [other])) == (
+        f"set Budget(device_chunks={MIB}), so that chunks are streamed instead of kept on the device"
+    )
+    more = replace(other, copy_bytes=MIB + 1)
+    assert all("device_chunks" not in way for way in remedies(whole, [more]))
+    wide = replace(whole, model_elements=MIB // 4 + 1)
+    assert all("device_chunks" not in way for way in remedies(wide))
+
+
+def test_the_budget_to_raise_is_that_of_the_moment_that_needs_most() -> None:
+    later = replace(STREAMED, live_bytes=8 * MIB, copy_bytes=2 * MIB)
+    assert list(remedies(STREAMED, [later]))[-1] == "raise Budget(device=…): this moment needs 10.00 MiB"
+
+
+def test_smaller_chunks_are_none_where_they_cut_a_larger_parameter_badly() -> None:
+    here = replace(STREAMED, live_bytes=3 * MIB + 512 * KIB)
+    assert next(remedies(here)).startswith("set chunk_bytes=")
+    wide = replace(here, model_elements=MIB // 4 * 3 + 1)
+    assert not next(remedies(wide)).startswith("set chunk_bytes=")

@@ -32,14 +32,15 @@ def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(count: int,
         assert slots.used == count - owners.count(None)
 
 
-def test_windows_name_the_blocks_of_every_place_from_the_high_end() -> None:
+def test_places_name_their_blocks_and_count_their_taken_slots() -> None:
     slots = SlotMap(7)
     slots.take(0, 1, 10)
     slots.take(1, 1, 11)
     slots.take(4, 2, 12)
-    assert list(slots.windows(2)) == [[12], [], [10, 11]]
-    assert list(slots.windows(3)) == [[12], [10, 11]]
-    assert list(slots.windows(8)) == []
+    assert [slots.inside(place, 2) for place in range(3)] == [[10, 11], [], [12]]
+    assert [slots.taken(place, 2) for place in range(3)] == [2, 0, 2]
+    assert [slots.inside(place, 3) for place in range(2)] == [[10, 11], [12]]
+    assert [slots.taken(place, 3) for place in range(2)] == [2, 2]
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(0, 23), max_size=40))

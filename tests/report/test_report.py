@@ -17,6 +17,7 @@ import torch
 
 import hetmem
 from hetmem.report import files
+from hetmem.report.chrome_trace import trace_text
 from hetmem.report.saved import compare, render, show
 from tests.report.models import network, trained
 from tests.runtime.harness import PLACEMENTS, STREAMED, manage
@@ -297,6 +298,15 @@ def test_a_comparison_with_a_run_without_a_step_leaves_its_cells_open(tmp_path: 
     files.save({**SAMPLE, "step": None}, tmp_path / "b.json")
     text = compare(tmp_path / "a.json", tmp_path / "b.json")
     assert next(line for line in text.splitlines() if line.startswith("Step time")).split()[2:] == ["2.00", "s", "-"]
+
+
+def test_updates_that_several_threads_make_at_once_have_tracks_of_their_own() -> None:
+    updates = {"what": ["a", "b", "c", "d"], "from_us": [0, 10, 20, 40], "until_us": [20, 30, 40, 50]}
+    sample = {**SAMPLE, "timeline": {**EMPTY_TIMELINE, "updates": updates}}
+    events = json.loads(trace_text(sample))["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    where = {event["name"]: tracks[event["tid"]] for event in events if event["ph"] == "X"}
+    assert where == {"a": "Host optimizer", "b": "Host optimizer 2", "c": "Host optimizer", "d": "Host optimizer"}
 
 
 def test_the_trace_has_a_track_per_link_and_its_events_nest(tmp_path: Path) -> None:

@@ -1,0 +1,212 @@
+"""The answer to "can it be trained here, and how": the best way found, or what is missing, and what to do about it.
+
+`planner` judges one workload; here the same training done differently is compared with it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hetmem.plan.arrangement import arrange, state_bytes
+from hetmem.plan.balance import Costs, Way, best_shares, update_costs
+from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
+from hetmem.plan.planner import WORTH, Candidate, Setting, judged, largest_parameters, search, tuning
+from hetmem.plan.trace import Tier
+from hetmem.plan.workload import Workload
+from hetmem.units import format_size
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
+
+    Of each `kind` the first one that fits is enough. None: it cannot be done.
+    """
+
+    kind: str
+    advice: str
+    workload: Callable[[], Workload | None]
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A variant that fits: what to do, the forwards and backwards of a step, its seconds, and the most bytes on the
+    device that are not chunks."""
+
+    advice: str
+    micro_batches: int
+    step_seconds: float
+    activation_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The best candidate, or (None) what is missing on which tier; and what to change, cheapest first."""
+
+    workload: Workload
+    micro_batches: int
+    candidate: Candidate | None
+    missing_bytes: dict[str, int]
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    largest_parameters: int
+
+
+def decide(
+    workload: Workload,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    *,
+    chunk_bytes: int | None = None,
+    micro_batches: int = 1,
+    variants: Sequence[Variant] = (),
+) -> Decision:
+    """The fastest way to run `workload` within `capacities`, or what is missing.
+
+    `chunk_bytes` fixes the chunk size; None searches. `variants` are compared with it: of a workload that fits only
+    those that could be faster, of one that does not all that may need less of the device.
+    """
+    asked = Setting(capacities, chunk_bytes)
+    best, refusal = search(workload, asked, hardware, micro_batches)
+    largest = largest_parameters(workload, capacities, best)
+    if best is not None:
+        others = _alternatives(variants, asked, hardware, best.result.seconds)
+        unbuilt = _streamed_states(workload, best, hardware)
+        advice = (*tuning(best, asked), *_faster(best, others), *_overlapped(best), *unbuilt)
+        return Decision(workload, micro_batches, best, {}, (), advice, others, largest)
+    assert refusal is not None
+    missing = _missing(workload, asked, hardware, micro_batches)
+    roomy = replace(asked, capacities=_larger(capacities, {k: v for k, v in missing.items() if k != "device"}))
+    others = _alternatives(variants, roomy, hardware, None) if "device" in missing else ()
+    advice = tuple(_ways_out(workload, capacities, missing, others))
+    return Decision(workload, micro_batches, None, missing, (str(refusal),), advice, others, largest)
+
+
+def _alternatives(
+    variants: Sequence[Variant], asked: Setting, hardware: HardwareProfile, seconds: float | None
+) -> tuple[Alternative, ...]:
+    """The first variant of each kind that fits, the fastest first; none that computes for `seconds` or more."""
+    found: dict[str, Alternative] = {}
+    for variant in variants:
+        if variant.kind in found or (seconds is None and any(kind in variant.kind for kind in found)):
+            continue  # what fits with one change needs no second one
+        workload = variant.workload()
+        if workload is None:
+            continue
+        least = variant.micro_batches * workload.compute_seconds(hardware.device)
+        if seconds is not None and least >= seconds:
+            continue
+        candidate = judged(workload, asked, hardware, variant.micro_batches)
+        if isinstance(candidate, Candidate):
+            result = candidate.result
+            found[variant.kind] = Alternative(
+                variant.advice, variant.micro_batches, result.seconds, result.non_model_peak_bytes
+            )
+    return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
+
+
+def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
+    """What would be worth doing differently although it fits."""
+    for other in others:
+        if other.step_seconds < WORTH * best.result.seconds:
+            yield f"{other.advice}: then a step takes {other.step_seconds:.2f} s, not {best.result.seconds:.2f} s"
+
+
+def _overlapped(best: Candidate) -> Iterator[str]:
+    """The simulator updates behind the backward, which is what an optimizer does by default."""
+    result = best.result
+    if result.device_updates < 1 and result.terms["update"] > (1 - WORTH) * result.seconds:
+        yield (
+            f'not simulated: hetmem.AdamW(overlap="backward") updates during the backward, which hides up to '
+            f"{result.terms['update']:.2f} s"
+        )
+
+
+def _streamed_states(workload: Workload, best: Candidate, hardware: HardwareProfile) -> Iterator[str]:
+    """Whether it would be faster to send states to the device for their update; no run does that yet.
+
+    With states on NVMe the drive is what a step waits for, whoever updates them.
+    """
+    result, ground = best.result, best.arrangement.ground
+    elements = sum(workload.parameters[index].numel for index in workload.trainable)
+    away = elements * (1 - result.device_updates)
+    if ground.resident or result.bytes["nvme_read"] or not away or hardware.host_to_device.by_the_caller:
+        return
+    copy_bytes = COPY_BYTES if best.arrangement.homes.get("compute") else ground.itemsize
+    costs = update_costs(
+        hardware,
+        elements,
+        copy_bytes=copy_bytes,
+        gradient_bytes=result.bytes["device_to_host"] / away,
+        fetched_bytes=max(0.0, result.bytes["host_to_device"] / away - copy_bytes),
+    )
+    busy = {"device_memory": result.terms["compute"]}
+    today: Costs = {way: terms for way, terms in costs.items() if way is not Way.STREAMED}
+    now = best_shares(today, result.device_updates, busy)
+    then = best_shares(costs, result.device_updates, busy)
+    if then.seconds < WORTH * now.seconds:
+        yield (
+            f"not built yet: with the states of {then.streamed:.0%} of the parameters sent to the device for their "
+            f"update, what binds would be busy for {then.seconds:.2f} s in place of {now.seconds:.2f} s"
+        )
+
+
+# ---- what is missing ---------------------------------------------------------------------------------------------
+
+
+def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
+    """Bytes that make it fit when added to each tier named."""
+    added: dict[str, int] = {}
+    for _ in range(24):
+        room = replace(asked, capacities=_larger(asked.capacities, added))
+        refusal = judged(workload, room, hardware, micro_batches, steps=2)
+        if not isinstance(refusal, NoRoom):
+            break
+        tier = refusal.tier.name.lower()
+        added[tier] = added.get(tier, 0) + refusal.missing_bytes
+    return added
+
+
+def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
+    """`capacities` and so many bytes more of each tier."""
+    more = {f"{tier}_bytes": getattr(capacities, f"{tier}_bytes") + nbytes for tier, nbytes in added.items()}
+    if "device" in added and capacities.device_chunk_bytes is not None:
+        more["device_chunk_bytes"] = capacities.device_chunk_bytes + added["device"]
+    return replace(capacities, **more)
+
+
+def _ways_out(
+    workload: Workload, capacities: Capacities, missing: dict[str, int], others: Sequence[Alternative]
+) -> Iterator[str]:
+    """Changes each of which makes it fit, cheapest first; raising the budget comes last."""
+    homes = list(_room_for_homes(workload, capacities, missing))
+    device = [f"{other.advice}: then it fits, at {other.step_seconds:.1f} s a step" for other in others]
+    if "device" in missing:
+        device.append(f"raise Budget(device=…) by {format_size(missing['device'])}")
+    if not (homes and device):
+        yield from homes or device
+        return
+    yield from (f"{homes[0]}, and {way}" for way in device)
+    yield from (f"{way}, and {device[0]}" for way in homes[1:])
+
+
+def _room_for_homes(workload: Workload, capacities: Capacities, missing: dict[str, int]) -> Iterator[str]:
+    for tier in ("nvme", "host"):
+        nbytes = missing.get(tier, 0)
+        if nbytes and capacities.nvme_bytes == 0:
+            room = replace(capacities, nvme_bytes=2 * state_bytes(workload))
+            yield f"add an NVMe directory with {format_size(_disk_bytes(workload, room))}: Budget(nvme=…, nvme_dir=…)"
+        if nbytes:
+            yield f"raise Budget({tier}=…) by {format_size(nbytes)}"
+
+
+def _disk_bytes(workload: Workload, room: Capacities) -> int:
+    """What lies on NVMe when there is more than enough of it."""
+    try:
+        return sum(arrange(workload, room).bytes_by_role(Tier.NVME).values())
+    except NoRoom:
+        return state_bytes(workload)

@@ -1,0 +1,171 @@
+"""What a rehearsed run notes down while it goes: its trace, what is expected after it, and the bytes on the device.
+
+The counterpart of `runtime.tracer` and of what `runtime.runtime` does with its moments. Pure; it starts no transfer but
+those that the residency asks for, and knows neither operators' work nor the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from hetmem.plan.placement import Capacities, NoRoom
+from hetmem.plan.simulator import SimulatedTraffic
+from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
+from hetmem.units import format_size
+
+FORWARD, BACKWARD, STEP = ("forward",), ("backward",), ("step",)
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The most bytes on the device so far: of everything, of chunks, and of what is not chunks."""
+
+    device: int = 0
+    chunk: int = 0
+    other: int = 0
+
+    def note(self, chunk_bytes: int, other_bytes: int) -> None:
+        """So many are there at one time."""
+        self.device = max(self.device, chunk_bytes + other_bytes)
+        self.chunk = max(self.chunk, chunk_bytes)
+        self.other = max(self.other, other_bytes)
+
+
+class Notes:
+    """The segments and moments of one run, and what chunks may take of the device at each.
+
+    `home_bytes` are homes on the device, `kept_bytes` gradients that stay there. Without slots (`streams` is False)
+    nothing is limited.
+    """
+
+    def __init__(
+        self, traffic: SimulatedTraffic, capacities: Capacities, slot_bytes: int, slots: int, home_bytes: int
+    ) -> None:
+        self._traffic, self._capacities, self._slot_bytes = traffic, capacities, slot_bytes
+        self._streams = slots > 0
+        self._limit = slots
+        self.home_bytes = home_bytes
+        self.kept_bytes = 0
+        self.peaks = Peaks()
+        self._book = TraceBook()
+        self._key: Hashable | None = None
+        self._ended: Hashable | None = None
+        self._known: SegmentTrace | None = None
+        self._moments: list[Moment] = []
+        self._host: list[int] = []
+        self._measured = False
+
+    # ---- segments ----------------------------------------------------------------------------------------------
+
+    def begin(self, key: Hashable) -> None:
+        """The segment `key` begins, and the one before ends."""
+        before = self._key if self._key is not None else self._ended
+        self._ended = None
+        self._finish_segment()
+        self._key = key
+        self._known = self._book.get(key)
+        self._measured = self._known is None and key != STEP
+        self._moments, self._host = [], []
+        if before is not None:
+            self._book.follows(before, key)
+        self._traffic.poll()
+        self._expect(key)
+
+    def end(self) -> None:
+        """The running segment ends, and nothing begins yet."""
+        assert self._key is not None
+        key, follower = self._key, self._book.follower(self._key)
+        self._finish_segment()
+        self._ended = key
+        if follower is not None:
+            self._expect(follower)
+
+    def knows_a_backward(self) -> bool:
+        """Whether a whole step was seen since the chunks last changed."""
+        return self._book.get(BACKWARD) is not None
+
+    def forget(self) -> None:
+        """The chunks have changed: all traces are void."""
+        self._book, self._key, self._ended = TraceBook(), None, None
+
+    def _finish_segment(self) -> None:
+        if self._key is None:
+            return
+        moments = tuple(self._moments) if self._known is None else self._known.moments
+        self._book.put(SegmentTrace(self._key, moments, tuple(self._host)))
+        self._key = None
+
+    def _expect(self, key: Hashable) -> None:
+        """As `StepTracer.schedules`."""
+        chain = self._book.chain(key)
+        device = [moment.blocks for trace in chain for moment in trace.moments]
+        barrier, met = None, 0
+        for trace in chain:
+            if trace.key == STEP:
+                barrier = met
+                break
+            met += len(trace.moments)
+        host = [(block,) for trace in chain for block in trace.host_blocks]
+        first = len(chain[0].moments) if chain else 0
+        for tier, schedule in (
+            (Tier.DEVICE, Schedule(device, barrier=barrier, segment=first)),
+            (Tier.HOST, Schedule(host)),
+        ):
+            self._traffic.execute(self._traffic.residency.expect(tier, schedule))
+
+    # ---- moments -----------------------------------------------------------------------------------------------
+
+    def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
+        """`operator` uses `blocks` next; `live_bytes` are not chunks, gradients on their way aside."""
+        live = live_bytes + self._traffic.gradient_bytes()
+        at = len(self._moments)
+        expected = live if self._known is None else self._known.moments[at].non_model_bytes
+        self._moments.append(Moment(operator, blocks, expected))
+        self._set_limit(expected)
+        self._traffic.residency.reach(blocks, Tier.DEVICE)
+        self.peaks.note(self.chunk_bytes(), expected)
+
+    def staged(self, block: int) -> None:
+        """`block` is used in host memory."""
+        self._host.append(block)
+
+    def chunk_bytes(self) -> int:
+        """What chunks take of the device now, homes and copies."""
+        return self._traffic.residency.used_slots(Tier.DEVICE) * self._slot_bytes + self.home_bytes
+
+    def grew(self, live_bytes: int) -> None:
+        """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.
+
+        Only where nobody knows it from a trace. Raises `NoRoom` if it is too much.
+        """
+        if not self._measured:
+            return
+        traffic = self._traffic
+        live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
+        if self._moments and live > self._moments[-1].non_model_bytes:
+            last = self._moments[-1]
+            self._moments[-1] = Moment(last.operator, last.blocks, live)
+        self._set_limit(live)
+        while self.chunk_bytes() + live > self._capacities.device_bytes and traffic.residency.in_flight():
+            traffic.wait_for_one()
+        missing = self.chunk_bytes() + live - self._capacities.device_bytes
+        if missing > 0:
+            raise NoRoom(
+                f"activations and other tensors take {format_size(live)} and chunks in use "
+                f"{format_size(self.chunk_bytes())} of the device",
+                Tier.DEVICE,
+                missing,
+            )
+        self.peaks.note(self.chunk_bytes(), live)
+
+    def _set_limit(self, non_model_bytes: int) -> None:
+        if not self._streams:
+            return
+        capacities = self._capacities
+        left = capacities.device_bytes - capacities.device_fragment_bytes - non_model_bytes
+        room = min(capacities.chunk_cap_bytes, left) - self.home_bytes
+        limit = max(0, room // self._slot_bytes)
+        if limit != self._limit:
+            self._limit = limit
+            self._traffic.execute(self._traffic.residency.limit(Tier.DEVICE, limit))

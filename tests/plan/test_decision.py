@@ -1,0 +1,183 @@
+"""What a plan chooses and advises, on workloads made up by hand: only what the simulator says is better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetmem.plan.arrangement import arrange
+from hetmem.plan.decision import Decision, Variant, decide
+from hetmem.plan.hardware import HardwareProfile, Rate
+from hetmem.plan.layout import PAGE_ELEMENTS, build_layout
+from hetmem.plan.placement import Capacities
+from hetmem.plan.planner import Candidate, Setting, _chunk_sizes, chunk_bytes_near, judge
+from hetmem.plan.prefetch import FARTHER, Prefetch
+from hetmem.plan.workload import Kind, Work, Workload
+from hetmem.units import MIB, round_down
+from tests.plan.shapes import parameter_specs
+from tests.plan.test_planner import HARDWARE, workload
+
+ROOM = Capacities(12 * MIB, 64 * MIB)
+
+
+def bursts(layers: int = 48) -> Workload:
+    """One layer computes for long, and the 23 behind it not at all: their copies must come meanwhile."""
+    made = workload(layers, activation=0)
+    events = []
+    for event in made.events:
+        if event.kind is Kind.USE:
+            slow = event.parameters[0] % 24 == 0
+            event = replace(event, during=replace(event.during, work=Work(((4 * 10**12, MIB),)) if slow else Work()))
+        events.append(event)
+    return replace(made, events=tuple(events))
+
+
+def seconds(decision: Decision) -> float:
+    assert decision.candidate is not None
+    return decision.candidate.result.seconds
+
+
+def test_copies_are_fetched_farther_ahead_where_that_is_faster() -> None:
+    room = Capacities(40 * MIB, 1024 * MIB)
+    decision = decide(bursts(), room, HARDWARE, chunk_bytes=MIB, micro_batches=4)
+    near, far = (judge(bursts(), Setting(room, MIB, ahead), HARDWARE, 4).result for ahead in (Prefetch(), FARTHER))
+    assert far.seconds < 0.99 * near.seconds
+    assert decision.candidate is not None
+    assert decision.candidate.setting.prefetch == FARTHER
+    assert seconds(decision) == far.seconds
+    assert any("32 uses ahead" in advice for advice in decision.advice)
+
+
+def test_the_default_distance_stays_where_a_farther_one_gains_nothing() -> None:
+    decision = decide(workload(), ROOM, HARDWARE, chunk_bytes=MIB)
+    assert decision.candidate is not None
+    assert decision.candidate.setting.prefetch == Prefetch()
+
+
+def test_what_is_faster_done_differently_is_advised_with_both_times() -> None:
+    variants = [
+        Variant("join", "double the batch", workload, 1),
+        Variant("slow", "compute longer", workload, 4),
+        Variant("never", "not possible", lambda: None),
+    ]
+    decision = decide(workload(), ROOM, HARDWARE, chunk_bytes=MIB, micro_batches=2, variants=variants)
+    faster, slower = decision.alternatives
+    assert (faster.advice, slower.advice) == ("double the batch", "compute longer")
+    assert faster.step_seconds < seconds(decision) < slower.step_seconds
+    assert f"double the batch: then a step takes {faster.step_seconds:.2f} s, not {seconds(decision):.2f} s" in (
+        decision.advice
+    )
+    assert not any("compute longer" in advice for advice in decision.advice)
+
+
+def test_what_computes_longer_than_a_whole_step_is_not_rehearsed() -> None:
+    heavy = replace(HARDWARE, device=replace(HARDWARE.device, matrix_flops={"float32": 1e7}))
+    variants = [Variant("join", "compute twice", workload, 4)]
+    assert decide(workload(), ROOM, heavy, chunk_bytes=MIB, variants=variants).alternatives == ()
+
+
+def test_of_what_does_not_fit_each_way_out_mends_every_tier() -> None:
+    room = Capacities(6 * MIB, 20 * MIB)
+    lighter = Variant("checkpoint", "checkpoint it", lambda: workload(activation=MIB // 4))
+    decision = decide(workload(activation=2 * MIB), room, HARDWARE, chunk_bytes=MIB, variants=[lighter])
+    assert set(decision.missing_bytes) == {"device", "host"}
+    assert len(decision.advice) == 3
+    for advice in decision.advice:
+        assert "Budget(host" in advice or "Budget(nvme" in advice
+        assert "checkpoint it" in advice or "Budget(device" in advice
+    assert decision.advice[0].startswith("add an NVMe directory")
+    assert "checkpoint it: then it fits" in decision.advice[0]
+
+
+def test_what_fits_with_one_change_is_not_offered_with_two() -> None:
+    asked = []
+
+    def both() -> Workload:
+        asked.append("both")
+        return workload(activation=MIB // 8)
+
+    variants = [
+        Variant("checkpoint", "once", lambda: workload(activation=MIB // 4)),
+        Variant("divide and checkpoint", "twice", both),
+    ]
+    decision = decide(workload(activation=2 * MIB), Capacities(6 * MIB, 64 * MIB), HARDWARE, variants=variants)
+    assert [other.advice for other in decision.alternatives] == ["once"]
+    assert not asked
+
+
+def slow_host(**links: Rate) -> HardwareProfile:
+    return replace(HARDWARE, host=replace(HARDWARE.host, update_bytes_per_second=1e8), **links)
+
+
+def said(decision: Decision) -> bool:
+    return any(advice.startswith("not built yet: with the states of") for advice in decision.advice)
+
+
+def test_states_sent_to_the_device_are_spoken_of_only_where_the_host_is_what_is_slow() -> None:
+    assert said(decide(workload(), ROOM, slow_host(), chunk_bytes=MIB))
+    assert not said(decide(workload(), ROOM, slow_host(device_to_host=Rate(1e6)), chunk_bytes=MIB))
+    assert not said(decide(workload(), Capacities(12 * MIB, 20 * MIB, 64 * MIB), slow_host(), chunk_bytes=MIB))
+    simulated = replace(HARDWARE.host_to_device, by_the_caller=True)
+    assert not said(decide(workload(), ROOM, slow_host(host_to_device=simulated), chunk_bytes=MIB))
+    assert not said(decide(workload(), Capacities(128 * MIB, 64 * MIB), slow_host()))
+
+
+def test_what_overlap_could_hide_is_named_where_the_host_updates() -> None:
+    decision = decide(workload(), ROOM, slow_host(), chunk_bytes=MIB)
+    assert decision.candidate is not None
+    update = decision.candidate.result.terms["update"]
+    assert any('overlap="backward"' in advice and f"up to {update:.2f} s" in advice for advice in decision.advice)
+    for quiet in (Capacities(128 * MIB, 64 * MIB), Capacities(48 * MIB, 64 * MIB)):
+        assert not any("overlap" in advice for advice in decide(workload(), quiet, slow_host()).advice)
+
+
+def test_the_share_that_is_updated_on_the_device_is_that_of_the_homes_there() -> None:
+    room = Capacities(32 * MIB, 64 * MIB)
+    result = judge(workload(activation=MIB // 8), Setting(replace(room, device_chunk_bytes=24 * MIB), MIB), HARDWARE, 1)
+    moved = result.result.moved_bytes["host"]
+    assert result.result.device_updates == moved["param"] / (8 * MIB)
+    assert 0 < result.result.device_updates < 1
+    assert moved["param"] == moved["grad"] == moved["exp_avg"] == moved["exp_avg_sq"]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    "room", [Capacities(24 * MIB, 200 * MIB), Capacities(256 * MIB, 4 * MIB)], ids=["host", "device"]
+)
+def test_the_largest_model_of_a_shape_fits_and_one_much_larger_does_not(room: Capacities, mixed: bool) -> None:
+    largest = decide(workload(mixed=mixed, activation=MIB // 4), room, HARDWARE).largest_parameters
+    layers = largest // (256 * 1024)
+    assert layers > 8
+    for factor, fits in ((0.98, True), (1.2, False)):
+        larger = workload(round(factor * layers), mixed=mixed, activation=MIB // 4)
+        assert (decide(larger, room, HARDWARE).candidate is not None) == fits
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama-2-7b", "t5-11b", "mixtral-8x7b-fused"])
+def test_no_chunk_size_that_is_tried_wastes_more_than_two_hundredths(model: str) -> None:
+    shape = replace(workload(), parameters=tuple(parameter_specs(model)), trainable=frozenset())
+    shape = replace(shape, compute_itemsizes=(4,) * len(shape.parameters))
+    asked = Setting(Capacities(80 << 30, 1 << 42, 0, 1 << 30 if model == "gpt2" else None), None)
+    made = arrange(shape, asked.capacities)
+    best = Candidate(asked, made, made, judge(workload(), Setting(ROOM, MIB), HARDWARE, 1).result)
+    for setting, _ in _chunk_sizes(shape, best, asked):
+        assert setting.chunk_bytes is not None
+        assert build_layout(shape.parameters, setting.chunk_bytes // 4).waste <= max(0.02, made.ground.layout.waste)
+        assert 0.37 <= setting.chunk_bytes / made.ground.staging_slot_bytes <= 2.71
+
+
+def test_a_chunk_size_that_wastes_much_is_not_tried() -> None:
+    """Three parameters of a MiB lie well in halves of it, and badly in about twice as much."""
+    asked = Setting(Capacities(12 * MIB, 64 * MIB, 0, 2 * MIB), None)
+    best = judge(workload(3), replace(asked, chunk_bytes=MIB), HARDWARE, 1)
+    sizes = [setting.chunk_bytes for setting, _ in _chunk_sizes(workload(3), best, asked)]
+    assert sizes == [MIB // 2]
+
+
+def test_of_the_sizes_near_another_one_the_least_wasteful_is_taken() -> None:
+    shape = replace(workload(), parameters=tuple(parameter_specs("llama-2-7b")))
+    for factor in (0.5, 2.0):
+        found = chunk_bytes_near(shape, 24 * MIB, factor)
+        naive = round_down(int(factor * 24 * MIB) // 4, PAGE_ELEMENTS)
+        assert build_layout(shape.parameters, found // 4).waste < build_layout(shape.parameters, naive).waste

@@ -1,0 +1,139 @@
+"""What cannot be planned is refused in words that say what to do; nothing is filled or run before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetmem
+from hetmem import planning
+from hetmem.cli import main
+from tests.test_planning import BATCH, GPT
+
+
+class Looks(nn.Module):
+    """Its control flow depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if x.abs().sum().item() > 0:
+            x = self.layer(x)
+        return self.layer(x[x[:, 0] > 0]).sum() + x.sum()
+
+
+def pours(size: int, count: int = 1, device: str = "cpu") -> nn.Module:
+    """Layers that somebody has put on `device`."""
+    return nn.Sequential(*(nn.Linear(size, size, bias=False, device=device) for _ in range(count)))
+
+
+def ones() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("mask", torch.ones(40000, 40000, device="cpu"))
+    return model
+
+
+BUDGET = hetmem.Budget(device="1MiB", host="64MiB")
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: pours(40000), lambda: pours(8192, 6), ones], ids=["at once", "bit by bit", "filled"]
+)
+def test_a_builder_that_takes_real_memory_is_stopped_and_told_why(build: Any) -> None:
+    with pytest.raises(planning.PlanError, match=r"takes real memory: with aten\.\w+.* GiB .*Leave device=… out"):
+        planning.plan(build, torch.zeros(1, 40000), BUDGET)
+
+
+def test_small_real_tensors_are_no_reason_to_refuse() -> None:
+    assert planning.plan(lambda: pours(64), torch.zeros(1, 64), BUDGET, loss=lambda output: output.sum()).fits
+
+
+def test_memory_that_is_given_back_does_not_count() -> None:
+    def build() -> nn.Module:
+        for _ in range(40):
+            torch.empty(1 << 23, device="cpu")  # 32 MiB each, and gone before the next one
+        return GPT(1)
+
+    assert planning.plan(build, BATCH, hetmem.Budget(device="64MiB", host="16MiB")).fits
+
+
+def test_the_operator_and_the_line_that_look_at_values_are_named_with_a_way_out() -> None:
+    with pytest.raises(planning.PlanError) as caught:
+        planning.plan(Looks, torch.ones(4, 64), BUDGET)
+    message = str(caught.value)
+    assert "aten._local_scalar_dense" in message
+    line = Path(__file__).read_text().split("if x.abs().sum().item() > 0:")[0].count("\n") + 1
+    assert f"test_bad_input.py, line {line}" in message
+    assert "real=True (--real)" in message
+
+
+def test_one_real_step_is_the_way_out() -> None:
+    plan = planning.plan(Looks, torch.randn(4, 64), BUDGET, real=True)
+    assert plan.fits
+    assert plan.parameters == 64 * 64 + 3 * 64
+    uses = planning.trace_real(planning.Call(Looks, torch.randn(4, 64))).events
+    assert sum(event.operator == "linear" for event in uses) == 2
+
+
+def test_the_command_line_offers_and_does_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "tests.planning.test_bad_input:Looks", "--input", "4x64:float32"]
+    command += ["--device-memory", "1MiB", "--host-memory", "64MiB"]
+    assert main(command) == 2
+    assert "--real" in capsys.readouterr().err
+    assert main([*command, "--real"]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("host_to_device.bytes_per_second", 25, "expected bytes a second, 10000 to 1e+15, got 25"),
+        ("device.matrix_flops.bfloat16", 989, "floating-point operations a second, 1e+06 to 1e+19, got 989"),
+        ("nvme_read.latency_seconds", 100, "nvme_read.latency_seconds: expected seconds, 0 to 10, got 100"),
+        ("device.memory_bytes", 80, "device.memory_bytes: expected bytes, 1.04858e+06 to 1e+15, got 80"),
+        ("device.allocator_share", 1.5, "device.allocator_share: expected a share, 0 to 0.9, got 1.5"),
+    ],
+)
+def test_figures_in_another_unit_are_absurd_and_named(
+    path: str, value: float, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = planning.load_profile("l4").to_dict()
+    *groups, last = path.split(".")
+    place = data
+    for group in groups:
+        place = place[group]
+    place[last] = value
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    command = ["plan", "tests.test_planning:GPT", "--input", "2x32", "--hardware", str(tmp_path / "mine.json")]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "mine.json" in message
+    assert expected in message
+
+
+def test_a_plan_of_another_version_is_to_be_made_again(tmp_path: Path) -> None:
+    plan = planning.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
+    (tmp_path / "old.json").write_text(json.dumps({**plan.to_dict(), "version": 1}))
+    with pytest.raises(planning.PlanError, match=r"version: expected 2, got 1: another hetmem made it; plan again"):
+        planning.Plan.load(tmp_path / "old.json")
+
+
+def test_a_mixture_of_experts_is_planned_with_those_that_are_chosen_and_only_in_bfloat16(tmp_path: Path) -> None:
+    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "num_local_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 2}))
+    traced = planning.trace(planning.hugging_face_call(tmp_path / "config.json", 2, 64, torch.bfloat16))
+    chosen = 3 * 2 * 64 * 128 * 2 * 128 * 2  # three products, two experts of each of 128 tokens, two layers
+    dense = 2 * 128 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 64 * 8) + 64 * 512)
+    attention = 2 * 2 * 2 * (2 * 64 * 64 * 64)
+    assert 0.95 * 3 * (chosen + dense) < traced.flops <= 3.5 * (chosen + dense + attention)
+    with pytest.raises(planning.PlanError, match=r"planned for bfloat16 only.*got torch.float16"):
+        planning.hugging_face_call(tmp_path / "config.json", 2, 64, torch.float16)

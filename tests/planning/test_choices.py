@@ -1,0 +1,140 @@
+"""Whatever a plan chooses is what `manage(plan=…)` then runs, also after the plan went through its file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from hetmem import planning
+from hetmem.memory.chunk import Role
+from hetmem.plan.prefetch import FARTHER, Prefetch
+from hetmem.plan.trace import Tier
+from hetmem.planning.plan import KEPT
+from hetmem.runtime import registry
+from hetmem.units import KIB, MIB
+from tests.test_planning import BATCH, GPT
+
+
+def planned(budget: hetmem.Budget, **options: Any) -> planning.Plan:
+    return planning.plan(GPT, BATCH, budget, **options)
+
+
+STREAMED = hetmem.Budget(device=2 * MIB, host=16 * MIB, device_chunks=MIB)
+
+
+def run(plan: planning.Plan, directory: Path, steps: int = 0, **options: Any) -> Any:
+    """The runtime of a model that is managed by `plan`, read back from its file."""
+    plan.save(directory / "plan.json")
+    model = hetmem.manage(GPT(), plan=planning.Plan.load(directory / "plan.json"), device="sim", **options)
+    if steps:
+        optimizer = hetmem.AdamW(model.parameters())
+        for _ in range(steps):
+            model(BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("ahead", [None, FARTHER, Prefetch(3, 1)], ids=["default", "farther", "another"])
+def test_the_prefetch_distance(ahead: Prefetch | None, tmp_path: Path) -> None:
+    plan = replace(planned(STREAMED), prefetch=asdict(ahead) if ahead else None)
+    residency = registry.of_module(run(plan, tmp_path)).runtime.traffic.residency
+    expected = ahead or Prefetch()
+    assert (residency._lookahead, residency._in_flight) == (expected.uses_ahead, expected.in_flight)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 64 * KIB])
+def test_the_chunk_size(chunk_bytes: int | None, tmp_path: Path) -> None:
+    plan = replace(planned(STREAMED, chunk_bytes=chunk_bytes), prefetch=None)
+    memory = registry.of_module(run(plan, tmp_path)).runtime.memory
+    assert memory.layout.chunk_elements * 4 == plan.slot_bytes
+    assert memory.layout.waste == plan.chunk_waste
+
+
+@pytest.mark.parametrize("copies", [None, False, True])
+def test_16_bit_copies_at_home_and_the_precision(copies: bool | None, tmp_path: Path) -> None:
+    plan = replace(planned(STREAMED, mixed_precision=torch.bfloat16), home_copies=copies)
+    memory = registry.of_module(run(plan, tmp_path)).runtime.memory
+    assert memory.mixed_precision is torch.bfloat16
+    assert {Role.COMPUTE in chunk.homes for chunk in memory.chunks} == {copies is not False}
+
+
+def test_everything_on_the_device(tmp_path: Path) -> None:
+    plan = planned(hetmem.Budget(device="6MiB", host="64KiB"))
+    assert plan.fits
+    assert plan.device_chunks is not None
+    assert plan.device_update_share == 1
+    model = run(plan, tmp_path, steps=2)
+    assert registry.of_module(model).runtime.memory.resident
+    tiers = hetmem.report(model).to_dict()["tiers"]
+    assert tiers["device"]["homes"] == {
+        k: v for k, v in plan.role_bytes["device"].items() if k in tiers["device"]["homes"]
+    }
+
+
+@pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("host", "nvme"), [(16 * MIB, 0), (2 * MIB, 16 * MIB)], ids=["host", "nvme"])
+def test_where_the_optimizer_runs_and_what_is_kept_for_it(
+    host: int, nvme: int, mixed_precision: torch.dtype | None, tmp_path: Path
+) -> None:
+    directory: dict[str, Any] = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
+    budget = hetmem.Budget(device=8 * MIB, host=host, device_chunks=3 * MIB, **directory)
+    plan = planned(budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
+    model = run(plan, tmp_path, steps=3)
+    parameters = registry.of_module(model).runtime.parameters
+    moved = sum(managed.numel for managed in parameters if managed.chunk.homes[Role("exp_avg")].tier is Tier.DEVICE)
+    assert 0 < plan.device_update_share < 1
+    assert plan.device_update_share == moved / plan.parameters
+    tiers = hetmem.report(model).to_dict()["tiers"]
+    for tier in ("host", "nvme"):
+        homes = dict(tiers[tier]["homes"])
+        if "kept" in homes:
+            homes[KEPT] = homes.pop("kept")
+        assert homes == {role: nbytes for role, nbytes in plan.role_bytes[tier].items() if role != "staging"}
+    assert sum(tiers["host"]["homes"].values()) + tiers["host"]["staging_bytes"] == tiers["host"]["used_bytes"]
+    assert "kept for homes that are on the device now" in str(hetmem.report(model))
+
+
+def test_a_plan_that_does_not_fit_is_not_run() -> None:
+    refused = planned(hetmem.Budget(device="2MiB", host="1MiB", device_chunks="1MiB"))
+    assert not refused.fits
+    with pytest.raises(hetmem.errors.ManageError, match="the plan does not fit"):
+        hetmem.manage(GPT(), plan=refused, device="sim")
+
+
+def test_another_precision_than_the_planned_one_is_refused() -> None:
+    plan = planned(STREAMED, mixed_precision=torch.bfloat16)
+    with pytest.raises(hetmem.errors.ManageError, match=r"for mixed_precision=torch.bfloat16, got torch.float16"):
+        hetmem.manage(GPT(), plan=plan, device="sim", mixed_precision=torch.float16)
+    hetmem.release(hetmem.manage(GPT(), plan=plan, device="sim", mixed_precision=torch.bfloat16))
+
+
+def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users() -> None:
+    """The batch cut in two, joined, and with activations computed again: each judged, the fastest first."""
+    batch = torch.zeros(4, 32, dtype=torch.int64)
+    roomy = hetmem.Budget(device=16 * MIB, host=16 * MIB, device_chunks=MIB)
+    plan = planning.plan(GPT, batch, roomy, micro_batches=2)
+    seconds = [other["step_seconds"] for other in plan.alternatives]
+    assert seconds == sorted(seconds)
+    said = {other["advice"].split(" ")[0]: other["micro_batches"] for other in plan.alternatives}
+    assert said["join"] == 1
+    assert plan.activation_bytes["with checkpointing"] < plan.activation_bytes["as written"]
+    for other in plan.alternatives:
+        assert other["advice"] in str(plan)
+
+
+def test_a_plan_for_another_machine_runs_with_directories_of_this_one(tmp_path: Path) -> None:
+    room = planning.Capacities(2 * MIB, 4 * MIB, 64 * MIB)
+    plan = planning.plan_within(planning.Call(GPT, BATCH, None, torch.bfloat16), room, planning.load_profile("l4"))
+    with pytest.raises(hetmem.errors.BudgetError, match=r"plan\.with_nvme\("):
+        hetmem.manage(GPT(), plan=plan, device="sim")
+    here = plan.with_nvme(tmp_path)
+    memory = registry.of_module(run(here, tmp_path)).runtime.memory
+    assert memory.store is not None
+    assert memory.mixed_precision is torch.bfloat16
+    assert replace(here, nvme_directories=()) == plan
