@@ -28,6 +28,8 @@ ON_NVME = {
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < stepper.begin: take",
     "carrier.wait_for_one < traffic.wait_until_written < gradients._arrive: take",
+    "carrier.wait_for_one < writes._differs < writes.changed: take",  # what was read may be older than the home
+    "carrier.wait_for_one < writes._differs < writes.make_sure: take",
     "carrier.wait_for_one < traffic.wait_until_written < stepper._carry_out: take",
 }
 OF_THE_FAKE = (

@@ -45,7 +45,7 @@ def test_the_prefetch_distance(ahead: Prefetch | None, tmp_path: Path) -> None:
     plan = replace(planned(STREAMED), prefetch=asdict(ahead) if ahead else None)
     residency = registry.of_module(run(plan, tmp_path)).runtime.traffic.residency
     expected = ahead or Prefetch()
-    assert (residency._lookahead, residency._in_flight) == (expected.uses_ahead, expected.in_flight)
+    assert (residency._supply._lookahead, residency._supply._at_once) == (expected.uses_ahead, expected.in_flight)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 64 * KIB])
