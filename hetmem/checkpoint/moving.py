@@ -1,0 +1,117 @@
+"""Tensors to a file and back, block by block on a few threads: as much memory as those blocks take, and no more.
+
+Where a tensor lies in host memory, also a mapped file, its bytes move without a copy. It must not know models.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetmem.checkpoint.disk import read_at, write_at
+from hetmem.checkpoint.layout import Block, Stored
+from hetmem.errors import CheckpointError
+
+THREADS = 4
+Job = Callable[[], Any]
+
+
+def run(jobs: Iterable[Job]) -> list[Any]:
+    """What `jobs` return, in their order. After an error no further one begins."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint") as pool:
+        return list(pool.map(_call, jobs))
+
+
+def _call(job: Job) -> Any:
+    return job()
+
+
+def write_tensors(
+    fd: int, path: str, data_start: int, stored: Iterable[Stored], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, list[int]]:
+    """Write all `stored` ones of `tensors` to their places; returns the CRC-32 of every block of each."""
+    stored = list(stored)
+    jobs = [
+        partial(_write, fd, path, data_start + one.start, tensors[one.name], block)
+        for one in stored
+        for block in one.blocks()
+    ]
+    checks = iter(run(jobs))
+    return {one.name: [next(checks) for _ in one.blocks()] for one in stored}
+
+
+@torch.no_grad()
+def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: Block) -> int:
+    piece = tensor.detach()[block.index].resolve_conj().resolve_neg().cpu().contiguous()
+    memory = _bytes_of(piece)
+    write_at(fd, path, memory, start + block.offset)
+    return zlib.crc32(memory)
+
+
+def check_tensors(
+    fd: int, path: str, data_start: int, stored: Iterable[Stored], checks: Mapping[str, list[int]]
+) -> None:
+    """Read `stored` and compare. Raises `StoreError`, and `CheckpointError` with path, offset and bytes of a block that
+    is not what was written."""
+    run(
+        partial(_read, fd, path, data_start, one, block, check, None)
+        for one in stored
+        for block, check in zip(one.blocks(), checks[one.name], strict=True)
+    )
+
+
+def read_tensors(
+    fd: int,
+    path: str,
+    data_start: int,
+    targets: Iterable[tuple[Stored, torch.Tensor]],
+    checks: Mapping[str, list[int]],
+) -> None:
+    """Fill tensors with what is stored, in place, so that their versions count; elements are cast where dtypes differ.
+    Raises as `check_tensors` does, and then has filled some of them."""
+    targets = list(targets)
+    try:
+        run(
+            partial(_read, fd, path, data_start, one, block, check, tensor.detach())
+            for one, tensor in targets
+            for block, check in zip(one.blocks(), checks[one.name], strict=True)
+        )
+    finally:
+        for _, tensor in targets:  # bytes that are read in place count none
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+@torch.no_grad()
+def _read(
+    fd: int, path: str, data_start: int, stored: Stored, block: Block, check: int, into: torch.Tensor | None
+) -> None:
+    piece = None if into is None else into[block.index]
+    direct = piece is not None and piece.is_cpu and piece.dtype is stored.dtype and piece.is_contiguous()
+    if direct:
+        assert piece is not None
+        memory = _bytes_of(piece)
+    else:
+        buffer = torch.empty(block.nbytes, dtype=torch.uint8)
+        memory = _bytes_of(buffer)
+    offset = data_start + stored.start + block.offset
+    read_at(fd, path, memory, offset)
+    found = zlib.crc32(memory)
+    if found != check:
+        raise CheckpointError(
+            f"{path!r} is damaged: the {block.nbytes} bytes at offset {offset}, of {stored.name}, have the CRC-32 "
+            f"{found:08x}, expected {check:08x}"
+        )
+    if piece is not None and not direct:
+        piece.copy_(buffer.view(stored.dtype).view(piece.shape))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of `tensor`, contiguous and in host memory."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
