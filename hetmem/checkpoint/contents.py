@@ -128,8 +128,24 @@ def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, e
         "state": state,
         "others": encoder.encode(others, f"{OPTIMIZER}:others"),
         "defaults": sorted(map(str, optimizer.defaults)),
+        "strides": _strides(optimizer, names, found["state"]),
         "beside": encoder.encode(beside, f"{OPTIMIZER}:beside"),
     }
+
+
+def _strides(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[Any, Any]) -> dict[str, list[int]]:
+    """Of parameters whose states have other shapes than they: those may be in the order of memory."""
+    return {
+        names[number]: strides_of(parameter)
+        for number, parameter in enumerate(parameters_of(optimizer))
+        for shapes in [{value.shape for value in state.get(number, {}).values() if isinstance(value, torch.Tensor)}]
+        if shapes - {parameter.shape, torch.Size()}
+    }
+
+
+def strides_of(tensor: torch.Tensor) -> list[int]:
+    """Of its dimensions with more than one element."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def name_numbers(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[int, str]:

@@ -47,6 +47,7 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNMENT = 4096
+_MAX_DIMENSIONS = 64
 _HEADER_CHECK = '"hetmem.header_crc32":"{}"'
 _NO_CHECK = "0" * 8
 Index = tuple[int | slice, ...]
@@ -117,7 +118,7 @@ def data_nbytes(stored: Iterable[Stored]) -> int:
 
 
 def header(stored: Iterable[Stored], metadata: Mapping[str, str], checks: Mapping[str, list[int]]) -> bytes:
-    """The file up to the data. `checks`: the CRC-32 of every block of every tensor, of whose values no length depends."""
+    """The file up to the data. `checks`: the CRC-32 of every block of every tensor; its length depends on no value."""
     own = {"hetmem.header_crc32": _NO_CHECK, "hetmem.version": VERSION, "format": "pt"}
     digits = {name: "".join(f"{check:08x}" for check in found) for name, found in checks.items()}
     table: dict[str, Any] = {"__metadata__": {**own, **metadata, "hetmem.crc32": json.dumps(digits)}}
@@ -191,7 +192,7 @@ def _check_header(text: bytes, check: str) -> None:
 
 def _stored(name: str, entry: dict[str, Any]) -> Stored:
     shape = tuple(entry["shape"])
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
+    if len(shape) > _MAX_DIMENSIONS or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{name} has the shape {shape}")
     stored = Stored(name, _DTYPES[entry["dtype"]], shape, entry["data_offsets"][0])
     if [stored.start, stored.start + stored.nbytes] != entry["data_offsets"]:

@@ -27,6 +27,7 @@ from hetmem.checkpoint.contents import (
     of_model,
     parameter_names,
     parameters_of,
+    strides_of,
 )
 from hetmem.checkpoint.disk import read_at
 from hetmem.checkpoint.layout import MAX_HEADER_BYTES, Header, Stored, parse
@@ -62,12 +63,14 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         targets = _match_model(state, file.header)
         resumed = None if optimizer is None else _Resumed(optimizer, model, file)
         check_tensors(file.fd, file.path, file.data_start, file.header.stored.values(), file.header.checks)
-        extra = decode(file.header.values["extra"], file.tensor)
-        made = {name: file.tensor(name) for name, value in state.made.items() if isinstance(value, torch.Tensor)}
-        made |= {name: decode(value, file.tensor) for name, value in file.header.values["objects"].items()}
+        new = _NewTensors(file)
+        extra = decode(file.header.values["extra"], new.tensor)
+        made = {name: new.tensor(name) for name, value in state.made.items() if isinstance(value, torch.Tensor)}
+        made |= {name: decode(value, new.tensor) for name, value in file.header.values["objects"].items()}
+        new.read()
         if resumed is not None:
             targets = targets + resumed.begin()
-        with _partly_loaded(bool(targets)):
+        with _partly_loaded():
             file.read(targets)
         if made:
             model.load_state_dict(made, strict=False)
@@ -85,12 +88,27 @@ class _File:
         targets = sorted(targets, key=lambda target: target[0].start)
         read_tensors(self.fd, self.path, self.data_start, targets, self.header.checks)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A new one in host memory."""
-        stored = self.header.stored[name]
-        found = torch.empty(stored.shape, dtype=stored.dtype)
-        self.read([(stored, found)])
-        return found
+
+class _NewTensors:
+    """Tensors that are made for what a file has, and hold it after `read`."""
+
+    def __init__(self, file: _File) -> None:
+        self._file = file
+        self._targets: Targets = []
+
+    def tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
+        """The one called `name`: in host memory, or in the strides and on the device of a tensor like it."""
+        stored = self._file.header.stored[name]
+        if like is not None and stored.shape == tuple(like.shape):
+            made = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
+        else:
+            device = None if like is None or not stored.shape else like.device
+            made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+        self._targets.append((stored, made))
+        return made
+
+    def read(self) -> None:
+        self._file.read(self._targets)
 
 
 @contextmanager
@@ -119,7 +137,7 @@ def _opened(path: str) -> Iterator[_File]:
 
 
 @contextmanager
-def _partly_loaded(changed: bool) -> Iterator[None]:
+def _partly_loaded() -> Iterator[None]:
     try:
         yield
     except (StoreError, CheckpointError) as error:
@@ -197,6 +215,7 @@ class _Resumed:
                 f"of this {type(self.optimizer).__name__} {', '.join(sorted(mine))}"
             )
         self._match_groups()
+        self._match_strides()
 
     def _match_groups(self) -> None:
         mine, theirs = self.optimizer.param_groups, self._saved["groups"]
@@ -217,50 +236,61 @@ class _Resumed:
                     f"{names[0]} is in parameter group {place} of the optimizer, and not in that of the checkpoint"
                 )
 
+    def _match_strides(self) -> None:
+        parameters = list(parameters_of(self.optimizer))
+        for name, strides in self._saved["strides"].items():
+            mine = strides_of(parameters[self._numbers[name]])
+            if mine != strides:
+                raise CheckpointError(
+                    f"{name} has the strides {strides} in the checkpoint and {mine} in the model, and its states are "
+                    f"in the order of its memory: build the model with the memory format that was saved"
+                )
+
     def begin(self) -> Targets:
         """Let the optimizer have everything but states that have homes; returns those, which are still to be read.
 
         If this raises, nothing has changed.
         """
-        optimizer, homes = self.optimizer, isinstance(self.optimizer, Streaming)
-        parameters = list(parameters_of(optimizer))
-        later: dict[int, tuple[Stored, torch.Tensor]] = {}  # the placeholders too, so that no `id` is used again
+        optimizer = self.optimizer
+        parameters, new, homes = list(parameters_of(optimizer)), _NewTensors(self.file), _Homes(self.file.header)
         state: dict[Any, Any] = {}
         for name, values in self._saved["state"].items():
-            tensor = partial(self._state, parameters[self._numbers[name]], homes, later)
+            like = parameters[self._numbers[name]]
+            tensor = partial(homes.tensor, new) if isinstance(optimizer, Streaming) else partial(new.tensor, like=like)
             state[self._numbers[name]] = decode(values, tensor)
-        state |= decode(self._saved["others"], self.file.tensor)
+        others = decode(self._saved["others"], new.tensor)
         first, groups = 0, []
         for own, saved in zip(optimizer.param_groups, self._saved["groups"], strict=True):
             numbers = range(first, first := first + len(own["params"]))
-            groups.append({**decode(saved["options"], self.file.tensor), "params": list(numbers)})
-        beside = decode(self._saved["beside"], self.file.tensor)
+            groups.append({**own, **decode(saved["options"], new.tensor), "params": list(numbers)})
+        beside = decode(self._saved["beside"], new.tensor)
+        new.read()
         if isinstance(optimizer, Streaming):
             optimizer.forget_step()
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict({"state": {**state, **others}, "param_groups": groups})
         if isinstance(optimizer, Streaming) and beside is not None:
             optimizer.load_beside_states(beside)
         return [
-            (later[id(value)][0], optimizer.state[parameters[number]][key])
+            (homes.later[id(value)][0], optimizer.state[parameters[number]][key])
             for number, values in state.items()
-            if later and isinstance(number, int) and number < len(parameters)
             for key, value in values.items()
-            if id(value) in later
+            if id(value) in homes.later
         ]
 
-    def _state(
-        self, parameter: torch.Tensor, homes: bool, later: dict[int, tuple[Stored, torch.Tensor]], name: str
-    ) -> torch.Tensor:
-        stored = self.file.header.stored[name]
+
+class _Homes:
+    """Placeholders for states that have homes, and what is to be read there."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self.later: dict[int, tuple[Stored, torch.Tensor]] = {}
+        """By the `id` of the placeholder, which is kept so that no other tensor has that."""
+
+    def tensor(self, new: _NewTensors, name: str) -> torch.Tensor:
+        """A placeholder; numbers are made at once."""
+        stored = self._header.stored[name]
         if not stored.shape:
-            return self.file.tensor(name)
-        if homes:
-            placeholder = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-            later[id(placeholder)] = (stored, placeholder)
-            return placeholder
-        if stored.shape == tuple(parameter.shape):
-            found = torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
-        else:
-            found = torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device)
-        self.file.read([(stored, found)])
-        return found
+            return new.tensor(name)
+        placeholder = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        self.later[id(placeholder)] = (stored, placeholder)
+        return placeholder
