@@ -57,7 +57,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
         try:
             _reserve(fd, partial, nbytes)
             yield fd
-            _flush(fd, partial)
+            _flush(fd, f"cannot get {partial!r} onto the disk")
             _rename(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -65,10 +65,9 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
             raise
     finally:
         os.close(fd)
-    directory = os.path.dirname(path)
-    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _flush(folder, directory)
+        _flush(folder, f"{path!r} is the new one, but a power failure may bring the earlier one back")
     finally:
         os.close(folder)
 
@@ -113,11 +112,11 @@ def _reserve(fd: int, path: str, nbytes: int) -> None:
         raise _failure(error, f"cannot reserve {path!r} of {sizes}") from error
 
 
-def _flush(fd: int, path: str) -> None:
+def _flush(fd: int, failure: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        raise _failure(error, f"cannot get {path!r} onto the disk") from error
+        raise _failure(error, failure) from error
 
 
 def _rename(source: str, target: str) -> None:

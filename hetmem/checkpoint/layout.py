@@ -170,7 +170,7 @@ def parse(text: bytes, data_nbytes: int) -> Header:
         checks = {
             name: [int(found[at : at + 8], 16) for at in range(0, len(found), 8)] for name, found in digits.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"its header is not that of a checkpoint: {error!r}") from error

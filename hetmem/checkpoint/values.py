@@ -86,7 +86,7 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     """What was encoded; `tensor` gives those of a name. Raises `CheckpointError` for what no encoder makes."""
     try:
         return _decode(value, tensor)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"a value in the checkpoint is not understood: {error!r}") from error

@@ -83,7 +83,7 @@ def start(
         sizes: dict[str, Any] = {"device_chunks": "256KiB"} if placement != "resident" else {}
         sizes |= {"host": "192KiB"} if placement == "nvme" else {}
         limits = budget(placement, directory, home_copies=home_copies, **sizes)
-        module = manage(module, limits, directory, chunk_bytes=chunks * CHUNK, **options)
+        module = manage(module, limits, directory, chunk_bytes=chunks * CHUNK, sanitize=False, **options)
         assert bool(nvme_bytes(module)) == (placement == "nvme")
     optimizer = optimizer_of(module)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3], gamma=0.5)
