@@ -104,6 +104,10 @@ def arrange(tensors: Mapping[str, torch.Tensor]) -> list[Stored]:
     layout that the format does not have."""
     stored, start = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+        if type(tensor.detach()) is not torch.Tensor:
+            raise CheckpointError(
+                f"cannot save {name}: it is a {type(tensor).__name__}, and a checkpoint has plain tensors"
+            )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _NAMES:
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout} of {tensor.dtype}"
             raise CheckpointError(f"cannot save {name}: it is {kind}, and a checkpoint has dense tensors with values")

@@ -5,6 +5,8 @@ Where a tensor lies in host memory, also a mapped file, its bytes move without a
 
 from __future__ import annotations
 
+import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,22 +15,35 @@ from typing import Any
 
 import torch
 
+from hetmem.checkpoint import layout
 from hetmem.checkpoint.disk import read_at, write_at
 from hetmem.checkpoint.layout import Block, Stored
 from hetmem.errors import CheckpointError
+from hetmem.memory import mapping
 
 THREADS = 4
-Job = Callable[[], Any]
+Job = Callable[["_Buffer"], Any]
+
+
+class _Buffer(threading.local):
+    """Memory of a thread for one block at a time. Not from the allocator, which would keep it afterwards."""
+
+    memory: mapping.Mapping | None = None
+
+    def like(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        """Of a block; it holds anything, until the next call."""
+        shape = tuple(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self.memory is None or self.memory.nbytes < nbytes:
+            self.memory = mapping.Mapping(max(nbytes, layout.BLOCK_BYTES))
+        return torch.frombuffer(self.memory.buffer(0, nbytes), dtype=dtype).view(shape)
 
 
 def run(jobs: Iterable[Job]) -> list[Any]:
     """What `jobs` return, in their order. After an error no further one begins."""
+    buffer = _Buffer()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint") as pool:
-        return list(pool.map(_call, jobs))
-
-
-def _call(job: Job) -> Any:
-    return job()
+        return list(pool.map(lambda job: job(buffer), jobs))
 
 
 def write_tensors(
@@ -46,8 +61,10 @@ def write_tensors(
 
 
 @torch.no_grad()
-def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: Block) -> int:
-    piece = tensor.detach()[block.index].resolve_conj().resolve_neg().cpu().contiguous()
+def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: Block, buffer: _Buffer) -> int:
+    piece = tensor.detach()[block.index]
+    if not _is_memory(piece):
+        piece = buffer.like(piece.shape, piece.dtype).copy_(piece)
     memory = _bytes_of(piece)
     write_at(fd, path, memory, start + block.offset)
     return zlib.crc32(memory)
@@ -89,16 +106,20 @@ def read_tensors(
 
 @torch.no_grad()
 def _read(
-    fd: int, path: str, data_start: int, stored: Stored, block: Block, check: int, into: torch.Tensor | None
+    fd: int,
+    path: str,
+    data_start: int,
+    stored: Stored,
+    block: Block,
+    check: int,
+    into: torch.Tensor | None,
+    buffer: _Buffer,
 ) -> None:
     piece = None if into is None else into[block.index]
-    direct = piece is not None and piece.is_cpu and piece.dtype is stored.dtype and piece.is_contiguous()
-    if direct:
-        assert piece is not None
-        memory = _bytes_of(piece)
-    else:
-        buffer = torch.empty(block.nbytes, dtype=torch.uint8)
-        memory = _bytes_of(buffer)
+    direct = piece is not None and piece.dtype is stored.dtype and _is_memory(piece)
+    shape = (block.nbytes // stored.dtype.itemsize,) if piece is None else piece.shape
+    source = piece if piece is not None and direct else buffer.like(shape, stored.dtype)
+    memory = _bytes_of(source)
     offset = data_start + stored.start + block.offset
     read_at(fd, path, memory, offset)
     found = zlib.crc32(memory)
@@ -108,7 +129,12 @@ def _read(
             f"{found:08x}, expected {check:08x}"
         )
     if piece is not None and not direct:
-        piece.copy_(buffer.view(stored.dtype).view(piece.shape))
+        piece.copy_(source)
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in host memory as they do in a file."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
