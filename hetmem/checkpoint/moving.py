@@ -46,11 +46,18 @@ def run(jobs: Iterable[Job]) -> list[Any]:
         return list(pool.map(lambda job: job(buffer), jobs))
 
 
+def _settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Let GPUs finish: the threads here use other streams than who computed with `tensors`, or will."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
 def write_tensors(
     fd: int, path: str, data_start: int, stored: Iterable[Stored], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[int]]:
     """Write all `stored` ones of `tensors` to their places; returns the CRC-32 of every block of each."""
     stored = list(stored)
+    _settle(tensors.values())
     jobs = [
         partial(_write, fd, path, data_start + one.start, tensors[one.name], block)
         for one in stored
@@ -92,6 +99,7 @@ def read_tensors(
     """Fill tensors with what is stored, in place, so that their versions count; elements are cast where dtypes differ.
     Raises as `check_tensors` does, and then has filled some of them."""
     targets = list(targets)
+    _settle(tensor for _, tensor in targets)
     try:
         run(
             partial(_read, fd, path, data_start, one, block, check, tensor.detach())
@@ -99,6 +107,7 @@ def read_tensors(
             for block, check in zip(one.blocks(), checks[one.name], strict=True)
         )
     finally:
+        _settle(tensor for _, tensor in targets)
         for _, tensor in targets:  # bytes that are read in place count none
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)

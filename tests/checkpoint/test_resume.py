@@ -147,6 +147,32 @@ def test_a_load_after_an_overlapped_backward_gives_that_step_up(tmp_path: Path) 
     assert run.steps(BREAK, END) == first
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_is_broken_off_leaves_something_to_save(error: type[BaseException], tmp_path: Path) -> None:
+    """Within it parameters are no more than stand-ins; an interrupt (Ctrl-C) runs none of torch's hooks."""
+    run = start(tmp_path, "host", mixed_precision=BF16)
+    run.steps(0, 2)
+    refusals: list[Exception] = []
+
+    def break_off(module: nn.Module, args: object, output: object) -> None:
+        try:
+            run.save(tmp_path / "c")
+        except hetmem.errors.CheckpointError as refusal:
+            refusals.append(refusal)
+        raise error
+
+    handle = run.module.blocks[1].register_forward_hook(break_off)
+    with pytest.raises(error):
+        run.steps(2, 3)
+    handle.remove()
+    assert "save and load it after forward and backward" in str(refusals[0])
+    run.save(tmp_path / "c")
+    other = start(tmp_path, "plain", lambda module: torch.optim.AdamW(module.parameters()), seed=1)
+    other.load(tmp_path / "c")
+    assert_same_weights(run.module, other.module)
+    assert not any(parameter.isnan().any() for parameter in other.module.parameters())
+
+
 FRESH = """
 import sys, torch
 from pathlib import Path
