@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetmem.errors import CheckpointError
 from hetmem.units import format_size, round_up
@@ -104,9 +105,9 @@ def arrange(tensors: Mapping[str, torch.Tensor]) -> list[Stored]:
     layout that the format does not have."""
     stored, start = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
-        if type(tensor.detach()) is not torch.Tensor:
+        if is_traceable_wrapper_subclass(tensor):
             raise CheckpointError(
-                f"cannot save {name}: it is a {type(tensor).__name__}, and a checkpoint has plain tensors"
+                f"cannot save {name}: a {type(tensor).__name__} holds other tensors, and a file does not"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _NAMES:
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout} of {tensor.dtype}"

@@ -19,7 +19,9 @@ import hetmem
 from hetmem.checkpoint import layout
 from hetmem.errors import CheckpointError, HetmemError, StoreError
 from tests.checkpoint.models import Run, start
-from tests.runtime.harness import same_bits
+from tests.faults.disk import EIO, FaultyDisk, once
+from tests.faults.training import Training
+from tests.runtime.harness import assert_same_states, assert_same_weights, loss_of, mlp, same_bits
 
 
 def snapshot(run: Run) -> Any:
@@ -162,6 +164,58 @@ def test_another_optimizer_is_refused(
     with pytest.raises(HetmemError, match=match):
         hetmem.load(saved, run.module, run.optimizer)
     assert equal(before, snapshot(run))
+
+
+STATES = {
+    "foreign": (
+        {"step": torch.tensor(1.0), "momentum_buffer": torch.ones(48)},
+        r"momentum_buffer of \S+, \(48,\) ",
+    ),
+    "shape": ({"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1)}, r"exp_avg of frozen is \(1,\) .* \(48,\) here"),
+}
+
+
+@pytest.mark.parametrize(("state", "match"), STATES.values(), ids=STATES)
+def test_states_that_have_no_home_here_are_refused_before_any_is_loaded(
+    state: dict[str, torch.Tensor], match: str, tmp_path: Path
+) -> None:
+    """They were cast and kept beside the homes, and the moments began at zero; one element filled a whole moment."""
+    run = start(tmp_path)
+    run.steps(0, 1)
+    found = run.optimizer.state_dict()
+    before = snapshot(run)
+    with pytest.raises(hetmem.errors.ManageError, match=match):
+        run.optimizer.load_state_dict({**found, "state": {**found["state"], 0: state}})
+    assert equal(before, snapshot(run))
+
+
+def test_a_step_that_failed_halfway_is_saved_after_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, refused = Training(FaultyDisk(), tmp_path, monkeypatch), 0
+    for call in range(0, 66, 6):
+        batch = next(training.batches)
+        for module in (training.plain, training.managed):
+            loss_of(module, batch).backward()
+        training.left.step()
+        training.disk.fault = once(call, EIO)
+        try:
+            training.step_to_the_end()
+        except StoreError:
+            if training.right.half_stepped:
+                refused += 1
+                with pytest.raises(CheckpointError, match="call a step that failed again first"):
+                    hetmem.save(tmp_path / "c", training.managed, training.right)
+            training.step_to_the_end()
+        for optimizer in (training.left, training.right):
+            optimizer.zero_grad()
+        if refused > 1:
+            break
+    assert refused > 1
+    hetmem.save(tmp_path / "c", training.managed, training.right)
+    other = mlp()
+    fresh = torch.optim.AdamW(other.parameters())
+    hetmem.load(tmp_path / "c", other, fresh)
+    assert_same_weights(training.plain, other)
+    assert_same_states(training.left, fresh)
 
 
 def test_a_checkpoint_without_an_optimizer_has_none(other: Run, tmp_path: Path) -> None:

@@ -212,6 +212,9 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"parameter 0 of the optimizer, of shape \(3,\), is not one of the model"
     ):
         hetmem.save(tmp_path / "c", nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(CheckpointError, match=r"cannot save extra:n: a NestedTensor is made of several"):
+        hetmem.save(tmp_path / "c", nn.Linear(2, 2), extra={"n": nested})
     assert not list(tmp_path.iterdir())
 
 
