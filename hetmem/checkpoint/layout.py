@@ -106,9 +106,7 @@ def arrange(tensors: Mapping[str, torch.Tensor]) -> list[Stored]:
     stored, start = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
         if is_traceable_wrapper_subclass(tensor):
-            raise CheckpointError(
-                f"cannot save {name}: a {type(tensor).__name__} holds other tensors, and a file does not"
-            )
+            raise CheckpointError(f"cannot save {name}: a {type(tensor).__name__} is made of several tensors")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _NAMES:
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout} of {tensor.dtype}"
             raise CheckpointError(f"cannot save {name}: it is {kind}, and a checkpoint has dense tensors with values")

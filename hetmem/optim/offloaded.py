@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.kernels import total
-from hetmem.optim.matching import check_states
+from hetmem.optim.matching import saved_homes
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
@@ -160,21 +160,20 @@ class OffloadedOptimizer(Optimizer):
         changed, if states are of another kind (8-bit moments or not).
         """
         self.synchronize()
-        homes = self._saved_states(state_dict)
-        numbers = {
-            number: {name: None if name in homes[number] else value for name, value in state.items()}
-            for number, state in state_dict["state"].items()
-            if number in homes
-        }  # torch would cast the rest to the parameter's dtype, in memory
-        super().load_state_dict({**state_dict, "state": {**state_dict["state"], **numbers}})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter, number in zip(parameters, self._saved_numbers(state_dict), strict=True):
-            for name, (managed, role, home) in homes.get(number, {}).items():
-                value = state_dict["state"][number][name]
+        found = saved_homes(state_dict, self.param_groups, self._with_homes)
+        saved = state_dict["state"]
+        numbers = {  # torch would cast the rest to the parameter's dtype, in memory
+            number: {name: None if name in places else value for name, value in saved[number].items()}
+            for number, _, places in found
+        }
+        super().load_state_dict({**state_dict, "state": {**saved, **numbers}})
+        for number, managed, places in found:
+            for name, (role, home) in places.items():
+                value = saved[number][name]
                 if not value.is_meta:
                     home.copy_(value)
                 managed.chunk.homes[role].written = True
-                self._state[parameter][name] = home
+                self._state[managed.parameter][name] = home
                 self._versions[id(managed), name] = -1  # whatever is staged of it is old
 
     def __getstate__(self) -> dict[str, Any]:
@@ -329,33 +328,12 @@ class OffloadedOptimizer(Optimizer):
                     interception.share.before_reserving(chunk, set(roles))
                 traffic.ensure_homes([chunk for chunk in used if chunk.dtype is dtype], roles)
 
-    @staticmethod
-    def _saved_numbers(state_dict: dict[str, Any]) -> list[int]:
-        return [number for group in state_dict["param_groups"] for number in group["params"]]
-
-    def _saved_states(
-        self, state_dict: dict[str, Any]
-    ) -> dict[int, dict[str, tuple[ManagedParameter, Role, torch.Tensor]]]:
-        """The homes of the states in `state_dict`, by numbers of parameters and names. Gives homes to states that only
-        options of the checkpoint ask for. Raises `ManageError` for states that have other shapes than here or other
-        dtypes than bits can be copied between, and for options and states that this optimizer does not have."""
-        found: dict[int, dict[str, tuple[ManagedParameter, Role, torch.Tensor]]] = {}
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            for parameter, number in zip(mine["params"], theirs["params"], strict=False):
-                if number not in state_dict["state"]:
-                    continue
-                state = state_dict["state"][number]
-                stepper, managed = self._managed(parameter)
-                roles = self.rule.roles({**mine, **theirs}, managed.chunk.dtype)
-                stepper.ensure_homes(managed.chunk, roles)
-                found[number] = {
-                    name: (managed, role, home)
-                    for role in roles
-                    if state.get(role.name) is not None
-                    for name, home in managed.views(role).items()
-                }
-                check_states(managed.name, state, roles, {name: home for name, (_, _, home) in found[number].items()})
-        return found
+    def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
+        """`parameter` and what `group` has it keep, which has homes now."""
+        stepper, managed = self._managed(parameter)
+        roles = self.rule.roles(group, managed.chunk.dtype)
+        stepper.ensure_homes(managed.chunk, roles)
+        return managed, roles
 
     def _work(self) -> dict[Stepper, Work]:
         work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}
