@@ -14,7 +14,7 @@ from torch import nn
 
 import hetmem
 from tests.checkpoint.models import OptimizerOf, Run, start
-from tests.runtime.harness import PLACEMENTS, assert_same, assert_same_states, assert_same_weights
+from tests.runtime.harness import PLACEMENTS, assert_same, assert_same_states, assert_same_weights, manage, mlp
 
 BREAK, END = 3, 5
 BF16 = torch.bfloat16
@@ -216,3 +216,22 @@ def test_what_is_saved_is_what_the_model_says(tmp_path: Path) -> None:
         assert_same(value, other.module.state_dict()[name], name)
     assert other.module.embedding.weight is other.module.head.weight
     assert other.module.scratch.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mixed", [None, BF16], ids=str)
+def test_a_load_of_one_other_element_reaches_the_next_forward(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Copies of weights are superseded also where samples of their elements say nothing."""
+    module = manage(mlp(), placement, tmp_path, mixed_precision=mixed)
+    ones, outputs = torch.ones(1, 64), []
+    for number in range(2):
+        with torch.no_grad():
+            module[0].weight[-1, -1] += 8 * number
+        hetmem.save(tmp_path / f"{number}", module)
+        outputs.append(module(ones))
+    assert not torch.equal(*outputs)
+    for number in (0, 1, 0):
+        hetmem.load(tmp_path / f"{number}", module)
+        assert torch.equal(module(ones), outputs[number])
