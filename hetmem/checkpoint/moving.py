@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -57,10 +56,10 @@ def write_tensors(
     fd: int, path: str, data_start: int, stored: Iterable[Stored], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[int]]:
     """Write all `stored` ones of `tensors` to their places; returns the CRC-32 of every block of each."""
-    stored, one_at_a_time = list(stored), Lock()
+    stored = list(stored)
     _settle(tensors.values())
     jobs = [
-        partial(_write, fd, path, data_start + one.start, tensors[one.name], block, one_at_a_time)
+        partial(_write, fd, path, data_start + one.start, tensors[one.name], block)
         for one in stored
         for block in one.blocks()
     ]
@@ -69,18 +68,13 @@ def write_tensors(
 
 
 @torch.no_grad()
-def _write(
-    fd: int, path: str, start: int, tensor: torch.Tensor, block: Block, one_at_a_time: Lock, buffer: _Buffer
-) -> int:
-    """Only one thread writes at a time: those that write to one file wait for each other in the system, and spin."""
+def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: Block, buffer: _Buffer) -> int:
     piece = tensor.detach()[block.index]
     if not _is_memory(piece):
         piece = buffer.like(piece.shape, piece.dtype).copy_(piece)
     memory = _bytes_of(piece)
-    check = zlib.crc32(memory)  # first, as that also reads what is mapped, on all threads
-    with one_at_a_time:
-        write_at(fd, path, memory, start + block.offset)
-    return check
+    write_at(fd, path, memory, start + block.offset)
+    return zlib.crc32(memory)
 
 
 def check_tensors(
