@@ -120,8 +120,9 @@ def test_a_run_goes_back_to_its_own_checkpoint(tmp_path: Path) -> None:
     run.steps(0, BREAK)
     run.save(tmp_path / "c")
     first = run.steps(BREAK, END)
-    run.load(tmp_path / "c")
-    assert run.steps(BREAK, END) == first
+    for _ in range(2):  # versions of new views of homes are counted anew, and must not look like those of the last
+        run.load(tmp_path / "c")
+        assert run.steps(BREAK, END) == first
 
 
 def test_a_checkpoint_before_the_first_step_takes_states_away(tmp_path: Path) -> None:
