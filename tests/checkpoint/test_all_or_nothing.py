@@ -166,6 +166,13 @@ def test_another_optimizer_is_refused(
     assert equal(before, snapshot(run))
 
 
+def test_a_parameter_that_only_this_optimizer_has_is_named(other: Run, tmp_path: Path) -> None:
+    optimizer_of = OPTIMIZERS["fewer"][0]
+    start(tmp_path, "host", optimizer_of).save(tmp_path / "c")
+    match = r"norm\.bias is in parameter group 0 of the optimizer, and not in that of the checkpoint"
+    refused(other, tmp_path / "c", CheckpointError, match)
+
+
 STATES = {
     "foreign": (
         {"step": torch.tensor(1.0), "momentum_buffer": torch.ones(48)},
