@@ -25,9 +25,6 @@ BLOCK_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors itself allows."""
 
-VALUES = ("tied", "objects", "optimizer", "extra")
-"""What the metadata has beside tensors, each as a text in JSON."""
-
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -167,7 +164,9 @@ def parse(text: bytes, data_nbytes: int) -> Header:
                 f"it has version {metadata['hetmem.version']!r} of the format, and this hetmem reads version {VERSION}"
             )
         _check_header(text, metadata["hetmem.header_crc32"])
-        values = {name: json.loads(metadata[f"hetmem.{name}"]) for name in VALUES if f"hetmem.{name}" in metadata}
+        values = {name: json.loads(metadata[f"hetmem.{name}"]) for name in ("tied", "objects", "extra")}
+        if "hetmem.optimizer" in metadata:
+            values["optimizer"] = json.loads(metadata["hetmem.optimizer"])
         stored = {name: _stored(name, entry) for name, entry in table.items()}
         digits = json.loads(metadata["hetmem.crc32"])
         checks = {

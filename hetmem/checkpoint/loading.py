@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,11 +49,11 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     loss scale are as they were. Parameters are found by name. Without `optimizer` the one in the file is left alone.
     Host memory: a few blocks of 16 MiB, `extra`, and the states of an optimizer that is not hetmem's.
 
-    All or nothing: everything is compared first (names, shapes, dtypes, sizes, groups), and every byte read and checked
-    against its CRC-32, before anything is changed. So `CheckpointError` (a ValueError, which names the parameter) and
-    `StoreError` (an OSError, with path, offset and bytes) leave model and optimizer as they were. One case is left, as
-    the bytes are read twice: a disk that fails only in the second reading leaves them partly loaded; the message says
-    so, and loading again, this or another checkpoint, makes them whole.
+    All or nothing: everything is compared first (names, shapes, dtypes, sizes, groups), and every byte that is wanted
+    is read and checked against its CRC-32, before anything is changed. So `CheckpointError` (a ValueError, which names
+    the parameter) and `StoreError` (an OSError, with path, offset and bytes) leave model and optimizer as they were.
+    One case is left, as the bytes are read twice: a disk that fails only in the second reading leaves them partly
+    loaded; the message says so, and loading again, this or another checkpoint, makes them whole.
 
     No code of the file's choice runs. What was begun of a step (updates during backward) is given up; call
     `optimizer.zero_grad()` if there are gradients.
@@ -62,10 +62,10 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         state = of_model(model)
         targets = _match_model(state, file.header)
         resumed = None if optimizer is None else _Resumed(optimizer, model, file)
-        check_tensors(file.fd, file.path, file.data_start, file.header.stored.values(), file.header.checks)
+        file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))
         new = _NewTensors(file)
         extra = decode(file.header.values["extra"], new.tensor)
-        made = {name: new.tensor(name) for name, value in state.made.items() if isinstance(value, torch.Tensor)}
+        made = {name: new.tensor(name) for name in state.made if name in file.header.stored}
         made |= {name: decode(value, new.tensor) for name, value in file.header.values["objects"].items()}
         new.read()
         if resumed is not None:
@@ -84,7 +84,13 @@ class _File:
     header: Header
     data_start: int
 
+    def check(self, wanted: Callable[[str], bool]) -> None:
+        """Read the tensors whose names are wanted, and compare their checksums."""
+        stored = [one for name, one in self.header.stored.items() if wanted(name)]
+        check_tensors(self.fd, self.path, self.data_start, stored, self.header.checks)
+
     def read(self, targets: Targets) -> None:
+        """Fill tensors, in the order of the file."""
         targets = sorted(targets, key=lambda target: target[0].start)
         read_tensors(self.fd, self.path, self.data_start, targets, self.header.checks)
 
@@ -168,6 +174,8 @@ def _match_model(state: ModelState, header: Header) -> Targets:
         problems += [problem for one in found for problem in _differences(name, one, tensor)]
         if len({tuple(header.checks[source]) for source in sources}) > 1:
             problems.append(f"{' and '.join(sources)} are one tensor in the model, and differ in the checkpoint")
+        if not found and not problems:
+            problems.append(f"{name} is no tensor in the checkpoint")
         targets += [(one, tensor) for one in found[:1]]
     if problems:
         more = f"; … {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -273,7 +281,7 @@ class _Resumed:
         return [
             (homes.later[id(value)][0], optimizer.state[parameters[number]][key])
             for number, values in state.items()
-            for key, value in values.items()
+            for key, value in (values.items() if homes.later else ())
             if id(value) in homes.later
         ]
 

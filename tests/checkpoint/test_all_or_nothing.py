@@ -272,6 +272,17 @@ def test_a_flipped_bit_of_any_tensor_is_seen(saved: Path, other: Run) -> None:
         saved.write_bytes(whole)
 
 
+def test_weights_alone_are_not_kept_from_anybody_by_a_damaged_state(saved: Path, other: Run) -> None:
+    """What is not wanted is not read."""
+    header = json.loads(saved.read_bytes()[8 : data_start(saved)])
+    flip(saved, data_start(saved) + header["optimizer:norm.bias:exp_avg"]["data_offsets"][0])
+    before = snapshot(other)
+    hetmem.load(saved, other.module)
+    after = snapshot(other)
+    assert not equal(before[0], after[0])
+    assert equal(before[1:], after[1:])
+
+
 def test_a_changed_number_in_the_header_is_seen(saved: Path, other: Run) -> None:
     """Learning rates and step numbers lie there."""
     whole = saved.read_bytes()

@@ -124,6 +124,19 @@ def test_blocks_are_all_bytes_in_order_and_none_is_too_great(shape: list[int], w
     assert all(0 < block.nbytes <= limit for block in blocks)
 
 
+def test_every_tensor_is_aligned(tmp_path: Path) -> None:
+    module = nn.Module()
+    dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.bool, torch.float32, torch.int64, torch.float16]
+    for number, dtype in enumerate(dtypes):
+        module.register_buffer(f"b{number}", torch.ones(3, dtype=dtype))
+    hetmem.save(tmp_path / "c", module)
+    data = (tmp_path / "c").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 4096 == 0
+    header = json.loads(data[8 : 8 + length])
+    assert [header[f"b{n}"]["data_offsets"][0] % dtype.itemsize for n, dtype in enumerate(dtypes)] == [0] * 7
+
+
 # ---- extra -----------------------------------------------------------------------------------------------------------
 
 SCALARS = st.one_of(
@@ -254,9 +267,10 @@ class WithExtraState(nn.Module):
 @pytest.mark.parametrize("state", [{"scale": 3, "history": [1.5]}, torch.arange(3)], ids=["object", "tensor"])
 def test_extra_state_of_modules_is_saved(state: Any, tmp_path: Path) -> None:
     hetmem.save(tmp_path / "c", nn.Sequential(WithExtraState(state)))
-    other = nn.Sequential(WithExtraState(None if isinstance(state, dict) else torch.zeros(3)))
-    hetmem.load(tmp_path / "c", other)
-    assert same(other[0].state, state)
+    for before in (3, torch.zeros(2)):
+        other = nn.Sequential(WithExtraState(before))
+        hetmem.load(tmp_path / "c", other)
+        assert same(other[0].state, state)
 
 
 # ---- no code ---------------------------------------------------------------------------------------------------------
