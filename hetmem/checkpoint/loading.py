@@ -278,10 +278,11 @@ class _Resumed:
         optimizer.load_state_dict({"state": {**state, **others}, "param_groups": groups})
         if isinstance(optimizer, Streaming) and beside is not None:
             optimizer.load_beside_states(beside)
+        shown = optimizer.state if homes.later else {}  # once: asking hetmem's waits for all its updates
         return [
-            (homes.later[id(value)][0], optimizer.state[parameters[number]][key])
+            (homes.later[id(value)][0], shown[parameters[number]][key])
             for number, values in state.items()
-            for key, value in (values.items() if homes.later else ())
+            for key, value in (values.items() if shown else ())
             if id(value) in homes.later
         ]
 
