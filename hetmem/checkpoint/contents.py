@@ -151,6 +151,8 @@ def strides_of(tensor: torch.Tensor) -> list[int]:
 def name_numbers(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[int, str]:
     """The first name of each parameter of `optimizer`, by its number in `state_dict`. Raises `CheckpointError` for one
     that `model` does not have."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     names = parameter_names(model)
     found = {}
     for number, parameter in enumerate(parameters_of(optimizer)):

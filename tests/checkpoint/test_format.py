@@ -225,6 +225,10 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"parameter 0 of the optimizer, of shape \(3,\), is not one of the model"
     ):
         hetmem.save(tmp_path / "c", nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0))
+    with pytest.raises(CheckpointError, match=r"expected a torch\.optim\.Optimizer, got int"):
+        hetmem.save(tmp_path / "c", nn.Linear(2, 2), 3)
+    with pytest.raises(CheckpointError, match=r"expected a torch\.nn\.Module, got dict"):
+        hetmem.save(tmp_path / "c", {})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(CheckpointError, match=r"cannot save extra:n: a NestedTensor is made of several"):
         hetmem.save(tmp_path / "c", nn.Linear(2, 2), extra={"n": nested})

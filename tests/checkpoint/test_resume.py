@@ -174,6 +174,32 @@ def test_a_forward_that_is_broken_off_leaves_something_to_save(error: type[BaseE
     assert not any(parameter.isnan().any() for parameter in other.module.parameters())
 
 
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Rprop", "ASGD", "Adagrad", "SGD", "RMSprop", "AdamW"])
+def test_optimizers_of_torch_go_on_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    """Lists of tensors, states in other shapes than their parameters, none at all."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = mlp()
+        return module, getattr(torch.optim, kind)(module.named_parameters())
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module(inputs).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return optimizer.step(closure)
+
+    inputs, left, right = torch.randn(4, 64), build(), build()
+    step(*left)
+    hetmem.save(tmp_path / "c", *left)
+    expected = [step(*left) for _ in range(3)]
+    hetmem.load(tmp_path / "c", *right)
+    assert [step(*right) for _ in range(3)] == expected
+    assert_same_weights(left[0], right[0])
+
+
 FRESH = """
 import sys, torch
 from pathlib import Path
