@@ -194,7 +194,9 @@ def _check_header(text: bytes, check: str) -> None:
 
 def _stored(name: str, entry: dict[str, Any]) -> Stored:
     shape = tuple(entry["shape"])
-    if len(shape) > _MAX_DIMENSIONS or not all(isinstance(size, int) and size >= 0 for size in shape):
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions")
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{name} has the shape {shape}")
     stored = Stored(name, _DTYPES[entry["dtype"]], shape, entry["data_offsets"][0])
     if [stored.start, stored.start + stored.nbytes] != entry["data_offsets"]:
