@@ -109,7 +109,7 @@ def test_tensors_of_many_blocks_in_any_order_of_memory(tmp_path: Path, monkeypat
         assert_same(parameter, other.get_parameter(name), name)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 6), max_size=4), st.sampled_from([1, 2, 4, 8]), st.integers(8, 200))
 def test_blocks_are_all_bytes_in_order_and_none_is_too_great(shape: list[int], width: int, limit: int) -> None:
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
@@ -166,7 +166,7 @@ def same(left: Any, right: Any) -> bool:
     return repr(left) == repr(right) if isinstance(left, (float, complex)) else bool(left == right)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(VALUES)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
     text = json.dumps(Encoder().encode(value, "extra"))

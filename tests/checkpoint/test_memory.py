@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LAYERS, WIDTH, MIB = 48, 512, 1 << 20
+LAYERS, WIDTH, MIB = 32, 512, 1 << 20
 STATE_MIB = 3 * LAYERS * WIDTH * WIDTH * 4 // MIB
 ROOM_MIB = 24
 """For blocks and stacks of 1 MiB on four threads, and what the interpreter keeps meanwhile."""
