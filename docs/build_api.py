@@ -48,6 +48,10 @@ FOR_HETMEM = {
         "show_state",
         "number_of",
         "states_written",
+        "half_stepped",
+        "forget_step",
+        "beside_states",
+        "load_beside_states",
     ),
     "SimDevice": (
         "pool",

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hetmem.api import manage, managed, release
+from hetmem.checkpoint import load, save
 from hetmem.config import Budget
 from hetmem.memory.device import SimDevice
 from hetmem.optim.adamw import AdamW
@@ -26,12 +27,14 @@ __all__ = [
     "MemoryReport",
     "NextUse",
     "SimDevice",
+    "load",
     "manage",
     "managed",
     "plan",
     "progress",
     "release",
     "report",
+    "save",
 ]
 
 

@@ -36,4 +36,8 @@ class StateError(HetmemError, RuntimeError):
 
 
 class StoreError(HetmemError, OSError):
-    """Reading or writing the NVMe store failed; the message names path, offset and bytes."""
+    """Reading or writing the NVMe store or a checkpoint failed; the message names path, offset and bytes."""
+
+
+class CheckpointError(HetmemError, ValueError):
+    """A checkpoint cannot be saved or loaded as asked, is damaged, or does not match. Nothing was changed."""

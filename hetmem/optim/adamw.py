@@ -103,6 +103,7 @@ class AdamWRule:
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""
 
     runs_on_device = True
+    seed: int | None = None
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Two moments, in the parameter's dtype."""
@@ -136,7 +137,8 @@ class CompactAdamWRule:
     runs_on_device = False
 
     def __init__(self, moments: torch.dtype | str | None, seed: int, *, stochastic_rounding: bool) -> None:
-        self._moments, self._seed, self._stochastic_rounding = moments, seed, stochastic_rounding
+        self._moments, self._stochastic_rounding = moments, stochastic_rounding
+        self.seed: int | None = seed
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Two moments. Raises `ManageError` for parameters that cannot be updated so."""
@@ -155,7 +157,8 @@ class CompactAdamWRule:
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
-        step, key, states = _count(update), (self._seed << 32) + update.number, update.states
+        assert self.seed is not None
+        step, key, states = _count(update), (self.seed << 32) + update.number, update.states
         if self._moments == "8bit":
             m, root = (Codes8Bit(states[name], states[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq"))
             return adamw_8_bit_tasks(step, update.param, update.grad, m, root, update.copy, key=key)

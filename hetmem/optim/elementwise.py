@@ -69,6 +69,7 @@ class TorchRule:
     """The arithmetic of `optimizer`, a class of torch's."""
 
     runs_on_device = True
+    seed: int | None = None
 
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.kernels import total
+from hetmem.optim.matching import saved_homes
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
@@ -155,19 +156,25 @@ class OffloadedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home.
 
-        Raises `ManageError`, with nothing changed, if its states are of another kind (8-bit moments or not).
+        A state on the `meta` device gets its home only, for the caller to write to. Raises `ManageError`, with nothing
+        changed, if states are of another kind (8-bit moments or not).
         """
         self.synchronize()
-        saved = self._saved_states(state_dict)
-        super().load_state_dict(state_dict)
-        for parameter, state in self._state.items():
-            _, managed = self._managed(parameter)
-            for role in self._roles_of(managed):
-                for name, home in managed.views(role).items() if state.get(role.name) is not None else ():
-                    home.copy_(saved[parameter][name])
-                    managed.chunk.homes[role].written = True
-                    state[name] = home
-                    self._versions[id(managed), name] = -1  # whatever is staged of it is old
+        found = saved_homes(state_dict, self.param_groups, self._with_homes)
+        saved = state_dict["state"]
+        numbers = {  # torch would cast the rest to the parameter's dtype, in memory
+            number: {name: None if name in places else value for name, value in saved[number].items()}
+            for number, _, places in found
+        }
+        super().load_state_dict({**state_dict, "state": {**saved, **numbers}})
+        for number, managed, places in found:
+            for name, (role, home) in places.items():
+                value = saved[number][name]
+                if not value.is_meta:
+                    home.copy_(value)
+                managed.chunk.homes[role].written = True
+                self._state[managed.parameter][name] = home
+                self._versions[id(managed), name] = -1  # whatever is staged of it is old
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -192,6 +199,31 @@ class OffloadedOptimizer(Optimizer):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the present `loss_scale`: what to call `backward` on. Without a `loss_scale`, `loss` itself."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
+
+    # ---- what a checkpoint asks ------------------------------------------------------------------------------------
+
+    @property
+    def half_stepped(self) -> bool:
+        """Whether updates of a step are made that has not ended: during backward, or in a step that failed."""
+        return any(stepper.half_stepped for stepper in self._steppers.values())
+
+    def forget_step(self) -> None:
+        """What is begun of a step stays as it is, and the next one does not go on from there."""
+        self.synchronize()
+        for stepper in self._steppers.values():
+            stepper.forget()
+
+    def beside_states(self) -> dict[str, Any]:
+        """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        return {"loss_scale": scale, "seed": self.rule.seed}
+
+    def load_beside_states(self, values: dict[str, Any]) -> None:
+        """Go on with those, as far as this optimizer has a loss scale, and leaves anything to chance."""
+        if self.loss_scale is not None and values["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(values["loss_scale"])
+        if self.rule.seed is not None and values["seed"] is not None:
+            self.rule.seed = values["seed"]
 
     # ---- what the stepper asks ---------------------------------------------------------------------------------
 
@@ -296,33 +328,12 @@ class OffloadedOptimizer(Optimizer):
                     interception.share.before_reserving(chunk, set(roles))
                 traffic.ensure_homes([chunk for chunk in used if chunk.dtype is dtype], roles)
 
-    def _saved_states(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
-        """The entries of `state_dict` by parameter, in their own dtypes: torch would cast them to the parameter's.
-        Gives homes to states that only options of the checkpoint ask for. Raises `ManageError` for states that have
-        other dtypes than bits can be copied between, and for options that this optimizer does not have."""
-        saved: dict[torch.Tensor, dict[str, Any]] = {}
-        groups: dict[torch.Tensor, dict[str, Any]] = {}
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            for parameter, number in zip(mine["params"], theirs["params"], strict=False):
-                if number in state_dict["state"]:
-                    saved[parameter], groups[parameter] = state_dict["state"][number], {**mine, **theirs}
-        for parameter, state in saved.items():
-            stepper, managed = self._managed(parameter)
-            roles = self.rule.roles(groups[parameter], managed.chunk.dtype)
-            stepper.ensure_homes(managed.chunk, roles)
-            for role in roles:
-                scaled = f"{role.name}_scale" in state
-                if state.get(role.name) is not None and scaled != bool(role.scale_block):
-                    raise ManageError(
-                        f"{role.name} is {state[role.name].dtype} {'with' if scaled else 'without'} scales in this "
-                        f"checkpoint, and this optimizer keeps it as {role.dtype or parameter.dtype}: make it with "
-                        f"moments= as the one that was saved"
-                    )
-        return saved
-
-    def _roles_of(self, managed: ManagedParameter) -> tuple[Role, ...]:
-        group = self.groups_by_parameter()[id(managed.parameter)]
-        return self.rule.roles(group, managed.chunk.dtype)
+    def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
+        """`parameter` and what `group` has it keep, which has homes now."""
+        stepper, managed = self._managed(parameter)
+        roles = self.rule.roles(group, managed.chunk.dtype)
+        stepper.ensure_homes(managed.chunk, roles)
+        return managed, roles
 
     def _work(self) -> dict[Stepper, Work]:
         work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}

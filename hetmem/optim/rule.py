@@ -42,6 +42,8 @@ class Rule(Protocol):
 
     runs_on_device: bool
     """Whether there is an `on_device`."""
+    seed: int | None
+    """What chance depends on; None if nothing does."""
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""

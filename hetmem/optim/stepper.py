@@ -199,6 +199,11 @@ class Stepper:
         self._interception.share.before_reserving(chunk, set(roles))
         self._runtime.traffic.ensure_homes([chunk], roles)
 
+    @property
+    def half_stepped(self) -> bool:
+        """Whether a step has begun to change weights and has not ended."""
+        return any(progress.begun for progress in self._progress.values())
+
     def forget(self) -> None:
         """What was done belongs to a step that is not tried again."""
         self._end()

@@ -140,6 +140,12 @@ class Interception:
         if measured and not in_backward():
             self.runtime.monitor.watch_backward(output)
 
+    def at_rest(self) -> bool:
+        """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
+        if self._stack and not _calls_running(self._stack[0]):
+            self.reset()  # an interrupt ended it
+        return not self._stack and not in_backward()
+
     def reset(self) -> None:
         """No module of the model is running."""
         self._stack.clear()

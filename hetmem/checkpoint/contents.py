@@ -1,0 +1,169 @@
+"""What of a model and an optimizer is in a checkpoint, by name: their own tensors, no copies.
+
+Knows torch's modules and optimizers. Must not know files, nor where the memory of a tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hetmem.checkpoint.values import Encoder
+from hetmem.errors import CheckpointError
+from hetmem.runtime import registry
+
+OPTIMIZER, EXTRA = "optimizer:", "extra:"
+"""How names begin that are no keys of the model's `state_dict`."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """An optimizer of hetmem: its states have homes, and more than `state_dict` says belongs to a checkpoint."""
+
+    @property
+    def half_stepped(self) -> bool:
+        """Whether some parameters are one step further than others."""
+        ...
+
+    def forget_step(self) -> None:
+        """Whatever was begun of a step is not finished."""
+        ...
+
+    def beside_states(self) -> dict[str, Any]:
+        """What the next steps depend on beside `state_dict`: plain numbers."""
+        ...
+
+    def load_beside_states(self, values: dict[str, Any]) -> None:
+        """Go on with those."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The `state_dict` of a model: the `tensors` that are its own, under their first names; under which of these the
+    others are found (`tied`); and what its modules make up for a state dict (`made`: extra state)."""
+
+    tensors: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    made: dict[str, Any]
+
+    @property
+    def names(self) -> set[str]:
+        """All keys."""
+        return {*self.tensors, *self.tied, *self.made}
+
+
+def of_model(model: torch.nn.Module) -> ModelState:
+    """What `model` has. Raises `CheckpointError` within a forward or backward of it, and for names that cannot be."""
+    if not isinstance(model, torch.nn.Module):
+        raise CheckpointError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    _refuse_running(model)
+    own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    first: dict[int, str] = {}
+    state = ModelState({}, {}, {})
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name.startswith((OPTIMIZER, EXTRA)) or name == "__metadata__":
+            raise CheckpointError(f"the model has a tensor called {name!r}: such names are those of other things")
+        if torch.nn.parameter.is_lazy(value):
+            raise CheckpointError(f"{name} has no shape yet: call the model once before")
+        if id(value) not in own:
+            state.made[name] = value
+        elif id(value) in first:
+            state.tied[name] = first[id(value)]
+        else:
+            first[id(value)] = name
+            state.tensors[name] = value.detach()
+    return state
+
+
+def _refuse_running(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        found = registry.of_parameter(parameter)
+        if found is not None and not found[0].at_rest():
+            raise CheckpointError("the model is running: save and load it after forward and backward, not within")
+
+
+def parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its `id`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, encoder: Encoder) -> dict[str, Any]:
+    """`optimizer.state_dict()` by names of parameters instead of numbers. Raises `CheckpointError` where that cannot be
+    told."""
+    beside = None
+    if isinstance(optimizer, Streaming):
+        if optimizer.half_stepped:
+            raise CheckpointError(
+                "some weights are one step further than others: save after optimizer.step(), not between backward() "
+                "and step(), and call a step that failed again first"
+            )
+        beside = optimizer.beside_states()
+    names = name_numbers(optimizer, model)
+    found = optimizer.state_dict()
+    groups = []
+    for place, group in enumerate(found["param_groups"]):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append(
+            {
+                "params": [names[number] for number in group["params"]],
+                "options": encoder.encode(options, f"{OPTIMIZER}:group {place}"),
+            }
+        )
+    state, others = {}, {}
+    for number, values in found["state"].items():
+        if number in names:
+            state[names[number]] = encoder.encode(values, f"{OPTIMIZER}{names[number]}")
+        else:
+            others[number] = values
+    return {
+        "groups": groups,
+        "state": state,
+        "others": encoder.encode(others, f"{OPTIMIZER}:others"),
+        "defaults": sorted(map(str, optimizer.defaults)),
+        "strides": _strides(optimizer, names, found["state"]),
+        "beside": encoder.encode(beside, f"{OPTIMIZER}:beside"),
+    }
+
+
+def _strides(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[Any, Any]) -> dict[str, list[int]]:
+    """Of parameters whose states have other shapes than they: those may be in the order of memory."""
+    return {
+        names[number]: strides_of(parameter)
+        for number, parameter in enumerate(parameters_of(optimizer))
+        for shapes in [{value.shape for value in state.get(number, {}).values() if isinstance(value, torch.Tensor)}]
+        if shapes - {parameter.shape, torch.Size()}
+    }
+
+
+def strides_of(tensor: torch.Tensor) -> list[int]:
+    """Of its dimensions with more than one element."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def name_numbers(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[int, str]:
+    """The first name of each parameter of `optimizer`, by its number in `state_dict`. Raises `CheckpointError` for one
+    that `model` does not have."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    names = parameter_names(model)
+    found = {}
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"parameter {number} of the optimizer, of shape {tuple(parameter.shape)}, is not one of the model"
+            )
+        found[number] = names[id(parameter)][0]
+    return found
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """In the order of their numbers in `state_dict`."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

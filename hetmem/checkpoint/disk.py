@@ -1,0 +1,131 @@
+"""Bytes of one file: read and written whole or not at all, and a file that takes another's place when it is complete.
+
+Knows descriptors and errors of disks. Must not know tensors, nor what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+
+from hetmem.errors import StoreError
+from hetmem.units import format_size
+
+
+def write_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
+    """Write all of `memory` at `offset`. Raises `StoreError` with path, offset and bytes."""
+    done = 0
+    try:
+        while done < memory.nbytes:
+            done += os.pwrite(fd, memory[done:], offset + done)
+    except OSError as error:
+        raise _failure(error, f"cannot write {memory.nbytes} bytes at offset {offset} of {path!r}", done) from error
+
+
+def read_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
+    """Fill all of `memory` from `offset` on. Raises `StoreError` with path, offset and bytes, also at the end of the
+    file."""
+    done = 0
+    try:
+        while done < memory.nbytes:
+            moved = os.preadv(fd, [memory[done:]], offset + done)
+            if not moved:
+                raise OSError(errno.EIO, "end of file")
+            done += moved
+    except OSError as error:
+        raise _failure(error, f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}", done) from error
+
+
+@contextlib.contextmanager
+def replacing(path: str, nbytes: int) -> Iterator[int]:
+    """A descriptor of a new file of `nbytes` that takes the place of `path` when the block ends without an error.
+
+    What was at `path` stays whole until then, and so it does if the process is killed, the machine loses power or the
+    disk fails; what is at `path` afterwards is on the disk. The new file is `path` + ".partial" meanwhile: removed
+    after an error, and used again by the next one after a kill. Raises `StoreError`, also if another process or thread
+    is writing it.
+    """
+    path = os.path.realpath(path)  # a link stays one
+    if os.path.isdir(path):
+        raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
+    partial = f"{path}.partial"
+    fd = _open_alone(partial)
+    try:
+        try:
+            _reserve(fd, partial, nbytes)
+            yield fd
+            _flush(fd, f"cannot get {partial!r} onto the disk")
+            _rename(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+    finally:
+        os.close(fd)
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _flush(folder, f"{path!r} is the new one, but a power failure may bring the earlier one back")
+    finally:
+        os.close(folder)
+
+
+def _open_alone(path: str) -> int:
+    """Open or make `path` with a lock that ends with the process, as nobody else who called this has it."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _failure(error, f"cannot write {path!r}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except BlockingIOError as error:
+            os.close(fd)
+            raise StoreError(error.errno, f"cannot write {path!r}: another save to it is under way") from error
+        except FileNotFoundError:
+            pass  # its last owner has just given it its name
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+                return fd  # a filesystem without locks
+            os.close(fd)
+            raise _failure(error, f"cannot write {path!r}") from error
+        os.close(fd)
+
+
+def _reserve(fd: int, path: str, nbytes: int) -> None:
+    """Disk blocks for all of the file, so that a full disk is known before anything is written."""
+    free = 0
+    try:
+        os.ftruncate(fd, 0)
+        disk = os.fstatvfs(fd)
+        free = disk.f_bavail * disk.f_frsize
+        # Asked first because a failing fallocate fills the disk, for every process on it, before it says so.
+        if nbytes > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        sizes = f"{nbytes} bytes ({format_size(nbytes)}), {free} ({format_size(free)}) were free"
+        raise _failure(error, f"cannot reserve {path!r} of {sizes}") from error
+
+
+def _flush(fd: int, failure: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise _failure(error, failure) from error
+
+
+def _rename(source: str, target: str) -> None:
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        raise _failure(error, f"cannot rename {source!r} to {target!r}") from error
+
+
+def _failure(error: OSError, what: str, done: int | None = None) -> StoreError:
+    after = "" if done is None else f" after {done} bytes"
+    return StoreError(error.errno, f"{what}: {error.strerror or error}{after}")

@@ -1,0 +1,305 @@
+"""A model and an optimizer from one file: all of it, or an error and nothing changed.
+
+Note "all or nothing": names, shapes, dtypes and sizes are compared first, then every byte is read and its checksum
+compared, and only then anything is written. What is written over is not kept, as that would cost a copy of the whole
+model: if the disk fails in the second reading, after it gave every byte in the first, the model is partly loaded, and
+the error says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetmem.checkpoint.contents import (
+    EXTRA,
+    OPTIMIZER,
+    ModelState,
+    Streaming,
+    name_numbers,
+    of_model,
+    parameter_names,
+    parameters_of,
+    strides_of,
+)
+from hetmem.checkpoint.disk import read_at
+from hetmem.checkpoint.layout import MAX_HEADER_BYTES, Header, Stored, parse
+from hetmem.checkpoint.moving import check_tensors, read_tensors
+from hetmem.checkpoint.values import decode
+from hetmem.errors import CheckpointError, StoreError
+
+Targets = list[tuple[Stored, torch.Tensor]]
+_SHOWN = 5
+"""Names in a message."""
+
+
+def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Load what `hetmem.save` wrote to `path` into `model` and `optimizer`; returns what `extra` was.
+
+    Values are written in place, block by block, to whatever tier they belong: budget, chunk size and placement may be
+    others than when it was saved, and either may be plain where the other was managed. Training goes on with the bits
+    that it would have had without the break: weights, buffers, states, step counts, options of parameter groups and the
+    loss scale are as they were. Parameters are found by name. Without `optimizer` the one in the file is left alone.
+    Host memory: a few blocks of 16 MiB, `extra`, and the states of an optimizer that is not hetmem's.
+
+    All or nothing: everything is compared first (names, shapes, dtypes, sizes, groups), and every byte that is wanted
+    is read and checked against its CRC-32, before anything is changed. So `CheckpointError` (a ValueError, which names
+    the parameter) and `StoreError` (an OSError, with path, offset and bytes) leave model and optimizer as they were.
+    One case is left, as the bytes are read twice: a disk that fails only in the second reading leaves them partly
+    loaded; the message says so, and loading again, this or another checkpoint, makes them whole.
+
+    No code of the file's choice runs. What was begun of a step (updates during backward) is given up; call
+    `optimizer.zero_grad()` if there are gradients.
+    """
+    with _opened(os.fspath(path)) as file:
+        state = of_model(model)
+        targets = _match_model(state, file.header)
+        resumed = None if optimizer is None else _Resumed(optimizer, model, file)
+        file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))
+        new = _NewTensors(file)
+        extra = decode(file.header.values["extra"], new.tensor)
+        made = {name: new.tensor(name) for name in state.made if name in file.header.stored}
+        made |= {name: decode(value, new.tensor) for name, value in file.header.values["objects"].items()}
+        new.read()
+        if resumed is not None:
+            targets = targets + resumed.begin()
+        with _partly_loaded():
+            file.read(targets)
+        if made:
+            model.load_state_dict(made, strict=False)
+        return extra
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    fd: int
+    path: str
+    header: Header
+    data_start: int
+
+    def check(self, wanted: Callable[[str], bool]) -> None:
+        """Read the tensors whose names are wanted, and compare their checksums."""
+        stored = [one for name, one in self.header.stored.items() if wanted(name)]
+        check_tensors(self.fd, self.path, self.data_start, stored, self.header.checks)
+
+    def read(self, targets: Targets) -> None:
+        """Fill tensors, in the order of the file."""
+        targets = sorted(targets, key=lambda target: target[0].start)
+        read_tensors(self.fd, self.path, self.data_start, targets, self.header.checks)
+
+
+class _NewTensors:
+    """Tensors that are made for what a file has, and hold it after `read`."""
+
+    def __init__(self, file: _File) -> None:
+        self._file = file
+        self._targets: Targets = []
+
+    def tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
+        """The one called `name`: in host memory, or in the strides and on the device of a tensor like it."""
+        stored = self._file.header.stored[name]
+        if like is not None and stored.shape == tuple(like.shape):
+            made = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
+        else:
+            device = None if like is None or not stored.shape else like.device
+            made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+        self._targets.append((stored, made))
+        return made
+
+    def read(self) -> None:
+        self._file.read(self._targets)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[_File]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(error.errno, f"cannot open the checkpoint {path!r}: {error.strerror}") from error
+    try:
+        nbytes = os.fstat(fd).st_size
+        length = bytearray(8)
+        if nbytes >= 8:
+            read_at(fd, path, memoryview(length), 0)
+        header_nbytes = int.from_bytes(length, "little")
+        if not 0 < header_nbytes <= min(nbytes - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path!r} of {nbytes} bytes is no checkpoint, or cut off")
+        text = bytearray(header_nbytes)
+        read_at(fd, path, memoryview(text), 8)
+        try:
+            header = parse(bytes(text), nbytes - 8 - header_nbytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot load {path!r}: {error}") from error
+        yield _File(fd, path, header, 8 + header_nbytes)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _partly_loaded() -> Iterator[None]:
+    try:
+        yield
+    except (StoreError, CheckpointError) as error:
+        what = "model and optimizer are partly loaded now: load again, this or another checkpoint, before using them"
+        if isinstance(error, StoreError):
+            raise StoreError(error.errno or errno.EIO, f"{error.strerror}; {what}") from error
+        raise CheckpointError(f"{error}; {what}") from error
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def _match_model(state: ModelState, header: Header) -> Targets:
+    """Where each tensor of the model's comes from. Raises `CheckpointError` that names what does not match."""
+    tied: dict[str, str] = header.values["tied"]
+    objects = header.values["objects"]
+    saved = {name for name in header.stored if not name.startswith((OPTIMIZER, EXTRA))} | {*tied, *objects}
+    problems = [f"the checkpoint has no {name}" for name in sorted(state.names - saved)]
+    problems += [f"the model has no {name}" for name in sorted(saved - state.names)]
+    aliases: dict[str, list[str]] = {name: [name] for name in state.tensors}
+    for name, first in state.tied.items():
+        aliases[first].append(name)
+    targets: Targets = []
+    for name, tensor in state.tensors.items():
+        sources = dict.fromkeys(tied.get(alias, alias) for alias in aliases[name] if alias in saved)
+        sources = {source: None for source in sources if source in header.stored}
+        found = [header.stored[source] for source in sources]
+        problems += [problem for one in found for problem in _differences(name, one, tensor)]
+        if len({tuple(header.checks[source]) for source in sources}) > 1:
+            problems.append(f"{' and '.join(sources)} are one tensor in the model, and differ in the checkpoint")
+        if not found and not problems:
+            problems.append(f"{name} is no tensor in the checkpoint")
+        targets += [(one, tensor) for one in found[:1]]
+    if problems:
+        more = f"; … {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(problems[:_SHOWN])}{more}")
+    return targets
+
+
+def _differences(name: str, stored: Stored, tensor: torch.Tensor) -> Iterator[str]:
+    if tensor.is_meta:
+        yield f"{name} is on the meta device in the model, without memory to load into"
+    theirs, mine = (stored.shape, stored.dtype), (tuple(tensor.shape), tensor.dtype)
+    if theirs != mine:
+        yield f"{name} is {theirs[0]} of {theirs[1]} in the checkpoint and {mine[0]} of {mine[1]} in the model"
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Resumed:
+    """What a file has for an optimizer, matched with it by names. Making one changes nothing and raises
+    `CheckpointError` for what does not match."""
+
+    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module
+    file: _File
+    _saved: dict[str, Any] = field(init=False)
+    _numbers: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if "optimizer" not in self.file.header.values:
+            raise CheckpointError(f"{self.file.path!r} was saved without an optimizer")
+        self._saved = self.file.header.values["optimizer"]
+        name_numbers(self.optimizer, self.model)
+        names = parameter_names(self.model)
+        self._numbers = {
+            name: number
+            for number, parameter in enumerate(parameters_of(self.optimizer))
+            for name in names[id(parameter)]
+        }
+        mine, theirs = {str(name) for name in self.optimizer.defaults}, set(self._saved["defaults"])
+        if mine - theirs and theirs - mine:
+            raise CheckpointError(
+                f"the checkpoint is of another kind of optimizer: its options are {', '.join(sorted(theirs))}, those "
+                f"of this {type(self.optimizer).__name__} {', '.join(sorted(mine))}"
+            )
+        self._match_groups()
+        self._match_strides()
+
+    def _match_groups(self) -> None:
+        mine, theirs = self.optimizer.param_groups, self._saved["groups"]
+        if len(mine) != len(theirs):
+            raise CheckpointError(f"the checkpoint has {len(theirs)} parameter groups, the optimizer {len(mine)}")
+        first = 0
+        for place, (own, saved) in enumerate(zip(mine, theirs, strict=True)):
+            numbers = set(range(first, first := first + len(own["params"])))
+            foreign = [name for name in saved["params"] if self._numbers.get(name) not in numbers]
+            missing = numbers - {self._numbers.get(name) for name in saved["params"]}
+            if foreign:
+                raise CheckpointError(
+                    f"{foreign[0]} is in parameter group {place} of the checkpoint, and not in that of the optimizer"
+                )
+            if missing:
+                names = [name for name, number in self._numbers.items() if number in missing]
+                raise CheckpointError(
+                    f"{names[0]} is in parameter group {place} of the optimizer, and not in that of the checkpoint"
+                )
+
+    def _match_strides(self) -> None:
+        parameters = list(parameters_of(self.optimizer))
+        for name, strides in self._saved["strides"].items():
+            mine = strides_of(parameters[self._numbers[name]])
+            if mine != strides:
+                raise CheckpointError(
+                    f"{name} has the strides {strides} in the checkpoint and {mine} in the model, and its states are "
+                    f"in the order of its memory: build the model with the memory format that was saved"
+                )
+
+    def begin(self) -> Targets:
+        """Let the optimizer have everything but states that have homes; returns those, which are still to be read.
+
+        If this raises, nothing has changed.
+        """
+        optimizer = self.optimizer
+        parameters, new, homes = list(parameters_of(optimizer)), _NewTensors(self.file), _Homes(self.file.header)
+        state: dict[Any, Any] = {}
+        for name, values in self._saved["state"].items():
+            like = parameters[self._numbers[name]]
+            tensor = partial(homes.tensor, new) if isinstance(optimizer, Streaming) else partial(new.tensor, like=like)
+            state[self._numbers[name]] = decode(values, tensor)
+        others = decode(self._saved["others"], new.tensor)
+        first, groups = 0, []
+        for own, saved in zip(optimizer.param_groups, self._saved["groups"], strict=True):
+            numbers = range(first, first := first + len(own["params"]))
+            groups.append({**own, **decode(saved["options"], new.tensor), "params": list(numbers)})
+        beside = decode(self._saved["beside"], new.tensor)
+        new.read()
+        if isinstance(optimizer, Streaming):
+            optimizer.forget_step()
+        optimizer.load_state_dict({"state": {**state, **others}, "param_groups": groups})
+        if isinstance(optimizer, Streaming) and beside is not None:
+            optimizer.load_beside_states(beside)
+        shown = optimizer.state if homes.later else {}  # once: asking hetmem's waits for all its updates
+        return [
+            (homes.later[id(value)][0], shown[parameters[number]][key])
+            for number, values in state.items()
+            for key, value in (values.items() if shown else ())
+            if id(value) in homes.later
+        ]
+
+
+class _Homes:
+    """Placeholders for states that have homes, and what is to be read there."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self.later: dict[int, tuple[Stored, torch.Tensor]] = {}
+        """By the `id` of the placeholder, which is kept so that no other tensor has that."""
+
+    def tensor(self, new: _NewTensors, name: str) -> torch.Tensor:
+        """A placeholder; numbers are made at once."""
+        stored = self._header.stored[name]
+        if not stored.shape:
+            return new.tensor(name)
+        placeholder = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        self.later[id(placeholder)] = (stored, placeholder)
+        return placeholder
