@@ -150,7 +150,7 @@ def test_a_backward_that_the_garbage_collector_ends_does_not_end_a_later_one(tmp
         _Ended(segments, segments.backwards - 1)  # and dropped
         seen.append(segments.in_backward)
 
-    managed[0].register_full_backward_hook(collects)
+    managed[1].register_full_backward_hook(collects)
     for _ in range(2):
         managed(torch.ones(2, 64)).sum().backward()
     assert seen == [True, True]
