@@ -236,6 +236,24 @@ MUTATIONS = {
         "pass",
         SHARE + "test_homes_go_back_when_a_larger_batch_needs_their_memory[1-float32-host]",
     ),
+    "forget to look again at what a disk was reading": Mutation(
+        "runtime/writes.py",
+        "self.unsure.add(chunk)",
+        "pass",
+        "tests/runtime/test_user_writes.py::test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward",
+    ),
+    "give a slot away although compute still uses a superseded copy there": Mutation(
+        "runtime/traffic.py",
+        "if slot >= 0 and self.engine.ordered:",
+        "if self.engine.ordered and self.residency.state(block, Tier.DEVICE) in _PLACED:",
+        "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+    ),
+    "move homes back while squares of their gradients are summed up": Mutation(
+        "optim/stepper.py",
+        "self._updates.wait_for(chunk)",
+        "pass",
+        SHARE + "test_homes_go_back_behind_what_is_summed_up_of_their_gradients",
+    ),
     "carry commands out before those given earlier": Mutation(
         "runtime/carrier.py",
         "self._carry_out(*self._commands.popleft())",

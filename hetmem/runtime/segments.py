@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -30,19 +32,36 @@ def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Ended:
-    """Settles a backward once: when autograd calls it at the end, or drops it because the backward raised."""
+    """Settles the backward with `number` once: when autograd calls it at the end, or drops it because that has raised.
 
-    def __init__(self, segments: Segments) -> None:
-        self._segments = weakref.ref(segments)
+    What raised may be kept, or lie in a cycle that the garbage collector finds in the middle of anything, on any
+    thread: in a later backward, or while hetmem itself is at work, where it would wait for what it has not asked for
+    yet. Then nothing is done, and the next forward or step settles.
+    """
+
+    def __init__(self, segments: Segments, number: int) -> None:
+        self._segments, self._number = weakref.ref(segments), number
 
     def __call__(self) -> None:
         segments = self._segments()
-        if segments is not None:
+        if segments is not None and segments.backwards == self._number:
             segments.settle()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
-            self()
+            segments = self._segments()
+            if segments is not None and segments.thread == threading.get_ident() and not _hetmem_is_at_work():
+                self()
+
+
+def _hetmem_is_at_work() -> bool:
+    """Whether anything of hetmem's called what calls the caller of this, on this thread."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("hetmem."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 class Segments:
@@ -52,6 +71,9 @@ class Segments:
         self._runtime = runtime
         self._pending: tuple[Hashable, ...] = ()
         self.in_backward = False
+        self.backwards = 0
+        self.thread = threading.get_ident()
+        """The one that trains."""
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
         self.backward_began: Callable[[], None] = lambda: None
@@ -60,6 +82,7 @@ class Segments:
     def begin_forward(self, key: Hashable) -> bool:
         """A forward begins (not one that recomputes within a backward); whether it has to be measured."""
         self.settle()
+        self.thread = threading.get_ident()
         tracer = self._runtime.tracer
         if tracer.key is not None and tracer.key == self._backward_key():
             self._pending = ()
@@ -78,6 +101,7 @@ class Segments:
         if self.in_backward or not in_backward():
             return
         self.in_backward = True
+        self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched)
@@ -86,7 +110,7 @@ class Segments:
         with self._runtime.unwatched():
             self.backward_began()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(_Ended(self))
+        engine.queue_callback(_Ended(self, self.backwards))
 
     def settle(self) -> None:
         """The backward, if there was one, is over (also one that raised)."""
