@@ -239,8 +239,9 @@ class Traffic:
         home = chunk.homes[role]
         if home.tier is Tier.NVME:
             assert home.block is not None
-            self._tracer.host_use(home.block)
-            self.residency.reach((home.block,), Tier.HOST)
+            if load or role != Role.COMPUTE:  # one that is written as a whole must not be read ahead
+                self._tracer.host_use(home.block)
+                self.residency.reach((home.block,), Tier.HOST)
             self.execute(self.residency.acquire(home.block, Tier.HOST, load=load))
 
     def asked_role(self, chunk: Chunk, role: Role) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -10,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from hetmem.errors import StoreError
 from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
+from hetmem.runtime import registry
 
 Fault = Callable[[str, int, int], int]
 """Asked before each system call: verb, offset, bytes. It may raise, wait, or return how many bytes are moved."""
@@ -97,3 +101,10 @@ def once(number: int, fault: Fault) -> Fault:
 
 EIO = fails(errno.EIO)
 ENOSPC = fails(errno.ENOSPC)
+
+
+def settle(*modules: nn.Module) -> None:
+    """What is read ahead or written behind for `modules` is over, and the error of it, if it failed, was told."""
+    for module in modules:
+        with contextlib.suppress(StoreError):
+            registry.of_module(module).runtime.traffic.quiesce()

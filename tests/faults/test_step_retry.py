@@ -11,7 +11,7 @@ import torch
 import hetmem
 from hetmem.errors import StoreError
 from hetmem.optim.scaling import LossScale
-from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once
+from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
 from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, vector_batches
@@ -81,9 +81,9 @@ def test_a_step_over_two_models_that_is_repeated_updates_each_once(
             disk.fault = fault if optimizer is right else healthy
             try:
                 optimizer.step()
-                getattr(optimizer, "synchronize", lambda: None)()
             except StoreError:
                 optimizer.step()
+            settle(*(managed for _, managed in pairs))
             optimizer.zero_grad()
     for plain, managed in pairs:
         assert_same_weights(plain, managed)

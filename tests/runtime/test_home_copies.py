@@ -15,7 +15,7 @@ import hetmem
 from hetmem.memory.chunk import Role
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
-from tests.faults.disk import EIO, FaultyDisk, once
+from tests.faults.disk import EIO, FaultyDisk, healthy, once, settle
 from tests.optim import test_overlap as overlaps
 from tests.runtime import test_user_writes as writes
 from tests.runtime.harness import (
@@ -385,15 +385,9 @@ def test_a_step_that_is_repeated_after_a_fault_of_the_disk_leaves_true_copies(
         right.step()
     except hetmem.errors.StoreError:
         right.step()
-    with_fault = disk.fault
-    disk.fault = lambda verb, offset, nbytes: nbytes
-    assert with_fault is not None
-    for _ in range(3):
-        try:
-            right.synchronize()
-            break
-        except hetmem.errors.StoreError:
-            continue
+    disk.fault = healthy
+    settle(managed)
+    right.synchronize()
     for optimizer in (left, right):
         optimizer.zero_grad()
     assert_same_weights(plain, managed)
@@ -426,10 +420,12 @@ def links(place: str, directory: Path, slots: int, **changes: Any) -> dict[str, 
 
 @pytest.mark.parametrize(("slots", "crossings"), [(8, 8), (3, 13)])
 def test_half_the_bytes_go_to_the_device(slots: int, crossings: int, tmp_path: Path) -> None:
-    """With room for all eight there, each goes there once a step; with room for three, five of them twice."""
+    """With room for all eight there, each goes there once a step; with room for three, five of them twice, or four if
+    one that is read ahead comes late."""
     without, with_copies = (links("host", tmp_path, slots, home_copies=wanted) for wanted in (False, True))
-    assert without["host_to_device"] == 3 * crossings * CHUNK
-    assert with_copies["host_to_device"] == 3 * crossings * CHUNK // 2
+    fewest = {8: 8, 3: 12}[slots]
+    assert 3 * fewest * CHUNK <= without["host_to_device"] <= 3 * crossings * CHUNK
+    assert 3 * fewest * CHUNK // 2 <= with_copies["host_to_device"] <= 3 * crossings * CHUNK // 2
     assert with_copies["device_to_host"] == without["device_to_host"] == 3 * 8 * CHUNK
 
 
