@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hetmem.memory.nvme import Extent, NvmeStore
-from hetmem.plan.links import Link as Link
-from hetmem.plan.links import LinkUse
+from hetmem.plan.links import Link, LinkUse
 
 
 @dataclass(slots=True)

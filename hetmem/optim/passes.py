@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetmem.memory.chunk import ManagedParameter, Role
-from hetmem.memory.transfer import Link
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Overlap
 from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, sample_of
 from hetmem.optim.rule import ParameterUpdate
 from hetmem.optim.updates import Job, Opened
 from hetmem.optim.workers import WorkerPool
+from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.gradients import is_home_gradient

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
+from hetmem.plan.trace import STEP, Moment, SegmentTrace, Tier, TraceBook
 from hetmem.units import format_size
 
-FORWARD, BACKWARD, STEP = ("forward",), ("backward",), ("step",)
+FORWARD, BACKWARD = ("forward",), ("backward",)
 
 
 @dataclass(slots=True)
@@ -97,21 +97,7 @@ class Notes:
         self._key = None
 
     def _expect(self, key: Hashable) -> None:
-        """As `StepTracer.schedules`."""
-        chain = self._book.chain(key)
-        device = [moment.blocks for trace in chain for moment in trace.moments]
-        barrier, met = None, 0
-        for trace in chain:
-            if trace.key == STEP:
-                barrier = met
-                break
-            met += len(trace.moments)
-        host = [(block,) for trace in chain for block in trace.host_blocks]
-        first = len(chain[0].moments) if chain else 0
-        for tier, schedule in (
-            (Tier.DEVICE, Schedule(device, barrier=barrier, segment=first)),
-            (Tier.HOST, Schedule(host)),
-        ):
+        for tier, schedule in self._book.schedules(key).items():
             self._traffic.execute(self._traffic.residency.expect(tier, schedule))
 
     # ---- moments -----------------------------------------------------------------------------------------------

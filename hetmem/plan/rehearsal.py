@@ -12,13 +12,13 @@ from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use
 from hetmem.plan.cache import Block
 from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.notes import BACKWARD, FORWARD, STEP, Notes
+from hetmem.plan.notes import BACKWARD, FORWARD, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.share import Candidate, choose, idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Tier
+from hetmem.plan.trace import STEP, Tier
 from hetmem.plan.workload import Event, Kind, Phase, Workload
 
 UPDATE_BYTES = 28

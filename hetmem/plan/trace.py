@@ -166,6 +166,10 @@ class Schedule:
         return [self.uses[at % count] for at in range(start, end)]
 
 
+STEP = ("step",)
+"""The key of the segment in which the optimizer updates: no copy of a weight outlives it unchanged."""
+
+
 class TraceBook:
     """Every known segment trace and the order in which segments follow each other.
 
@@ -206,3 +210,17 @@ class TraceBook:
             chain.append(self._traces[at])
             at = self._successor.get(at)
         return chain
+
+    def schedules(self, key: Hashable) -> dict[Tier, Schedule]:
+        """What is expected on each tier from the start of the segment `key` on."""
+        chain = self.chain(key)
+        device = [moment.blocks for trace in chain for moment in trace.moments]
+        barrier, met = None, 0
+        for trace in chain:
+            if trace.key == STEP:
+                barrier = met
+                break
+            met += len(trace.moments)
+        host = [(block,) for trace in chain for block in trace.host_blocks]
+        first = len(chain[0].moments) if chain else 0
+        return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}

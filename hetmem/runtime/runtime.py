@@ -19,14 +19,14 @@ from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Tier
+from hetmem.plan.trace import STEP, Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import Memory
 from hetmem.runtime.events import EventLog, MomentSeen
 from hetmem.runtime.monitor import DeviceMonitor
 from hetmem.runtime.shortage import Shortage
 from hetmem.runtime.statistics import Statistics
-from hetmem.runtime.tracer import STEP, StepTracer, segment_name
+from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.writes import Writes
 from hetmem.units import format_size
@@ -96,7 +96,7 @@ class Runtime:
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
-        for tier, schedule in self.tracer.schedules(key).items():
+        for tier, schedule in self.tracer.book.schedules(key).items():
             self.traffic.execute(self.traffic.residency.expect(tier, schedule))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:

@@ -7,13 +7,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hetmem.plan.trace import STEP
 from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.tracer import STEP
 
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
@@ -56,11 +57,11 @@ class _Ended:
 
 def _hetmem_is_at_work() -> bool:
     """Whether anything of hetmem's called what calls the caller of this, on this thread."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("hetmem."):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from hetmem.plan.trace import Moment, Schedule, SegmentTrace, Tier, TraceBook
+from hetmem.plan.trace import Moment, SegmentTrace, TraceBook
 
-STEP = ("step",)
 """The key of the optimizer's segment."""
 
 
@@ -97,21 +96,6 @@ class StepTracer:
     def host_use(self, block: int) -> None:
         """`block` was used in host staging."""
         self._host.append(block)
-
-    def schedules(self, key: Hashable) -> dict[Tier, Schedule]:
-        """What is expected on each tier from the start of the segment `key` on."""
-        chain = self.book.chain(key)
-        device = [moment.blocks for trace in chain for moment in trace.moments]
-        barrier = None
-        met = 0
-        for trace in chain:
-            if trace.key == STEP:
-                barrier = met
-                break
-            met += len(trace.moments)
-        host = [(block,) for trace in chain for block in trace.host_blocks]
-        first = len(chain[0].moments) if chain else 0
-        return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
     def known_moments(self) -> list[Moment]:
         """All moments that are known: those of the running segment up to the last one, and those of every trace."""

@@ -17,8 +17,9 @@ import torch
 
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.transfer import Link, TransferEngine
+from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.cache import CopyState
+from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
