@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hetmem.api import manage, managed, release
-from hetmem.checkpoint import load, save
 from hetmem.config import Budget
 from hetmem.memory.device import SimDevice
 from hetmem.optim.adamw import AdamW
@@ -16,6 +15,7 @@ from hetmem.report.live import progress
 from hetmem.report.report import MemoryReport, report
 
 if TYPE_CHECKING:
+    from hetmem.checkpoint import load, save
     from hetmem.planning import plan
     from hetmem.planning.plan import Plan
 
@@ -36,6 +36,14 @@ __all__ = [
     "report",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load", "save"):
+        from hetmem import checkpoint  # most programs import hetmem more often than they save
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module 'hetmem' has no attribute {name!r}")
 
 
 class _CallablePackage(ModuleType):

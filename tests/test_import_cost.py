@@ -43,3 +43,8 @@ def test_an_early_import_of_a_costly_package_would_be_seen(tmp_path: Path, packa
     (tmp_path / "hetmem.py").write_text(f"import {package}", encoding="utf-8")
     (tmp_path / f"{package}.py").touch()
     assert packages_added_by_hetmem(root=tmp_path) & LATE == {package}
+
+
+def test_what_saves_and_loads_is_imported_when_it_is_needed() -> None:
+    code = "import sys, hetmem; assert 'hetmem.checkpoint' not in sys.modules; hetmem.save, hetmem.load"
+    subprocess.run([sys.executable, "-c", code], check=True)
