@@ -24,13 +24,13 @@ from tests.runtime.harness import (
     WIDTH,
     Block,
     Tower,
+    all_hetmem_threads_end,
     assert_same,
     assert_same_grads,
     assert_same_weights,
     both,
     comes_to_be,
     everywhere,
-    hetmem_threads,
     manage,
     mlp,
     pair,
@@ -122,8 +122,7 @@ def open_files(directory: Path) -> list[str]:
 
 @everywhere
 def test_release_gives_an_ordinary_module_that_trains_on_with_the_same_bits(placement: str, tmp_path: Path) -> None:
-    gc.collect()
-    assert comes_to_be(lambda: not hetmem_threads()), "those of dropped models end by themselves, and close their files"
+    assert all_hetmem_threads_end(), "those of dropped models end by themselves, and close their files"
     others = set(threading.enumerate())
     modules = pair(mlp, placement, tmp_path)
     assert bool(open_files(tmp_path)) == (placement == "nvme")
@@ -162,8 +161,7 @@ def test_a_released_module_can_be_managed_again(placement: str, tmp_path: Path) 
 
 @everywhere
 def test_dropping_model_and_optimizer_frees_threads_and_files(placement: str, tmp_path: Path) -> None:
-    gc.collect()
-    assert comes_to_be(lambda: not hetmem_threads()), "those of dropped models end by themselves"
+    assert all_hetmem_threads_end(), "those of dropped models end by themselves"
     module = manage(mlp(), placement, tmp_path)
     optimizer = hetmem.AdamW(module.parameters())
     for _ in range(2):
@@ -174,7 +172,7 @@ def test_dropping_model_and_optimizer_frees_threads_and_files(placement: str, tm
     del module, optimizer
     gc.collect()
     assert [reference() for reference in watched] == [None, None, None]
-    assert comes_to_be(lambda: not hetmem_threads())
+    assert all_hetmem_threads_end()
     assert open_files(tmp_path) == []
     assert not any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
