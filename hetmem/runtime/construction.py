@@ -224,7 +224,8 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         if parameter.device.type != "cpu":
             raise ManageError(
                 f"{name} is on {parameter.device}, expected host memory: build the model on the CPU (or move it there "
-                f"with model.cpu()); hetmem brings its parameters to the accelerator"
+                f"with model.cpu()); hetmem brings its parameters to the accelerator. For a pretrained model, build it "
+                f"from its config and fill it with hetmem.load_weights"
             )
         if parameter.layout is not torch.strided:
             raise ManageError(f"{name} has layout {parameter.layout}, expected a dense (strided) tensor")
