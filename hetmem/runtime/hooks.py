@@ -22,6 +22,9 @@ class Hooked(Protocol):
     def before_state_dict(self) -> None:
         """Weights are to be read, or written over."""
 
+    def before_assignment(self) -> None:
+        """Other parameters are to take the place of the module's."""
+
 
 class BeforeForward:
     """A forward pre-hook."""
@@ -57,7 +60,7 @@ class AfterForward:
 
 
 class BeforeStateDict:
-    """A pre-hook of state dicts beside them: what users read, or write over, is what the last step made."""
+    """A pre-hook of state dicts, and of loading them, beside these."""
 
     def __init__(self, hooked: Hooked | None = None) -> None:
         self._hooked = _nothing if hooked is None else weakref.ref(hooked)
@@ -66,6 +69,8 @@ class BeforeStateDict:
         hooked = self._hooked()
         if hooked is not None:
             hooked.before_state_dict()
+            if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
+                hooked.before_assignment()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hetmem.errors import ManageError
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict
 from hetmem.runtime.operators import OperatorFaults
@@ -128,6 +129,13 @@ class Interception:
     def before_state_dict(self) -> None:
         """What users read, or write over, is what the last step made."""
         self.runtime.traffic.wait_for_updates()
+
+    def before_assignment(self) -> None:
+        """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""
+        raise ManageError(
+            "load_state_dict(assign=True) would put other parameters in the place of those that hetmem manages: leave "
+            "assign=True out, which copies the values, or call hetmem.release(model) first"
+        )
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""

@@ -123,6 +123,7 @@ def _has_memory(value: Any) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and value.layout is torch.strided
         and not value.is_meta
+        and not value._is_zerotensor()
     )
 
 
