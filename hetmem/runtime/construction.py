@@ -370,6 +370,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     managed.parameter.data = home
     managed.version = managed.parameter._version
     managed.home_references = storage_references(home)
+    managed.home_address = home.data_ptr()
 
 
 def recast(managed: ManagedParameter, home: torch.Tensor) -> None:

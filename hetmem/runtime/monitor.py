@@ -55,7 +55,7 @@ class DeviceMonitor(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or (self.forward_runs is not None and not self.forward_runs()):
+        if self.paused or _accumulates() or (self.forward_runs is not None and not self.forward_runs()):
             return func(*args, **kwargs)
         if self._strict and not self.transformed and not _only_views(func):
             self._check(func, tree_leaves((args, kwargs)))
@@ -103,6 +103,12 @@ class DeviceMonitor(TorchDispatchMode):
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
+def _accumulates() -> bool:
+    """Whether a gradient is being accumulated: then the user's hooks run, which may read homes. A checkpoint runs a
+    backward of its own within a node that is watched, so that node's mode is on."""
+    return hasattr(torch._C._current_autograd_node(), "variable")
+
+
 def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
     """A storage has died. Weak: the finalizer lives as long as the storage and must not keep a model alive."""
     alive = monitor()
@@ -117,6 +123,7 @@ def _has_memory(value: Any) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and value.layout is torch.strided
         and not value.is_meta
+        and not value._is_zerotensor()
     )
 
 

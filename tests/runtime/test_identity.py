@@ -12,6 +12,7 @@ import os
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 import hetmem
 from hetmem.errors import ManageError
 from tests.runtime.harness import (
+    BATCHES,
     WIDTH,
     Block,
     Tower,
@@ -207,3 +209,32 @@ def test_pickled_models_come_back_equal(placement: str, how: str, tmp_path: Path
     loss = loaded(*token_batches(1)[0])
     loss.backward()
     assert_same(modules[0](*token_batches(1)[0]), loss, "loss")
+
+
+@everywhere
+def test_parameters_that_others_are_to_replace_stay(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    state = {name: value * 0.5 for name, value in plain.state_dict().items()}
+    for module in (managed, managed[2]):
+        with pytest.raises(ManageError, match="assign=True"):
+            module.load_state_dict({name.removeprefix("0."): value for name, value in state.items()}, assign=True)
+    assert_same_weights(plain, managed)
+    train_both(plain, managed, BATCHES)
+
+
+@everywhere
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.half])
+def test_another_dtype_is_refused_and_taken_back_or_released(
+    change: Callable[[nn.Module], nn.Module], placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    for module in (plain, managed):
+        change(module)
+    with pytest.raises(ManageError, match="release"):
+        managed(BATCHES[0][0])
+    assert_same_weights(plain, managed, "after the refusal")
+    train_both(plain.float(), managed.float(), BATCHES)
+    for module in (plain, managed):
+        change(module)
+    hetmem.release(managed)
+    assert_same_weights(plain, managed, "released")
