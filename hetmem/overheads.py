@@ -42,8 +42,8 @@ def measure(rounds: int = 15) -> ThreadCosts:
 
     With `u` uses and `f` fetches a step the time beside plain torch's is `u * use_seconds + f * transfer_seconds`, and
     an update of `p` parameters in `c` chunks that renews `r` copies takes `p * update_seconds + c * chunk_seconds +
-    r * transfer_seconds`: two chunk sizes give two equations each. A use is an operator's, one of autograd's for a saved
-    weight, or a gradient's.
+    r * transfer_seconds`: two chunk sizes give two equations each. A use is an operator's, one of autograd's for
+    a saved weight, or a gradient's.
     """
     return solved(*(_train(layers, rounds) for layers in _CHUNKS))
 
