@@ -6,7 +6,7 @@ Holds addresses and views; decides nothing and moves nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -18,8 +18,15 @@ from hetmem.plan.trace import Tier
 from hetmem.units import round_up
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class _RoleFields(NamedTuple):
+    """Looked up in every dictionary of homes: a tuple hashes and compares without Python."""
+
+    name: str
+    dtype: torch.dtype | None = None
+    scale_block: int = 0
+
+
+class Role(_RoleFields):
     """What a part of a chunk's memory is for: parameters, their 16-bit copies (COMPUTE, where these have homes of their
     own), gradients, or the optimizer's state of that `name`.
 
@@ -28,13 +35,11 @@ class Role:
     behind the elements.
     """
 
+    __slots__ = ()
+
     PARAM: ClassVar[Role]
     COMPUTE: ClassVar[Role]
     GRAD: ClassVar[Role]
-
-    name: str
-    dtype: torch.dtype | None = None
-    scale_block: int = 0
 
     @property
     def is_state(self) -> bool:

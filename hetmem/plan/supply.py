@@ -147,7 +147,7 @@ class Supply:
             if staged is None:
                 return self._prefetch(block, staging, commands)
             if staged.state is not CopyState.VALID:
-                return staging
+                return None
         slot = self._make_room(cache, self._blocks[block].span, commands, cache.schedule.next_use(block))
         if slot is None:
             return cache

@@ -10,7 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -183,21 +183,22 @@ class Runtime:
             raise self._shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
 
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> AbstractContextManager[None]:
         """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
-        paused = self.monitor.paused
-        self.monitor.paused = True
         transformed = torch._C._functorch.maybe_current_level() is not None
         inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
-        try:
-            with (
-                torch.inference_mode(False) if inference else nullcontext(),
-                temporarily_clear_interpreter_stack() if transformed else nullcontext(),
-            ):
-                yield
-        finally:
-            self.monitor.paused = paused
+        if transformed or inference:
+            return self._outside(transformed=transformed, inference=inference)
+        return _Paused(self.monitor)
+
+    @contextmanager
+    def _outside(self, *, transformed: bool, inference: bool) -> Iterator[None]:
+        with (
+            _Paused(self.monitor),
+            torch.inference_mode(False) if inference else nullcontext(),
+            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+        ):
+            yield
 
     @contextmanager
     def moving_homes(self) -> Iterator[None]:
@@ -374,6 +375,21 @@ class Runtime:
 
 def _nothing_to_give(nbytes: int) -> None:
     """No homes have moved to the device."""
+
+
+class _Paused:
+    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
+
+    __slots__ = ("_before", "_monitor")
+
+    def __init__(self, monitor: DeviceMonitor) -> None:
+        self._monitor = monitor
+
+    def __enter__(self) -> None:
+        self._before, self._monitor.paused = self._monitor.paused, True
+
+    def __exit__(self, *_: object) -> None:
+        self._monitor.paused = self._before
 
 
 class _WeakGrown:
