@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,17 @@ def test_a_managed_model_gets_the_weights_of_many_files_and_trains_as_a_plain_on
     assert hetmem.load_weights(weights, managed) == ([], [])
     assert_same_weights(plain, managed)
     train_both(plain, managed, token_batches(3))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_one_element_that_is_new_reaches_the_copies(placement: str, tmp_path: Path) -> None:
+    plain = mlp()
+    managed = manage(copy.deepcopy(plain), placement, tmp_path)
+    train_both(plain, managed, vector_batches(2, 4, WIDTH))
+    with torch.no_grad():
+        plain[0].weight[5, 7] += 1
+    hetmem.load_weights(saved(plain, tmp_path / "w"), managed)
+    train_both(plain, managed, vector_batches(2, 4, WIDTH))
 
 
 def test_a_file_an_index_and_a_directory_are_the_same_weights(tmp_path: Path) -> None:
@@ -133,8 +145,14 @@ def test_names_that_do_not_match_are_told_and_nothing_changes(tmp_path: Path) ->
     other = nn.Sequential(*mlp(), nn.Linear(3, 3))
     del other[0]
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"the files have no .*the model has no "):
+    with pytest.raises(CheckpointError, match=r"the files have no .*the model has no .*; rename= translates"):
         hetmem.load_weights(weights, other)
+    with pytest.raises(
+        CheckpointError, match=r"of another model: the model has no 0\.bias; the model has no 0\.weight; "
+    ):
+        hetmem.load_weights(weights, mlp()[1:], rename=lambda name: name if name[0] == "0" else None)
+    with pytest.raises(CheckpointError, match=r"of another model: the files have no 0\.bias; rename="):
+        hetmem.load_weights(weights, mlp(), rename=lambda name: None if name == "0.bias" else name)
     for name, value in other.state_dict().items():
         assert_same(before[name], value, name)
 
