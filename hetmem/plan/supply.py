@@ -36,7 +36,7 @@ class Supply:
         """The WAITING copy of `block` on `tier` is wanted; `serve` sees to it."""
         if (tier, block) not in self._waiting:
             self._waiting.append((tier, block))
-            self._ledger.note(block, f"acquire on {tier.name}")
+            self._ledger.note(block, "acquire on", tier)
 
     def requested(self, block: int, tier: Tier) -> bool:
         """Whether a request for `block` on `tier` waits."""
@@ -118,7 +118,7 @@ class Supply:
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if self._waiting or cache.loading >= self._at_once or cache.still_refused():
+        if self._waiting or cache.loading >= self._at_once or (cache.refused and cache.still_refused()):
             return
         flying = cache.loading
         for block in cache.missing(self._lookahead):

@@ -74,7 +74,7 @@ def scan_idle(cache: Cache) -> Ranks:
 def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
     """The ranks of what may be given up now for a block that is needed at `needed_at`."""
     ranks, awaited, schedule = {}, 0, cache.schedule
-    waits, now = cache.tier is Tier.DEVICE, schedule.now()
+    waits, now = cache.tier is Tier.DEVICE, schedule.now
     for block, copy in cache.copies.items():
         if copy.dirty:
             continue
