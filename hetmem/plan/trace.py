@@ -233,5 +233,6 @@ class TraceBook:
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
             device = Uses([moment.blocks for trace in chain for moment in trace.moments])
-            known = self._uses[key] = chain, device, Uses([(block,) for trace in chain for block in trace.host_blocks])
+            host = Uses([(block,) for trace in chain for block in trace.host_blocks])
+            known = self._uses[key] = chain, device, host
         return known[1], known[2]
