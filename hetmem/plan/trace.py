@@ -229,7 +229,7 @@ class TraceBook:
         return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
     def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[Uses, Uses]:
-        """The uses of `chain`, which starts with `key`, on the device and in host staging; kept while it is the same."""
+        """The uses of `chain`, which starts with `key`, on the device and in host staging; kept as long as it is."""
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
             device = Uses([moment.blocks for trace in chain for moment in trace.moments])
