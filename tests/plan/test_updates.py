@@ -201,7 +201,7 @@ def test_after_a_step_parameters_are_on_nvme_and_states_may_be_on_their_way(over
     run = Rehearsal(workload(), made, room, drive, overlapped=overlapped)
     for _ in range(3):
         run.step()
-        for (role, chunk), block in run._blocks.items():
+        for (role, _), block in run._blocks.items():
             assert role != "param" or not run._traffic.residency.dirty(block)
     assert run._traffic.busy()
 
