@@ -88,7 +88,7 @@ class Cache:
         self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
         self._moves = 0
-        self._refused: tuple[int, int, Cache, int] | None = None
+        self.refused: tuple[int, int, Cache, int] | None = None
         self._demand = Order(self.copies, self._demand_key)
         self._ahead = Order(self.copies, self._ahead_key)
         if nearer is not None:
@@ -141,16 +141,16 @@ class Cache:
     def reach(self, blocks: tuple[int, ...]) -> None:
         """A use of `blocks` begins. Next uses change for what was waited for in vain, and for what was skipped."""
         schedule = self.schedule
-        passed, unmet, before = schedule.now(), schedule.unmet(), schedule.position
+        passed, first = schedule.now, schedule.position
+        for block in passed:
+            copy = self.copies.get(block)
+            if block not in schedule.met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
+                self.touch(block)
         if not schedule.reach(blocks):
             return
-        first, last = before, schedule.position
-        if last == first + 1:  # the next one, as expected: all know of it
-            for block in passed:
-                copy = self.copies.get(block)
-                if block in unmet or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
-                    self.touch(block)
-            return
+        last = schedule.position
+        if last == first + 1:
+            return  # the next one, as all expected
         if last < first:
             first, last = last, first
         self.moved()
@@ -158,7 +158,7 @@ class Cache:
 
     def meet(self, block: int) -> None:
         """`block` of the use just reached is there, and in use from now on."""
-        self.schedule.meet(block)
+        self.schedule.met.add(block)
         self._ranked.add(block)
 
     def missing(self, lookahead: int) -> list[int]:
@@ -185,18 +185,18 @@ class Cache:
         """What is missing here first, `block`, gets no room on `where` now."""
         if not where._changed:
             farther = self._farther or self  # whether `block` is staged says where it has to be fetched from
-            self._refused = self.schedule.next_use(block), self._moves, where, farther._moves
+            self.refused = self.schedule.next_use(block), self._moves, where, farther._moves
 
     def still_refused(self) -> bool:
         """Whether asking again for what `refuse` said would end the same way."""
-        if self._refused is None:
+        if self.refused is None:
             return False
-        needed_at, moves, where, farther_moves = self._refused
+        needed_at, moves, where, farther_moves = self.refused
         farther = self._farther or self
         stands = moves == self._moves and farther_moves == farther._moves and needed_at >= self.schedule.position
         if not stands or where._changed:
-            self._refused = None
-        return self._refused is not None
+            self.refused = None
+        return self.refused is not None
 
     # ---- what to give up ---------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Cache:
         """The furthest use, from `needed_at` on, of a copy that is used before; its turn comes then."""
         schedule, copies = self.schedule, self.copies
         before = {block for use in schedule.between(schedule.position, needed_at) for block in use if block in copies}
-        for block in schedule.now():
+        for block in schedule.now:
             copy = copies.get(block)
             if copy is not None and (copy.uses or schedule.next_use(block) < needed_at):
                 before.add(block)

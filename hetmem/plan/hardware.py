@@ -74,8 +74,8 @@ class ThreadCosts:
 
     `use_seconds`: for each use of a streamed parameter, by an operator or by autograd, and for each gradient;
     `transfer_seconds`: for handing a copy to what carries it out; `update_seconds`: for each parameter updated, and
-    `chunk_seconds` for each chunk of them. Zero where nobody measured it. On a GPU that thread runs ahead of the device,
-    which hides most of it.
+    `chunk_seconds` for each chunk of them. Zero where nobody measured it. On a GPU that thread runs ahead of the
+    device, which hides most of it.
     """
 
     use_seconds: float = 0.0

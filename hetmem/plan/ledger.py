@@ -30,7 +30,7 @@ class Ledger:
         self.caches = (device, host)
         self.in_flight = 0
         self.tick = 0
-        self._history: list[deque[tuple[int, str]]] = []
+        self._history: list[deque[tuple[int, str, Tier | None]]] = []
 
     def add(self, block: Block) -> int:
         """Register `block`; returns its number."""
@@ -38,14 +38,15 @@ class Ledger:
         self._history.append(deque(maxlen=24))
         return len(self.blocks) - 1
 
-    def note(self, block: int, what: str) -> None:
+    def note(self, block: int, what: str, tier: Tier | None = None) -> None:
         """Remember that `what` happened to `block`, for `illegal`."""
-        self._history[block].append((self.tick, what))
+        self._history[block].append((self.tick, what, tier))
 
     def illegal(self, block: int, tier: Tier, event: str) -> StateError:
         """The error that `event` on the copy of `block` on `tier` is, with what went before."""
         copy = self.caches[tier].copies.get(block)
-        history = "; ".join(f"{tick}: {what}" for tick, what in self._history[block])
+        notes = ((tick, f"{what} {at.name}" if at is not None else what) for tick, what, at in self._history[block])
+        history = "; ".join(f"{tick}: {what}" for tick, what in notes)
         return StateError(f"{self.blocks[block].label}: {event} on {tier.name}, copy is {copy}; history: {history}")
 
     # ---- commands ----------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Ledger:
             staging = self.caches[Tier.HOST]
             staging.copies[block].uses += 1
             staging.touch(block)
-        self.note(block, f"fetch {source.name}->{tier.name}")
+        self.note(block, "fetch to", tier)
         commands.append(Fetch(block, source, tier, copy.slot))
 
     def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
@@ -100,7 +101,7 @@ class Ledger:
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
             commands.append(Drop(block, tier, copy.slot))
-        self.note(block, f"dropped on {tier.name}")
+        self.note(block, "dropped on", tier)
 
     def evict(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Drop a copy that would be of use, for another one's sake."""
@@ -117,7 +118,7 @@ class Ledger:
             self.note(command.block, "written")
         else:
             copy.state = CopyState.VALID
-            self.note(command.block, f"valid on {command.target.name}")
+            self.note(command.block, "valid on", command.target)
 
     def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
         """`command` failed: what it should have written stays dirty. What it should have fetched is dropped, or STALE

@@ -106,6 +106,7 @@ class Notes:
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
         """`operator` uses `blocks` next; `live_bytes` are not chunks, gradients on their way aside."""
+        self._traffic.poll()
         live = live_bytes + self._traffic.gradient_bytes()
         at = len(self._moments)
         expected = live if self._known is None else self._known.moments[at].non_model_bytes

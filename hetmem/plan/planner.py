@@ -35,11 +35,13 @@ _PREFETCH_WORTH = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself."""
+    """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself. `overlapped`: updates go on
+    behind the backward."""
 
     capacities: Capacities
     chunk_bytes: int | None
     prefetch: Prefetch = field(default_factory=Prefetch)
+    overlapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def judge(
         hardware,
         micro_batches=micro_batches,
         prefetch=setting.prefetch,
+        overlapped=setting.overlapped,
         steps=steps,
     )
     return Candidate(setting, arrangement, simulated, result)

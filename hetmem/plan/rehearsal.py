@@ -6,7 +6,10 @@ counterpart of `runtime.runtime`, `runtime.gradients` and `optim.adamw`. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use
@@ -19,6 +22,7 @@ from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.share import Candidate, choose, idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import STEP, Tier
+from hetmem.plan.updates import Staged, Update, Updates
 from hetmem.plan.workload import Event, Kind, Phase, Workload
 
 UPDATE_BYTES = 28
@@ -46,7 +50,11 @@ class StepResult:
 
 
 class Rehearsal:
-    """A run in the making. `step()` is one optimizer step; the steps before the last learn what comes next."""
+    """A run in the making. `step()` is one optimizer step; the steps before the last learn what comes next.
+
+    `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
+    from the second step on.
+    """
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class Rehearsal:
         micro_batches: int = 1,
         policy: EvictionPolicy | None = None,
         prefetch: Prefetch | None = None,
+        overlapped: bool = False,
     ) -> None:
         self._workload = workload
         self._arrangement = arrangement
@@ -79,8 +88,14 @@ class Rehearsal:
         ]
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
-        self._arrived: set[int] = set()
-        self._compute = self._update = 0.0
+        self._arrivals: Counter[int] = Counter()
+        usual = Counter(event.parameters[0] for event in workload.events if event.kind is Kind.GRADIENT)
+        self._usual = {parameter: micro_batches * count for parameter, count in usual.items()}
+        self._arriving: Counter[int] = Counter()
+        self._overlapped = overlapped
+        self._begun: set[int] = set()
+        self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged)
+        self._compute = 0.0
         self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
@@ -112,8 +127,9 @@ class Rehearsal:
         before = {name: (link.load.bytes, link.load.seconds) for name, link in traffic.links.items()}
         counts = traffic.residency.counts
         fetches, faults = sum(counts.fetches.values()), counts.faults[Tier.DEVICE]
-        self._compute = self._update = 0.0
-        self._arrived.clear()
+        self._compute = self._updates.seconds = 0.0
+        self._arrivals.clear()
+        self._begun.clear()
         try:
             for _ in range(self._micro_batches):
                 for index, event in enumerate(self._workload.events):
@@ -128,7 +144,7 @@ class Rehearsal:
             name: (link.load.bytes - before[name][0], link.load.seconds - before[name][1])
             for name, link in traffic.links.items()
         }
-        terms = {"compute": self._compute, "update": self._update, **{n: s for n, (_, s) in load.items()}}
+        terms = {"compute": self._compute, "update": self._updates.seconds, **{n: s for n, (_, s) in load.items()}}
         return StepResult(
             traffic.now - start,
             traffic.stall_seconds - stalled,
@@ -163,6 +179,7 @@ class Rehearsal:
             case Kind.GRADIENT:
                 self._traffic.now += self._use_seconds
                 self._send(event.parameters[0])
+                self._arrived(event.parameters[0])
             case Kind.END:
                 self._arrive()
         self._phase(event.during, self._seconds[index][0])
@@ -204,43 +221,54 @@ class Rehearsal:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _send(self, parameter: int) -> None:
+        """A gradient goes home."""
         arrangement, traffic = self._arrangement, self._traffic
         chunk = arrangement.chunk_of[parameter]
         numel = arrangement.elements[parameter]
         nbytes = numel * arrangement.ground.chunks[chunk].itemsize
         device_bytes = numel * self._workload.compute_itemsizes[parameter]
-        if arrangement.ground.resident and self._blocks:
-            return
         if arrangement.ground.resident:
-            if parameter not in self._arrived:
+            if not self._blocks and parameter not in self._arrivals:
                 self._notes.kept_bytes += device_bytes * (self._steps == 0)
-                self._arrived.add(parameter)
             return
-        if arrangement.homes["grad"][chunk] is Tier.DEVICE:
-            self._arrived.add(parameter)
+        tier = arrangement.homes["grad"][chunk]
+        if tier is Tier.DEVICE:
             return
-        if arrangement.homes["grad"][chunk] is Tier.HOST:
-            traffic.send_gradient(nbytes, device_bytes)
-            self._arrived.add(parameter)
+        self._arriving[chunk] += 1
+        if tier is Tier.HOST:
+            traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, None))
             return
         block = self._blocks["grad", chunk]
         self._notes.staged(block)
-        traffic.open_staged(block, load=bool(self._arrived & set(arrangement.ground.chunks[chunk].parameters)))
-        traffic.send_home(nbytes)
-        traffic.release(block, Tier.HOST, dirty=True)
-        self._arrived.add(parameter)
+        members = arrangement.ground.chunks[chunk].parameters
+        traffic.open_staged(block, load=any(other in self._arrivals for other in members))
+        traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, block))
+
+    def _home(self, chunk: int, staged: int | None) -> None:
+        """A gradient of `chunk` is at home, or in the `staged` block of it."""
+        self._arriving[chunk] -= 1
+        if staged is not None:
+            self._traffic.release(staged, Tier.HOST, dirty=True)
+
+    def _arrived(self, parameter: int) -> None:
+        """Perhaps it is the last one that its chunk waited for."""
+        self._arrivals[parameter] += 1
+        chunk = self._arrangement.chunk_of[parameter]
+        if self._overlapped and self._steps and self._blocks:
+            members = self._members(chunk)
+            if all(member in self._usual and self._arrivals[member] == self._usual[member] for member in members):
+                self._begin(chunk, members, in_backward=True)
+            self._updates.pump()
 
     def _arrive(self) -> None:
-        if not self._blocks:
-            return
-        self._traffic.wait_for_gradients()
-        self._settle("grad", list(self._arrangement.homes["grad"]))
-        self._traffic.drain()
+        """Every gradient is at home."""
+        if self._blocks:
+            self._traffic.wait_for_gradients()
+            self._traffic.wait_until_written(self._on_nvme("grad"))
 
-    def _settle(self, role: str, chunks: list[int]) -> None:
-        for chunk in chunks:
-            if self._arrangement.homes.get(role, {}).get(chunk) is Tier.NVME:
-                self._traffic.execute(self._traffic.residency.settle(self._blocks[role, chunk]))
+    def _on_nvme(self, role: str) -> list[int]:
+        homes = self._arrangement.homes.get(role, {})
+        return [self._blocks[role, chunk] for chunk, tier in homes.items() if tier is Tier.NVME]
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
@@ -292,50 +320,55 @@ class Rehearsal:
         sizes = {role: self._arrangement.ground.home_bytes(chunk, role) for role in at}
         return Candidate(sum(sizes.values()), sum(sizes[role] for role in at if at[role] is Tier.NVME))
 
+    def _members(self, chunk: int) -> set[int]:
+        """The parameters of `chunk` that an update changes."""
+        return set(self._arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
+
     def _optimize(self) -> None:
         self._notes.begin(STEP)
+        self._updates.finish()
         self._fill_idle()
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
-            members = set(self._arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
-            if members:
-                self._update_chunk(chunk, members)
-        self._traffic.drain()
+            members = self._members(chunk)
+            if members and chunk not in self._begun:
+                self._begin(chunk, members, in_backward=False)
+        self._updates.finish()
+        self._traffic.wait_until_written(self._on_nvme("param"))
         self._notes.end()
 
-    def _update_chunk(self, chunk: int, members: set[int]) -> None:
-        traffic, homes = self._traffic, self._arrangement.homes
-        copies = chunk in homes.get("compute", {})
-        staged = [role for role in ROLES if homes.get(role, {}).get(chunk) is Tier.NVME]
-        for role in staged:
-            self._notes.staged(self._blocks[role, chunk])
-            fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
-            whole = role == "compute" and len(members) == len(self._arrangement.ground.chunks[chunk].parameters)
-            traffic.open_staged(self._blocks[role, chunk], load=not (fresh or whole))
-        block = self._blocks.get(self._operand(chunk))
-        copied = block is not None and traffic.wait_for_copy(block)
-        nbytes = UPDATE_BYTES * self._arrangement.ground.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
-        here = homes["param"][chunk] is Tier.DEVICE
-        on_device = here and not self._hardware.host_to_device.by_the_caller
-        device_rate, host_rate = self._hardware.device.bytes_per_second, self._hardware.host.update_bytes_per_second
-        seconds = sum(self._arrangement.elements[index] for index in members) * nbytes
-        seconds /= device_rate if on_device else host_rate
-        thread = self._hardware.thread
-        seconds += len(members) * thread.update_seconds + thread.chunk_seconds
-        self._update += seconds
-        traffic.now += seconds
-        if block is not None and copied:
-            if self._workload.mixed_precision and here:
-                pass  # the update writes the copy too
-            elif self._workload.mixed_precision and self._hardware.host_to_device.by_the_caller and not copies:
-                copy_bytes = self._arrangement.numels[chunk] * self._arrangement.ground.compute_itemsize
-                traffic.host_to_device.load.bytes += copy_bytes
-            else:
-                traffic.renew(block)
-        for role in staged:
-            traffic.release(self._blocks[role, chunk], Tier.HOST, dirty=role != "grad")
+    def _begin(self, chunk: int, members: set[int], *, in_backward: bool) -> None:
+        """Queue the update of `members` of `chunk`."""
+        self._begun.add(chunk)
+        homes, ground, hardware = self._arrangement.homes, self._arrangement.ground, self._hardware
+        copies, here = chunk in homes.get("compute", {}), homes["param"][chunk] is Tier.DEVICE
+        nbytes = UPDATE_BYTES * ground.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
+        nbytes *= sum(self._arrangement.elements[index] for index in members)
+        whole = len(members) == len(ground.chunks[chunk].parameters)
+        cast = self._workload.mixed_precision and not copies and whole and not in_backward
+        by_the_caller = hardware.host_to_device.by_the_caller
+        on_device = here and not by_the_caller
+        update = Update(
+            self._blocks.get(self._operand(chunk)),
+            tuple(self._staged(chunk, whole=whole)),
+            len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
+            0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
+            nbytes / hardware.device.bytes_per_second if on_device else 0.0,
+            keeps_copy=cast and (here or by_the_caller),
+            ready=lambda: not self._arriving[chunk],
+        )
+        self._updates.add(update)
+        if update.had_copy and update.keeps_copy and not here:  # the update writes it, and its bytes cross the link
+            nbytes_of_copy = self._arrangement.numels[chunk] * ground.compute_itemsize
+            self._traffic.host_to_device.load.bytes += nbytes_of_copy
+
+    def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
+        """What the update of `chunk` opens; `whole`: of all its parameters."""
+        homes = self._arrangement.homes
         for role in ROLES:
-            if role != "grad":
-                self._settle(role, [chunk])
+            if homes.get(role, {}).get(chunk) is Tier.NVME:
+                fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
+                written = role == "compute" and whole
+                yield Staged(self._blocks[role, chunk], not (fresh or written), role != "grad", not written)
 
 
 def rehearse(
@@ -347,11 +380,19 @@ def rehearse(
     micro_batches: int = 1,
     policy: EvictionPolicy | None = None,
     prefetch: Prefetch | None = None,
+    overlapped: bool = False,
     steps: int = 4,
 ) -> StepResult:
     """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`."""
     run = Rehearsal(
-        workload, arrangement, capacities, hardware, micro_batches=micro_batches, policy=policy, prefetch=prefetch
+        workload,
+        arrangement,
+        capacities,
+        hardware,
+        micro_batches=micro_batches,
+        policy=policy,
+        prefetch=prefetch,
+        overlapped=overlapped,
     )
     result = run.step()
     for _ in range(steps - 1):

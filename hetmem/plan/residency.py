@@ -194,7 +194,7 @@ class Residency:
             self._supply.serve(commands)
         else:
             copy.state = CopyState.STALE
-            self._ledger.note(block, f"stale on {tier.name}")
+            self._ledger.note(block, "stale on", tier)
         return commands
 
     def limit(self, tier: Tier, slots: int) -> list[Command]:

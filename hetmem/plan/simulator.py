@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
@@ -28,8 +30,6 @@ from hetmem.plan.trace import Tier
 GRADIENTS_IN_FLIGHT = 4
 SMALL_BYTES = 1 << 20
 """As in `runtime.traffic`."""
-
-_LOADING = (CopyState.WAITING, CopyState.LOADING)
 
 
 @dataclass(slots=True)
@@ -47,6 +47,17 @@ class LinkQueue:
         self.load.seconds += seconds
         self.free_at = max(now, self.free_at) + seconds
         return self.free_at
+
+
+class Worker(Protocol):
+    """Does something behind everything else; see `runtime.traffic.Worker`."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+
+    def give_way(self) -> bool:
+        """Let go of memory that is held but not worked with yet; False if there is none."""
+        ...
 
 
 class SimulatedTraffic:
@@ -75,8 +86,9 @@ class SimulatedTraffic:
         self._transfer_seconds = hardware.thread.transfer_seconds
         self.on_device: set[int] = set()
         self._cast = Rate(hardware.device.bytes_per_second)
-        self._ends: list[tuple[float, int, Fetch | Write | None]] = []
+        self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
+        self.worker: Worker | None = None
         self._gradients = 0
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._commands: deque[tuple[Command, bool]] = deque()
@@ -107,9 +119,8 @@ class SimulatedTraffic:
         if commands:
             self.execute(commands, urgent=block)
         while residency.state(block, tier) is not CopyState.VALID:
-            if not residency.in_flight():
+            if not self._go_on():
                 raise residency.withdraw(block, tier)
-            self.wait_for_one()
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less."""
@@ -125,16 +136,48 @@ class SimulatedTraffic:
         while self.residency.writing(block):
             self.wait_for_one()
 
-    def wait_for_copy(self, block: int) -> bool:
-        """Wait for the device copy of `block` if it is on its way; whether there is one."""
-        while self.residency.state(block, Tier.DEVICE) in _LOADING:
-            self.wait_for_one()
-        return self.residency.state(block, Tier.DEVICE) is CopyState.VALID
+    def ask(self, block: int, *, load: bool, ahead: bool = True) -> None:
+        """Begin what `open_staged` does, and do not wait. One that is not read `ahead` is in no schedule."""
+        if ahead:
+            self.residency.reach((block,), Tier.HOST)
+        self.events += 1
+        self.execute(self.residency.acquire(block, Tier.HOST, load=load))
 
-    def renew(self, block: int) -> None:
-        """The home of `block` has changed: the device copy is fetched again."""
-        self.execute(self.residency.invalidate(block, Tier.DEVICE))
-        self.execute(self.residency.prefetch(block, Tier.DEVICE))
+    def unask(self, block: int) -> None:
+        """Take `ask` back."""
+        if self.residency.state(block, Tier.HOST) is CopyState.WAITING:
+            self.residency.withdraw(block, Tier.HOST)
+        else:
+            self.release(block, Tier.HOST)
+
+    def wait_until_written(self, blocks: Iterable[int]) -> None:
+        """Write the dirty ones among `blocks` to NVMe, and wait for that."""
+        blocks = list(blocks)
+        for block in blocks:
+            self.execute(self.residency.settle(block))
+        for block in blocks:
+            while self.residency.dirty(block):
+                self.wait_for_one()
+
+    def begin_update(self, operand: int | None, *, keep_copy: bool) -> bool:
+        """The home of `operand` will be written: until `end_update` nothing is fetched from there. The device copy is
+        given up unless `keep_copy`; whether there is one."""
+        if operand is None:
+            return False
+        self.residency.suspend(operand)
+        while self.residency.state(operand, Tier.DEVICE) is CopyState.LOADING:
+            self.wait_for_one()
+        found = self.residency.state(operand, Tier.DEVICE) is CopyState.VALID
+        if found and not keep_copy:
+            self.execute(self.residency.invalidate(operand, Tier.DEVICE))
+        return found
+
+    def end_update(self, operand: int | None, *, renew: bool) -> None:
+        """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again."""
+        if operand is not None:
+            self.execute(self.residency.resume(operand))
+            if renew:
+                self.execute(self.residency.prefetch(operand, Tier.DEVICE))
 
     def move_in(self, block: int, home: Block, nbytes: int) -> None:
         """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
@@ -163,18 +206,23 @@ class SimulatedTraffic:
         self.device_to_host.load.seconds += seconds
         self.now += seconds
 
-    def send_gradient(self, nbytes: int, device_bytes: int) -> None:
-        """A gradient goes home behind the backward; until then it takes `device_bytes`."""
+    def send_gradient(self, nbytes: int, device_bytes: int, arrived: Callable[[], None] = lambda: None) -> None:
+        """A gradient goes home behind the backward; until then it takes `device_bytes`, and then it has `arrived`."""
         if nbytes < SMALL_BYTES and not self._gradients and self.device_to_host.rate.by_the_caller:
             self.send_home(nbytes)
+            arrived()
             return
         self._gradients += 1
         self.now += self._transfer_seconds
         end = self.device_to_host.send(self.now, nbytes)
         self._gradient_ends.append((end, device_bytes))
-        self._push(end, None)
+        self.later(end, partial(self._gradient_arrived, arrived))
         while self._gradients > GRADIENTS_IN_FLIGHT:
             self.wait_for_one()
+
+    def _gradient_arrived(self, arrived: Callable[[], None]) -> None:
+        self._gradients -= 1
+        arrived()
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that have not left the device yet."""
@@ -186,7 +234,6 @@ class SimulatedTraffic:
         """Every gradient is at home."""
         while self._gradients:
             self.wait_for_one()
-        self.drain()
 
     # ---- carrying commands out ---------------------------------------------------------------------------------
 
@@ -194,6 +241,21 @@ class SimulatedTraffic:
         """Take note of what has ended meanwhile."""
         while self._ends and self._ends[0][0] <= self.now:
             self._note(heapq.heappop(self._ends)[2])
+        if self.worker is not None:
+            self.worker.pump()
+
+    def busy(self) -> bool:
+        """Whether anything is under way that `wait_for_one` can wait for."""
+        return bool(self._ends)
+
+    def _go_on(self) -> bool:
+        """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
+        if self.worker is not None:
+            self.worker.pump()
+        if self._ends:
+            self.wait_for_one()
+            return True
+        return self.worker is not None and self.worker.give_way()
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""
@@ -218,16 +280,17 @@ class SimulatedTraffic:
             self._carry_out(*self._commands.popleft())
         self._executing = False
 
-    def _push(self, end: float, command: Fetch | Write | None) -> None:
+    def later(self, end: float, what: Fetch | Write | Callable[[], None]) -> None:
+        """`what` is over at `end`: a command, or something to be called then."""
         self._sent += 1
-        heapq.heappush(self._ends, (end, self._sent, command))
+        heapq.heappush(self._ends, (end, self._sent, what))
 
-    def _note(self, command: Fetch | Write | None) -> None:
+    def _note(self, what: Fetch | Write | Callable[[], None]) -> None:
         self.events += 1
-        if command is None:
-            self._gradients -= 1
+        if isinstance(what, (Fetch, Write)):
+            self.execute(self.residency.done(what))
         else:
-            self.execute(self.residency.done(command))
+            what()
 
     def _carry_out(self, command: Command, urgent: bool) -> None:
         self.events += 1
@@ -251,4 +314,4 @@ class SimulatedTraffic:
             self.execute(self.residency.done(command))
             return
         self.now += self._transfer_seconds
-        self._push(link.send(self.now, nbytes), command)
+        self.later(link.send(self.now, nbytes), command)

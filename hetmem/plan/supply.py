@@ -36,7 +36,7 @@ class Supply:
         """The WAITING copy of `block` on `tier` is wanted; `serve` sees to it."""
         if (tier, block) not in self._waiting:
             self._waiting.append((tier, block))
-            self._ledger.note(block, f"acquire on {tier.name}")
+            self._ledger.note(block, "acquire on", tier)
 
     def requested(self, block: int, tier: Tier) -> bool:
         """Whether a request for `block` on `tier` waits."""
@@ -118,16 +118,18 @@ class Supply:
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if self._waiting or cache.loading >= self._at_once or cache.still_refused():
+        if self._waiting or cache.loading >= self._at_once or (cache.refused and cache.still_refused()):
             return
-        flying = cache.loading
+        flying, here = cache.loading, True
         for block in cache.missing(self._lookahead):
             if flying >= self._at_once:
                 return
             full = self._prefetch(block, cache, commands)
             if full is not None:
-                cache.refuse(block, full)
+                if here:
+                    cache.refuse(block, full)
                 return
+            here = here and block in cache.copies  # else it is asked for again before those behind it
             flying += 1
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
@@ -137,7 +139,7 @@ class Supply:
             self._prefetch(block, cache, commands)
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> Cache | None:
-        """Bring in `block`, which is missing in `cache`. What it has to wait for, if anything: room there, or staging."""
+        """Bring in `block`, which is missing in `cache`; returns where that has to wait for something, if it has to."""
         tier, home = cache.tier, self._blocks[block].home
         if home <= tier or (tier is Tier.DEVICE and block in self._suspended):
             return None

@@ -92,8 +92,10 @@ class Schedule:
         self.barrier = barrier
         self.position = 0
         self._segment = segment
-        self._met: set[int] = set()
-        self._now: tuple[int, ...] = ()
+        self.now: tuple[int, ...] = ()
+        """The blocks of the use just reached."""
+        self.met: set[int] = set()
+        """Those of them that are there, so that from now on their next use counts."""
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
         self._positions, self._places = known.positions, known.places
 
@@ -104,8 +106,8 @@ class Schedule:
         at = self.position % count if self.periodic else self.position
         if at < count and self.uses[at] == blocks and self.position < self._segment:  # as expected
             self.position += 1
-            self._met.clear()
-            self._now = blocks
+            self.met.clear()
+            self.now = blocks
             return True
         places = self._places.get(blocks)
         if places is None:
@@ -123,13 +125,9 @@ class Schedule:
         before, self.position = self.position, 1 + min(near, key=lambda at: abs(at - self.position))
         if self.position < before:
             self._next.clear()
-        self._met.clear()
-        self._now = blocks
+        self.met.clear()
+        self.now = blocks
         return True
-
-    def meet(self, block: int) -> None:
-        """`block` of the use just reached is there, so that from now on its next use counts."""
-        self._met.add(block)
 
     def next_use(self, block: int, start: int | None = None) -> int:
         """The first use of `block` at or after `start`, counted in uses from the start; NEVER if unknown.
@@ -139,7 +137,7 @@ class Schedule:
         """
         if start is not None:
             return self._first_use(block, start)
-        if self.awaits(block):
+        if block in self.now and block not in self.met:
             return self.position - 1
         known = self._next.get(block, -1)
         if known < self.position:
@@ -155,18 +153,6 @@ class Schedule:
         if index < len(where):
             return lap * len(self.uses) + where[index]
         return (lap + 1) * len(self.uses) + where[0] if self.periodic else NEVER
-
-    def awaits(self, block: int) -> bool:
-        """Whether `block` belongs to the use just reached and was not met there yet."""
-        return block in self._now and block not in self._met
-
-    def unmet(self) -> list[int]:
-        """The blocks of the use just reached that were not met there yet."""
-        return [block for block in self._now if block not in self._met]
-
-    def now(self) -> tuple[int, ...]:
-        """The blocks of the use just reached."""
-        return self._now
 
     def horizon(self, count: int) -> int:
         """The end of the next `count` uses, those known and not behind the barrier."""
@@ -243,9 +229,10 @@ class TraceBook:
         return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
     def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[Uses, Uses]:
-        """The uses of `chain`, which starts with `key`, on the device and in host staging; kept while it is the same."""
+        """The uses of `chain`, which starts with `key`, on the device and in host staging; kept as long as it is."""
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
             device = Uses([moment.blocks for trace in chain for moment in trace.moments])
-            known = self._uses[key] = chain, device, Uses([(block,) for trace in chain for block in trace.host_blocks])
+            host = Uses([(block,) for trace in chain for block in trace.host_blocks])
+            known = self._uses[key] = chain, device, host
         return known[1], known[2]

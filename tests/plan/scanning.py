@@ -10,6 +10,7 @@ from collections.abc import Collection
 from hetmem.plan.cache import Cache, CopyState
 from hetmem.plan.policy import CopyFacts
 from hetmem.plan.residency import Residency
+from hetmem.plan.supply import Supply
 from hetmem.plan.trace import NEVER, Tier
 
 Ranks = dict[int, tuple[int, ...]]
@@ -19,11 +20,19 @@ def compare(residency: Residency) -> Residency:
     """The same residency, whose every decision is checked from now on."""
     for cache in residency._caches:
         cache.__class__ = ComparedCache
+        cache.__dict__["supply"] = residency._supply
     return residency
 
 
 class ComparedCache(Cache):
     """Answers as `Cache` does, once that is what scanning says."""
+
+    supply: Supply
+
+    def still_refused(self) -> bool:
+        found = super().still_refused()
+        assert not found or scan_waits(self)
+        return found
 
     def writing_slots(self) -> int:
         found = super().writing_slots()
@@ -59,6 +68,34 @@ class ComparedCache(Cache):
         return found
 
 
+def scan_waits(cache: ComparedCache) -> bool:
+    """Whether what is missing first has to wait."""
+    schedule = cache.schedule
+    for at in range(schedule.position, schedule.horizon(cache.supply._lookahead)):
+        for block in schedule.uses[at % len(schedule.uses)]:
+            home = cache._blocks[block].home
+            suspended = cache.tier is Tier.DEVICE and block in cache.supply._suspended
+            if block in cache.copies or home <= cache.tier or suspended:
+                continue
+            where: Cache = cache
+            if cache.tier is Tier.DEVICE and home is Tier.NVME:
+                assert cache._farther is not None
+                staged = cache._farther.copies.get(block)
+                if staged is not None and staged.state is not CopyState.VALID:
+                    return True
+                where = cache if staged is not None else cache._farther
+            return not scan_room(where, block)
+    return False
+
+
+def scan_room(cache: Cache, block: int) -> bool:
+    """Whether `block` gets a place without harm."""
+    span, needed_at = cache._blocks[block].span, cache.schedule.next_use(block)
+    if cache.slots.used + span <= cache.limit and cache.slots.find(span) is not None:
+        return True
+    return needed_at < NEVER and bool(scan_victims(cache, span, scan_harmless(cache, needed_at)))
+
+
 def scan_idle(cache: Cache) -> Ranks:
     """The policy's ranks of everything that may be given up."""
     ranks = {}
@@ -74,7 +111,7 @@ def scan_idle(cache: Cache) -> Ranks:
 def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
     """The ranks of what may be given up now for a block that is needed at `needed_at`."""
     ranks, awaited, schedule = {}, 0, cache.schedule
-    waits, now = cache.tier is Tier.DEVICE, schedule.now()
+    waits, now = cache.tier is Tier.DEVICE, schedule.now
     for block, copy in cache.copies.items():
         if copy.dirty:
             continue

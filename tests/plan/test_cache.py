@@ -92,9 +92,12 @@ class Run:
 
     def update(self, block: int, home: Tier) -> None:
         residency = self.residency
+        if self.random.random() < 0.5:
+            residency.suspend(block)
         if home is NVME:
             residency.reach((block,), HOST)
             if not self.get(block, HOST):
+                self.carry_out(residency.resume(block))
                 return
             while residency.writing(block):
                 self.answer()
@@ -103,6 +106,7 @@ class Run:
             self.answer()
         self.carry_out(residency.invalidate(block, DEVICE))
         self.carry_out(residency.settle(block))
+        self.carry_out(residency.resume(block))
         self.carry_out(residency.prefetch(block, DEVICE))
 
 

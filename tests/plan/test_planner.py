@@ -219,6 +219,7 @@ def test_what_hetmem_takes_of_the_thread_is_added_for_each_use_transfer_and_upda
     """Links are so fast that nothing waits: what is left of the difference are the counts."""
     fast = Rate(1e18)
     machine = replace(HARDWARE, host_to_device=fast, device_to_host=fast, nvme_read=fast, nvme_write=fast)
+    machine = replace(machine, host=replace(machine.host, update_bytes_per_second=1e18))
     room = Capacities(12 * MIB, 64 * MIB)
     free = judge(workload(), Setting(room, MIB), machine, 1).result
     for costs, expected in (

@@ -1,0 +1,156 @@
+"""Updates of chunks under way on the simulator's clock: the counterpart of `optim.updates`.
+
+What an update needs from NVMe is brought to host memory, the host's workers compute it, and all goes back; reads for
+the next one and writes of the last one go on meanwhile, and so may a backward. Pure. It knows blocks and seconds, and
+neither chunks nor gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from hetmem.plan.cache import CopyState
+from hetmem.plan.simulator import SimulatedTraffic
+from hetmem.plan.trace import Tier
+
+_AT_ONCE = 2
+"""As in `optim.updates`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A block on NVMe that an update opens in host memory. `load`: what it holds matters; `changes`: it is written;
+    `ahead`: it may be read ahead of that."""
+
+    block: int
+    load: bool
+    changes: bool
+    ahead: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """The update of a chunk, and what it takes: `thread_seconds` of the thread that trains, then `host_seconds` of all
+    the host's workers together, or `device_seconds`.
+
+    `operand`: the block whose copy on the device it makes old, unless it `keeps_copy`. `ready`: whether its gradients
+    are at home.
+    """
+
+    operand: int | None
+    staged: tuple[Staged, ...]
+    thread_seconds: float
+    host_seconds: float
+    device_seconds: float
+    keeps_copy: bool
+    ready: Callable[[], bool]
+    had_copy: bool = False
+
+
+class Updates:
+    """The updates of one optimizer, in order, by the workers of `cores` cores; `opened` is told what it uses in host
+    memory. `seconds` are those that something was computed."""
+
+    def __init__(self, traffic: SimulatedTraffic, cores: int, opened: Callable[[int], None]) -> None:
+        self._traffic, self._cores, self._opened = traffic, cores, opened
+        self._queue: deque[Update] = deque()
+        self._opening: Update | None = None
+        self._running = 0
+        self._free_at = 0.0
+        self._waiting = False
+        self._pumping = False
+        self.seconds = 0.0
+        traffic.worker = self
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or under way."""
+        return not (self._queue or self._opening or self._running)
+
+    def add(self, update: Update) -> None:
+        """Queue `update`; until it is over nothing fetches its operand."""
+        update.had_copy = self._traffic.begin_update(update.operand, keep_copy=update.keeps_copy)
+        self._queue.append(update)
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+        if self._pumping or self.idle:
+            return
+        self._pumping = True
+        while (update := self._next()) is not None:
+            self._run(update)
+        self._pumping = False
+
+    def finish(self) -> None:
+        """Carry everything out; the thread that trains lends a hand. Raises `CapacityError` if something cannot be
+        opened."""
+        self._waiting = True
+        while not self.idle:
+            self.pump()
+            if self.idle:
+                break
+            if not self._traffic.busy():
+                assert self._opening is not None
+                stuck = [part.block for part in self._opening.staged if not self._is_open(part.block)]
+                raise self._traffic.residency.withdraw(stuck[0], Tier.HOST)
+            self._traffic.wait_for_one()
+        self._waiting = False
+
+    def give_way(self) -> bool:
+        """Let go of what is open but not computed with yet; False if that is nothing."""
+        update, self._opening = self._opening, None
+        if update is None:
+            return False
+        for part in update.staged:
+            self._traffic.unask(part.block)
+        self._queue.appendleft(update)
+        return True
+
+    def _next(self) -> Update | None:
+        """The next update to run, with everything open; None if that is not so yet."""
+        if self._opening is None:
+            if self._running >= _AT_ONCE or not self._queue or not self._queue[0].ready():
+                return None
+            self._opening = self._queue.popleft()
+            for part in self._opening.staged:
+                if part.ahead:
+                    self._opened(part.block)
+                self._traffic.ask(part.block, load=part.load, ahead=part.ahead)
+        update = self._opening
+        if not all(self._is_open(part.block) for part in update.staged):
+            return None
+        self._opening = None
+        return update
+
+    def _is_open(self, block: int) -> bool:
+        residency = self._traffic.residency
+        return residency.state(block, Tier.HOST) is CopyState.VALID and not residency.writing(block)
+
+    def _run(self, update: Update) -> None:
+        traffic, seconds = self._traffic, update.host_seconds
+        if not self._waiting:  # all but one of the workers: that one is the thread that trains
+            seconds *= self._cores / max(1, self._cores - 1)
+        else:  # which lends no hand to the update before while it prepares this one
+            seconds += max(0.0, min(update.thread_seconds, self._free_at - traffic.now)) / self._cores
+        traffic.now += update.thread_seconds + update.device_seconds
+        self.seconds += update.thread_seconds + update.device_seconds + update.host_seconds
+        self._running += 1
+        if update.device_seconds:
+            self._ended(update)
+        else:
+            self._free_at = max(traffic.now, self._free_at) + seconds
+            traffic.later(self._free_at, partial(self._ended, update))
+
+    def _ended(self, update: Update) -> None:
+        self._running -= 1
+        traffic = self._traffic
+        for part in update.staged:
+            traffic.release(part.block, Tier.HOST, dirty=part.changes)
+        traffic.end_update(update.operand, renew=update.had_copy and not update.keeps_copy)
+        for part in update.staged:
+            if part.changes:
+                traffic.execute(traffic.residency.settle(part.block))
+        self.pump()

@@ -1,0 +1,220 @@
+"""Updates on the simulator's clock: exact times of small programs, and that a run of them loses no byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetmem.errors import CapacityError
+from hetmem.plan.arrangement import arrange
+from hetmem.plan.cache import CopyState
+from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
+from hetmem.plan.placement import Capacities
+from hetmem.plan.planner import Setting, judge
+from hetmem.plan.rehearsal import Rehearsal, StepResult
+from hetmem.plan.simulator import SimulatedTraffic
+from hetmem.plan.trace import Tier
+from hetmem.plan.updates import Staged, Update, Updates
+from hetmem.units import MIB
+from tests.plan.test_planner import HARDWARE, workload
+from tests.plan.test_simulator import traffic, use
+
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+
+def updates(simulated: SimulatedTraffic, cores: int = 4) -> Updates:
+    return Updates(simulated, cores, lambda block: None)
+
+
+def update(
+    seconds: float, *, thread: float = 0.0, staged: tuple[int, ...] = (), operand: int | None = None, ready: bool = True
+) -> Update:
+    parts = tuple(Staged(block, load=True, changes=True) for block in staged)
+    return Update(operand, parts, thread, seconds, 0.0, keeps_copy=False, ready=lambda: ready)
+
+
+def test_updates_come_one_after_the_other_and_each_is_prepared_while_the_last_is_computed() -> None:
+    simulated = traffic(0, [])
+    made = updates(simulated)
+    for _ in range(3):
+        made.add(update(8.0, thread=2.0))
+    made.finish()
+    # The first is prepared alone; of the 2 s that two others take, a fourth of the workers was missing.
+    assert simulated.now == 2.0 + 3 * 8.0 + 2 * 2.0 / 4
+    assert made.seconds == 3 * (8.0 + 2.0)
+    assert made.idle
+
+
+def test_what_was_begun_behind_compute_is_waited_for_only_as_far_as_it_is_not_over() -> None:
+    simulated = traffic(0, [])
+    made = updates(simulated)
+    for _ in range(2):
+        made.add(update(3.0))
+        made.pump()  # three of four workers: 4 s each
+    simulated.now += 6.0
+    made.finish()
+    assert (simulated.now, simulated.stall_seconds) == (8.0, 2.0)
+
+
+def test_what_the_next_update_needs_is_read_while_one_is_computed() -> None:
+    simulated = traffic(0, [NVME] * 3, staging=3, nvme_read=Rate(100.0), nvme_write=Rate(1e9))
+    made = updates(simulated)
+    for block in range(3):
+        made.add(update(5.0, staged=(block,)))
+    made.finish()
+    assert simulated.now == pytest.approx(1.0 + 3 * 5.0)
+    assert simulated.nvme_read.load.bytes == 300
+    simulated.drain()
+    assert simulated.nvme_write.load.bytes == 300
+    simulated.residency.check()
+
+
+def test_with_staging_for_one_update_each_waits_until_the_last_is_written() -> None:
+    simulated = traffic(0, [NVME] * 2, staging=1, nvme_read=Rate(100.0), nvme_write=Rate(100.0))
+    made = updates(simulated)
+    for block in range(2):
+        made.add(update(5.0, staged=(block,)))
+    made.finish()
+    assert simulated.now == 1.0 + 5.0 + 1.0 + 1.0 + 5.0
+
+
+def test_an_update_that_finds_no_room_in_staging_says_so() -> None:
+    simulated = traffic(0, [NVME] * 2, staging=1)
+    made = updates(simulated)
+    made.add(update(1.0, staged=(0, 1)))
+    with pytest.raises(CapacityError, match="no room on HOST"):
+        made.finish()
+
+
+def test_an_update_begins_only_once_its_gradients_are_at_home() -> None:
+    simulated = traffic(0, [])
+    made = updates(simulated)
+    there: list[bool] = []
+    waits = update(1.0)
+    waits.ready = lambda: bool(there)
+    made.add(waits)
+    made.pump()
+    assert not simulated.busy()
+    there.append(True)
+    made.pump()
+    assert simulated.busy()
+
+
+def test_an_update_goes_on_wherever_the_thread_takes_note_of_what_has_ended() -> None:
+    simulated = traffic(0, [])
+    made = updates(simulated)
+    there: list[bool] = []
+    waits = update(1.0)
+    waits.ready = lambda: bool(there)
+    made.add(waits)
+    simulated.later(1.0, lambda: there.append(True))
+    simulated.now = 2.0
+    simulated.poll()
+    assert simulated.busy()
+
+
+def test_nothing_fetches_what_is_being_updated_and_its_copy_comes_back_afterwards() -> None:
+    simulated = traffic(2, [HOST] * 2)
+    use(simulated, 0, 0.0)
+    made = updates(simulated, cores=1)
+    made.add(update(5.0, operand=0))
+    assert simulated.residency.state(0, DEVICE) is None
+    simulated.execute(simulated.residency.prefetch(0, DEVICE))
+    assert simulated.residency.state(0, DEVICE) is None
+    made.finish()
+    assert simulated.residency.state(0, DEVICE) is CopyState.LOADING
+    simulated.drain()
+    assert simulated.now == 1.0 + 5.0 + 1.0
+
+
+def test_a_use_of_what_is_being_updated_waits_for_that() -> None:
+    simulated = traffic(2, [HOST] * 2)
+    made = updates(simulated, cores=1)
+    made.add(update(5.0, operand=0))
+    use(simulated, 0, 0.0)
+    assert simulated.now == 5.0 + 1.0
+
+
+def test_what_an_update_has_opened_gives_way_to_somebody_who_can_go_on_only_so() -> None:
+    simulated = traffic(0, [NVME] * 4, staging=2)
+    made = updates(simulated)
+    simulated.open_staged(2, load=True)
+    made.add(update(1.0, staged=(0, 1)))
+    made.pump()  # block 0 has the second slot, block 1 waits for the first
+    simulated.open_staged(3, load=True)
+    assert simulated.residency.state(0, HOST) is not CopyState.VALID
+    for block in (2, 3):
+        simulated.release(block, HOST)
+    made.finish()
+    assert made.idle
+    simulated.residency.check()
+
+
+# ---- in a rehearsal ----------------------------------------------------------------------------------------------
+
+SLOW = replace(
+    HARDWARE,
+    host=replace(HARDWARE.host, update_bytes_per_second=1e8),
+    device=replace(HARDWARE.device, matrix_flops={"float32": 1e10}),
+)
+IN_HOST, ON_NVME = Capacities(12 * MIB, 64 * MIB), Capacities(12 * MIB, 24 * MIB, 64 * MIB)
+
+
+def step(
+    room: Capacities, *, overlapped: bool, micro_batches: int = 1, steps: int = 4, on: HardwareProfile = SLOW
+) -> StepResult:
+    return judge(workload(), Setting(room, MIB, overlapped=overlapped), on, micro_batches, steps=steps).result
+
+
+def test_of_updates_behind_the_backward_only_the_last_is_seen() -> None:
+    result = step(IN_HOST, overlapped=True)
+    one = 28 * 256 * 1024 / 1e8 * 32 / 31
+    sent = MIB / 1e9
+    assert result.seconds == pytest.approx(result.terms["compute"] + sent + one, rel=1e-3)
+    assert step(IN_HOST, overlapped=False).seconds == pytest.approx(result.terms["compute"] + 8 * 0.0734, rel=1e-3)
+
+
+def test_the_first_step_does_not_know_when_all_gradients_of_a_chunk_are_there() -> None:
+    first, plain = step(IN_HOST, overlapped=True, steps=1), step(IN_HOST, overlapped=False, steps=1)
+    assert first == plain
+
+
+@pytest.mark.parametrize("room", [IN_HOST, ON_NVME], ids=["host", "nvme"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_behind_the_backward_the_same_is_updated_and_written(room: Capacities, micro_batches: int) -> None:
+    plain = step(room, overlapped=False, micro_batches=micro_batches)
+    early = step(room, overlapped=True, micro_batches=micro_batches)
+    assert early.terms["update"] == pytest.approx(plain.terms["update"])
+    assert early.bytes["device_to_host"] == plain.bytes["device_to_host"] == micro_batches * 8 * MIB
+    assert early.bytes["nvme_write"] == plain.bytes["nvme_write"]
+    assert early.seconds < plain.seconds
+    assert early.device_peak_bytes <= room.device_bytes
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_after_a_step_parameters_are_on_nvme_and_states_may_be_on_their_way(overlapped: bool) -> None:
+    room = Capacities(12 * MIB, 10 * MIB, 64 * MIB)
+    made = arrange(workload(), room, MIB)
+    assert set(made.homes["param"].values()) == {HOST, NVME}
+    drive = replace(SLOW, nvme_write=Rate(3e7))
+    run = Rehearsal(workload(), made, room, drive, overlapped=overlapped)
+    for _ in range(3):
+        run.step()
+        for (role, _), block in run._blocks.items():
+            assert role != "param" or not run._traffic.residency.dirty(block)
+    assert run._traffic.busy()
+
+
+def test_with_several_micro_batches_updates_go_behind_the_last_one() -> None:
+    """Were they begun in an earlier one, more of them than the last would be hidden by what comes after."""
+    slow = replace(SLOW, host=replace(SLOW.host, update_bytes_per_second=2e7))  # 0.37 s each: longer than a backward
+    one, three = (step(IN_HOST, overlapped=True, micro_batches=m, on=slow) for m in (1, 3))
+    assert three.seconds - three.terms["compute"] == pytest.approx(one.seconds - one.terms["compute"], rel=1e-2)
+
+
+def test_preparing_updates_takes_the_thread_that_runs_the_backward() -> None:
+    costs = replace(SLOW, thread=ThreadCosts(update_seconds=0.5))
+    assert step(IN_HOST, overlapped=True, on=costs).seconds == pytest.approx(
+        step(IN_HOST, overlapped=True).seconds + 8 * 0.5
+    )
