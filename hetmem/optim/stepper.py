@@ -251,7 +251,7 @@ class Stepper:
         if progress is None or not (progress.begun or untouched):
             self._notice(chunk)
             self._drop(chunk)
-            progress = self._progress[chunk] = Progress(chunk, [self._passes.part(*member) for member in members])
+            progress = self._progress[chunk] = Progress(chunk, parts)
         elif not untouched:
             raise self._changed(progress)
         return progress
