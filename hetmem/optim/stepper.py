@@ -175,6 +175,7 @@ class Stepper:
                     self._add_update(progress, grad_scale)
             if self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams:
                 self._use_up_gradients()
+                self._updates.pump()
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 

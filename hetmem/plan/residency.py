@@ -170,7 +170,7 @@ class Residency:
         if copy.uses == 0 and (copy.state is CopyState.STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
         self._supply.trim(cache, commands)
-        self._supply.serve(commands)
+        self._supply.serve(commands, tier)
         self._supply.prefetch(cache, commands)
         return commands
 

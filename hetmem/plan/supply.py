@@ -67,13 +67,14 @@ class Supply:
         """`block` may come to the device again."""
         self._suspended.discard(block)
 
-    def serve(self, commands: list[Command]) -> None:
-        """Move requests on: find their source, then a slot, then fetch. The oldest first."""
+    def serve(self, commands: list[Command], changed: Tier = Tier.HOST) -> None:
+        """Move requests on: find their source, then a slot, then fetch. The oldest first. What changed on the device
+        alone is of no use for those that wait for staging."""
         self._too_large.clear()
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
                 continue  # feeding the device has started it meanwhile
-            if tier is Tier.DEVICE and block in self._suspended:
+            if tier > changed or (tier is Tier.DEVICE and block in self._suspended):
                 continue
             copy = self._caches[tier].copies[block]
             source = self._blocks[block].home

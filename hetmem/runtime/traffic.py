@@ -437,8 +437,8 @@ class Traffic:
 
     def poll(self) -> None:
         """Take note of what has finished meanwhile."""
-        self.carrier.poll()
-        self._pump()
+        if self.carrier.poll():
+            self._pump()
 
     def drain(self) -> None:
         """Wait until nothing is in flight; an error of a transfer is raised here."""
