@@ -237,7 +237,7 @@ class Updates:
         if job.writes:
             traffic.end_update(chunk, renew=job.had_copy and not job.keeps_copy)
             if not failed:
-                traffic.settle(chunk.homes[role] for role in job.roles if role is not Role.GRAD)
+                traffic.settle(chunk.homes[role] for role in job.roles)
 
     def _cannot_open(self, job: Job) -> CapacityError:
         """Nothing is under way that could make room for `job`."""
