@@ -11,9 +11,10 @@ own and never shift another one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 NEVER = 1 << 62
 """The next use of a block that no known moment uses."""
@@ -41,11 +42,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentTrace:
-    """The moments of one segment on the device, and the blocks it used in host staging, each in order."""
+    """The moments of one segment on the device, and the blocks it used in host staging, each in order. Those at the
+    places `overwritten` were overwritten as a whole: what they held before was not read."""
 
     key: Hashable
     moments: tuple[Moment, ...] = ()
     host_blocks: tuple[int, ...] = ()
+    overwritten: frozenset[int] = frozenset()
 
     def peak_non_model_bytes(self) -> int:
         """The most non-model bytes at any moment, 0 without moments."""
@@ -57,8 +60,8 @@ class Schedule:
 
     `position` counts the uses that were reached. The first `segment` uses belong to the segment that runs (all, if not
     given): only there can the next use be one that is not the next one expected. What is used behind `barrier` (an
-    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. Building is O(uses),
-    `next_use` and `reach` are O(log uses).
+    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched; nor is what the uses
+    `overwritten` write without reading it. Building is O(uses), `next_use` and `reach` are O(log uses).
     """
 
     def __init__(
@@ -68,12 +71,14 @@ class Schedule:
         periodic: bool = True,
         barrier: int | None = None,
         segment: int = NEVER,
+        overwritten: Collection[int] = (),
     ) -> None:
         self.uses = tuple(uses)
         self.periodic = periodic and bool(self.uses)
         self.barrier = barrier
         self.position = 0
         self._segment = segment
+        self._overwritten = frozenset(overwritten)
         self._met: set[int] = set()
         self._now: tuple[int, ...] = ()
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
@@ -158,6 +163,10 @@ class Schedule:
             end = len(self.uses)
         return end if self.barrier is None or end < self.barrier else self.barrier
 
+    def reads(self, at: int) -> bool:
+        """Whether the use number `at`, counted as `position` is, needs what its blocks hold before."""
+        return not self._overwritten or at % len(self.uses) not in self._overwritten
+
     def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
         """The uses from `start` up to `end`, both counted as `position` is."""
         count = len(self.uses)
@@ -222,5 +231,10 @@ class TraceBook:
                 break
             met += len(trace.moments)
         host = [(block,) for trace in chain for block in trace.host_blocks]
+        ends = accumulate((len(trace.host_blocks) for trace in chain), initial=0)
+        overwritten = [start + at for trace, start in zip(chain, ends, strict=False) for at in trace.overwritten]
         first = len(chain[0].moments) if chain else 0
-        return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
+        return {
+            Tier.DEVICE: Schedule(device, barrier=barrier, segment=first),
+            Tier.HOST: Schedule(host, overwritten=overwritten),
+        }
