@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hetmem.memory import mapping
+
 Memory = memoryview | torch.Tensor
 """Host memory, or a 1-D uint8 tensor on a device."""
 
@@ -23,4 +25,4 @@ def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int =
 
 def address_of(memory: Memory) -> int:
     """The address of the first byte."""
-    return elements(memory, torch.uint8, 1).data_ptr()
+    return mapping.address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()

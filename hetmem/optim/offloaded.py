@@ -267,9 +267,12 @@ class OffloadedOptimizer(Optimizer):
         """Whether the user has written to states in `role` of `chunk` since this was asked last."""
         written = False
         for managed in chunk.parameters:
-            state = self._state.get(managed.parameter, {})
-            for name, home in managed.views(role).items() if state.get(role.name) is not None else ():
-                if state[name].data_ptr() != home.data_ptr():
+            state = self._state.get(managed.parameter)
+            if not managed.numel or state is None or state.get(role.name) is None:
+                continue
+            for name, address in managed.addresses(role).items():
+                if state[name].data_ptr() != address:
+                    home = managed.views(role)[name]
                     home.copy_(state[name])
                     state[name] = home
                     self._versions[id(managed), name] = -1

@@ -83,7 +83,7 @@ class Progress:
 
 def _copied(value: Any) -> Any:
     """Numbers in tensors change in place; tensors of a parameter's size are the homes, which stay."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+    return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def frozen(value: Any) -> Any:

@@ -175,6 +175,7 @@ class Stepper:
                     self._add_update(progress, grad_scale)
             if self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams:
                 self._use_up_gradients()
+                self._updates.pump()
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 
@@ -251,7 +252,7 @@ class Stepper:
         if progress is None or not (progress.begun or untouched):
             self._notice(chunk)
             self._drop(chunk)
-            progress = self._progress[chunk] = Progress(chunk, [self._passes.part(*member) for member in members])
+            progress = self._progress[chunk] = Progress(chunk, parts)
         elif not untouched:
             raise self._changed(progress)
         return progress

@@ -159,13 +159,13 @@ class Updates:
 
     def _may_open(self) -> bool:
         """Whether the next job in the queue may; see the note "openings"."""
-        at_work = (*self._opening, *self._running)
-        if not self._queue or len(at_work) >= _AT_ONCE:
+        if not self._queue or len(self._opening) + len(self._running) >= _AT_ONCE:
             return False
         chunk = self._queue[0].chunk
-        if self._traffic.arriving(chunk) or any(job.chunk is chunk for job in at_work):
+        if self._traffic.arriving(chunk) or any(job.chunk is chunk for job in (*self._opening, *self._running)):
             return False
-        return all(self._traffic.role_has_place(job.chunk, role) for job in self._opening for role in job.roles)
+        last = self._opening[-1] if self._opening else None  # those before it had places when it opened
+        return last is None or all(self._traffic.role_has_place(last.chunk, role) for role in last.roles)
 
     def _open(self) -> None:
         job = self._queue.popleft()
@@ -237,7 +237,7 @@ class Updates:
         if job.writes:
             traffic.end_update(chunk, renew=job.had_copy and not job.keeps_copy)
             if not failed:
-                traffic.settle(chunk.homes[role] for role in job.roles if role is not Role.GRAD)
+                traffic.settle(chunk.homes[role] for role in job.roles)
 
     def _cannot_open(self, job: Job) -> CapacityError:
         """Nothing is under way that could make room for `job`."""

@@ -162,7 +162,8 @@ class Cache:
         self._ranked.add(block)
 
     def missing(self, lookahead: int) -> list[int]:
-        """The blocks without a copy among those of the next `lookahead` uses, each once, in order.
+        """The blocks without a copy among those that the next `lookahead` uses read, each once, in order. What one of
+        these uses overwrites first is no such block.
 
         Uses whose blocks are all here are looked at once: until something is removed they need no second look.
         """
@@ -172,13 +173,15 @@ class Cache:
             return []
         end = schedule.horizon(lookahead)
         missing: dict[int, None] = {}
-        for blocks in schedule.between(start, end) if start < end else ():
-            for block in blocks:
-                if block not in copies:
-                    missing[block] = None
-            if not missing:
-                start += 1
-                self._present_until = start
+        comes_by_itself: set[int] = set()
+        for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
+            absent = [block for block in blocks if block not in copies and block not in comes_by_itself]
+            if schedule.reads(at):
+                missing.update(dict.fromkeys(absent))
+            else:
+                comes_by_itself.update(absent)
+            if not (missing or comes_by_itself):
+                self._present_until = at + 1
         return list(missing)
 
     def refuse(self, block: int, where: Cache) -> None:

@@ -29,6 +29,8 @@ class Supply:
         self._at_once = at_once
         self._waiting: list[tuple[Tier, int]] = []
         self._suspended: set[int] = set()
+        self._too_large: dict[Tier, int] = {}
+        """By tier, so many slots in a row were not to be had for a request a moment ago: nor are they for the next."""
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -67,12 +69,14 @@ class Supply:
         self._suspended.discard(block)
         self._caches[Tier.DEVICE].moved()
 
-    def serve(self, commands: list[Command]) -> None:
-        """Move requests on: find their source, then a slot, then fetch. The oldest first."""
+    def serve(self, commands: list[Command], changed: Tier = Tier.HOST) -> None:
+        """Move requests on: find their source, then a slot, then fetch. The oldest first. What changed on the device
+        alone is of no use for those that wait for staging."""
+        self._too_large.clear()
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
                 continue  # feeding the device has started it meanwhile
-            if tier is Tier.DEVICE and block in self._suspended:
+            if tier > changed or (tier is Tier.DEVICE and block in self._suspended):
                 continue
             copy = self._caches[tier].copies[block]
             source = self._blocks[block].home
@@ -111,7 +115,7 @@ class Supply:
         if cache.slots.used > cache.limit:
             self.trim(cache, commands)
         if self._waiting:
-            self.serve(commands)
+            self.serve(commands, cache.tier)
         self.prefetch(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
@@ -171,8 +175,12 @@ class Supply:
     def _find_place(self, block: int, tier: Tier, copy: Copy, commands: list[Command]) -> bool:
         """Whether the WAITING `copy` has a place, after one was made if that can be done now."""
         if copy.slot < 0:
-            slot = self._make_room(self._caches[tier], self._blocks[block].span, commands)
+            span = self._blocks[block].span
+            if span >= self._too_large.get(tier, span + 1):
+                return False
+            slot = self._make_room(self._caches[tier], span, commands)
             if slot is None:
+                self._too_large[tier] = span
                 return False
             self._ledger.place(block, tier, copy, slot)
         return True

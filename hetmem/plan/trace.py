@@ -11,9 +11,10 @@ own and never shift another one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from operator import is_
 
 NEVER = 1 << 62
@@ -42,11 +43,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentTrace:
-    """The moments of one segment on the device, and the blocks it used in host staging, each in order."""
+    """The moments of one segment on the device, and the blocks it used in host staging, each in order. Those at the
+    places `overwritten` were overwritten as a whole: what they held before was not read."""
 
     key: Hashable
     moments: tuple[Moment, ...] = ()
     host_blocks: tuple[int, ...] = ()
+    overwritten: frozenset[int] = frozenset()
 
     def peak_non_model_bytes(self) -> int:
         """The most non-model bytes at any moment, 0 without moments."""
@@ -54,13 +57,15 @@ class SegmentTrace:
 
 
 class Uses:
-    """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. Made once
-    for all schedules of the same uses; O(uses)."""
+    """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. Those at
+    the indices `overwritten` write their blocks without reading them, so that nothing is prefetched for them. Made
+    once for all schedules of the same uses; O(uses)."""
 
-    __slots__ = ("blocks", "places", "positions")
+    __slots__ = ("blocks", "overwritten", "places", "positions")
 
-    def __init__(self, uses: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, uses: Sequence[tuple[int, ...]], overwritten: Collection[int] = ()) -> None:
         self.blocks = tuple(uses)
+        self.overwritten = frozenset(overwritten)
         self.positions: dict[int, list[int]] = {}
         self.places: dict[tuple[int, ...], list[int]] = {}
         for index, blocks in enumerate(self.blocks):
@@ -74,8 +79,8 @@ class Schedule:
 
     `position` counts the uses that were reached. The first `segment` uses belong to the segment that runs (all, if not
     given): only there can the next use be one that is not the next one expected. What is used behind `barrier` (an
-    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. `next_use` and
-    `reach` are O(log uses).
+    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. `next_use` and `reach` are
+    O(log uses).
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Schedule:
         self.barrier = barrier
         self.position = 0
         self._segment = segment
+        self._overwritten = known.overwritten
         self.now: tuple[int, ...] = ()
         """The blocks of the use just reached."""
         self.met: set[int] = set()
@@ -160,6 +166,10 @@ class Schedule:
         if not self.periodic and end > len(self.uses):
             end = len(self.uses)
         return end if self.barrier is None or end < self.barrier else self.barrier
+
+    def reads(self, at: int) -> bool:
+        """Whether the use number `at`, counted as `position` is, needs what its blocks hold before."""
+        return not self._overwritten or at % len(self.uses) not in self._overwritten
 
     def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
         """The uses from `start` up to `end`, both counted as `position` is."""
@@ -233,6 +243,10 @@ class TraceBook:
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
             device = Uses([moment.blocks for trace in chain for moment in trace.moments])
-            host = Uses([(block,) for trace in chain for block in trace.host_blocks])
+            starts = accumulate((len(trace.host_blocks) for trace in chain), initial=0)
+            host = Uses(
+                [(block,) for trace in chain for block in trace.host_blocks],
+                [start + at for trace, start in zip(chain, starts, strict=False) for at in trace.overwritten],
+            )
             known = self._uses[key] = chain, device, host
         return known[1], known[2]

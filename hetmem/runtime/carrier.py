@@ -66,10 +66,13 @@ class Carrier:
         """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
         return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
-    def poll(self) -> None:
-        """Take note of what has finished meanwhile."""
+    def poll(self) -> bool:
+        """Take note of what has finished meanwhile; whether anything has."""
+        noted = False
         while (finished := self._engine.take(wait=False)) is not None:
+            noted = True
             self._note(finished)
+        return noted
 
     def wait_for_one(self) -> None:
         """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""

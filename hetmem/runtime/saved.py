@@ -71,9 +71,14 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd is to keep instead of `tensor`."""
-        managed = self._runtime.bindings.of_storage(tensor)
-        if managed is None:
-            return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
+            managed = self._runtime.bindings.of_storage(tensor)
+            if managed is not None:
+                return self._place_of(managed, tensor)
+        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+
+    @staticmethod
+    def _place_of(managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         if whole and managed.rest is not managed.home:

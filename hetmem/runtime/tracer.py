@@ -36,6 +36,7 @@ class StepTracer:
         self.known: SegmentTrace | None = None
         self._moments: list[Moment] = []
         self._host: list[int] = []
+        self._overwritten: set[int] = set()
         self._departures: dict[Hashable, int] = {}
 
     def must_measure(self, key: Hashable) -> bool:
@@ -53,7 +54,7 @@ class StepTracer:
         self.key, self.measured = key, measured
         self.known = self.book.get(key)
         self.position = 0
-        self._moments, self._host = [], []
+        self._moments, self._host, self._overwritten = [], [], set()
 
     def end(self) -> None:
         """Put what was recorded into the book."""
@@ -62,7 +63,8 @@ class StepTracer:
             return
         self.key = None
         same = known is not None and [m.blocks for m in known.moments] == [m.blocks for m in self._moments]
-        if known is not None and same and not self.measured and known.host_blocks == tuple(self._host):
+        on_host = (tuple(self._host), frozenset(self._overwritten))
+        if known is not None and same and not self.measured and (known.host_blocks, known.overwritten) == on_host:
             return
         if not self.measured and known is not None:
             if not same:
@@ -73,7 +75,7 @@ class StepTracer:
                 self._moments = list(known.moments)
         elif self._departures.get(key):
             self._departures[key] += 1
-        self.book.put(SegmentTrace(key, tuple(self._moments), tuple(self._host)))
+        self.book.put(SegmentTrace(key, tuple(self._moments), *on_host))
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> int:
         """One operator boundary; returns the non-model bytes to expect until the next one."""
@@ -93,8 +95,10 @@ class StepTracer:
             last = self._moments[-1]
             self._moments[-1] = Moment(last.operator, last.blocks, live_bytes)
 
-    def host_use(self, block: int) -> None:
-        """`block` was used in host staging."""
+    def host_use(self, block: int, *, reads: bool) -> None:
+        """`block` was used in host staging; unless it `reads`, that use overwrites all of it."""
+        if not reads:
+            self._overwritten.add(len(self._host))
         self._host.append(block)
 
     def known_moments(self) -> list[Moment]:

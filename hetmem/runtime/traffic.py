@@ -226,7 +226,7 @@ class Traffic:
         if home.tier is not Tier.NVME:
             return chunk.flat(role)
         assert home.block is not None
-        self._tracer.host_use(home.block)
+        self._tracer.host_use(home.block, reads=load)
         self.residency.reach((home.block,), Tier.HOST)
         slot = self.acquire(home.block, Tier.HOST, load=load)
         try:
@@ -242,9 +242,8 @@ class Traffic:
         home = chunk.homes[role]
         if home.tier is Tier.NVME:
             assert home.block is not None
-            if load or role != Role.COMPUTE:  # one that is written as a whole must not be read ahead
-                self._tracer.host_use(home.block)
-                self.residency.reach((home.block,), Tier.HOST)
+            self._tracer.host_use(home.block, reads=load)
+            self.residency.reach((home.block,), Tier.HOST)
             self.execute(self.residency.acquire(home.block, Tier.HOST, load=load))
 
     def role_is_there(self, chunk: Chunk, role: Role) -> bool:
@@ -437,8 +436,8 @@ class Traffic:
 
     def poll(self) -> None:
         """Take note of what has finished meanwhile."""
-        self.carrier.poll()
-        self._pump()
+        if self.carrier.poll():
+            self._pump()
 
     def drain(self) -> None:
         """Wait until nothing is in flight; an error of a transfer is raised here."""
