@@ -141,6 +141,20 @@ class Memory:
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
 
+    def take_device(self, nbytes: int) -> views.Memory:
+        """Memory of the device for what comes there beside copies; it may be asked back, as homes that moved are."""
+        memory = self.device.allocate(nbytes)
+        self._device_ranges.append(_range(memory, nbytes))
+        self.device_home_bytes += nbytes
+        self.moved_bytes += nbytes
+        return memory
+
+    def give_device(self, memory: views.Memory, nbytes: int) -> None:
+        """End `take_device`."""
+        self._device_ranges.remove(_range(memory, nbytes))
+        self.device_home_bytes -= nbytes
+        self.moved_bytes -= nbytes
+
     def set_aside(self, chunks: Iterable[Chunk], role: Role, count: int) -> None:
         """Host memory for `role` of any `count` of `chunks` at a time, to be lent; less if there is less left."""
         for nbytes in sorted((chunk.home_nbytes(role) for chunk in chunks), reverse=True)[:count]:

@@ -18,6 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.transfer import TransferEngine
+from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import STEP, Tier
 from hetmem.runtime.bindings import Bindings
@@ -57,6 +58,8 @@ class Runtime:
             memory.is_home_address, memory.is_device_address, _WeakGrown(self), strict=sanitize
         )
         self.give_way: Callable[[int], None] = _nothing_to_give
+        self.hardware: HardwareProfile | None = None
+        """What the machine can do, if anybody has said so."""
         self._all_slots = sum(chunk.spec.span for chunk in self.chunks)
         self._shortage = Shortage(memory, residency, self.tracer)
         self._held: dict[int, ManagedParameter] = {}

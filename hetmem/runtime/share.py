@@ -68,6 +68,8 @@ class ResidentShare:
         traffic, memory = self._runtime.traffic, self._runtime.memory
         enough = memory.device_home_bytes - nbytes
         with self._runtime.moving_homes():
+            for watcher in self._sink.watchers:
+                watcher.give_device_back()
             last_first = list(reversed(self._moved))
             last_first.sort(key=traffic.updating.__contains__)
             for chunk in last_first:
