@@ -26,8 +26,8 @@ class UpdatePlaces:
     """The choice for one optimizer's chunks on one runtime: all at home without a `HardwareProfile` of the machine.
 
     It is made between a backward and the updates of a step, once two steps have shown what crosses the link, and again
-    when homes have moved to the device or back. With a store on NVMe all stays where its home is: the drive is what such
-    a step waits for, whoever updates, and updates on the host read it through staging.
+    when homes have moved to the device or back. With a store on NVMe all stays where its home is: the drive is what
+    such a step waits for, whoever updates, and updates on the host read it through staging.
     """
 
     def __init__(self, runtime: Runtime, rule: Rule, updates: StreamedUpdates) -> None:

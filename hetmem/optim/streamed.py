@@ -2,11 +2,11 @@
 
 It knows jobs, slots on the device and the two directions of the link; which chunks come here is `places`'s.
 
-Note "streamed": parameter, gradient and states of a chunk are copied into a slot, and the kernel runs behind them on the
-same stream, so that compute waits for neither. When both are over the results go home on the other stream, and then a copy
-for operators is made from the slot, where one was given up. Nothing of the chunk is read from home meanwhile: its block
-is suspended, as in any update. A slot is free again when what it held is home, for whatever comes behind the compute
-that made that copy.
+Note "streamed": parameter, gradient and states of a chunk are copied into a slot, and the kernel runs behind them on
+the same stream, so that compute waits for neither. When both are over the results go home on the other stream, and then
+a copy for operators is made from the slot, where one was given up. Nothing of the chunk is read from home meanwhile: its
+block is suspended, as in any update. A slot is free again when what it held is home, for whatever comes behind the
+compute that made that copy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _UnderWay:
 
 
 class StreamedUpdates:
-    """Those jobs of one optimizer that run on the device, each in a slot. An error of bringing a chunk leaves it as it was.
+    """Those jobs of one optimizer that run on the device, each in a slot. A chunk that cannot be brought is as it was.
 
     `to_host` takes a job that finds no slots any more, `ended` is called after each one that is over.
     """
@@ -106,6 +106,8 @@ class StreamedUpdates:
         """The memory of all slots is the device's again; what was queued for them goes to the host."""
         while self._running:
             self._traffic.wait_for_one()
+        if self._free:  # wait for compute that reads them: the memory may be another stream's next
+            self._traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, 0)
         for slot in self._free:
             self._runtime.memory.give_device(slot.memory, slot.nbytes)
         self._free.clear()
@@ -220,20 +222,24 @@ class StreamedUpdates:
         one.job.opened = {}
 
 
+def _nothing() -> None:
+    """Only what comes before it is waited for."""
+
+
 class _Bring:
     """One transfer: homes to a slot, and the update there behind it. Holds the memory until both are over."""
 
     def __init__(
         self, device: Device, pairs: list[tuple[torch.Tensor, torch.Tensor]], there: Opened, updated: Updated
     ) -> None:
-        self._device, self._pairs, self._there, self._updated = device, pairs, there, updated
+        self._device, self._pairs, self.there, self._updated = device, pairs, there, updated
 
     def __call__(self) -> None:
         with torch.inference_mode(False), torch.no_grad():  # on whatever thread
             for target, source in self._pairs:
                 self._device.copy_in(target, source)
             for managed, streamed in self._updated:
-                streamed.there({role.name: managed.part(flat) for role, flat in self._there.items()})
+                streamed.there({role.name: managed.part(flat) for role, flat in self.there.items()})
 
 
 class _SendHome:

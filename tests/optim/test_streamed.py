@@ -1,4 +1,4 @@
-"""Updates on the device with states brought there: the bits of the host's, in bounded memory, behind every other copy."""
+"""Updates on the device with states brought there: the bits of the host's, in bounded memory, in order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hetmem.optim import streamed
 from hetmem.optim.kernels.streamed import adamw_but_tail, equals_host, tail_of
 from hetmem.optim.kernels.update import AdamWStep, update_by_torch
 from hetmem.optim.places import spread
-from hetmem.plan.balance import Way
-from hetmem.plan.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
+from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.links import Link
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
+from tests.optim.machines import GB, SLOW_HOST
 from tests.runtime.harness import (
     CHUNK,
     Recipe,
@@ -34,17 +34,6 @@ from tests.runtime.harness import (
 from tests.runtime.lazy_device import EarlyDevice, LazyDevice
 
 BF16 = torch.bfloat16
-GB = 1e9
-SLOW_HOST = HardwareProfile(
-    "a host that is slow beside its links",
-    DeviceProfile(10**9, 1000 * GB, {"float32": 1e12}),
-    HostProfile(10**10, 2, 1000 * GB, 0.001 * GB),
-    Rate(100 * GB),
-    Rate(100 * GB),
-    Rate(1 * GB),
-    Rate(1 * GB),
-    200 * GB,
-)
 WIDTH = 57
 """So that the last elements of nearly all parameters are the host's."""
 
@@ -249,6 +238,14 @@ def test_some_parameters_of_a_chunk_alone_are_updated_on_the_host(tmp_path: Path
     assert len(chunk.parameters) > 1
     sizes = sum(m.numel * 4 for m in chunk.parameters)
     assert updated(managed)["streamed"] == 4 * (weight_bytes(managed) - sizes)
+
+
+def test_the_report_says_which_part_was_updated_where(tmp_path: Path) -> None:
+    managed, _ = trained(5, tmp_path, SLOW_HOST)
+    report = hetmem.report(managed)
+    whole = weight_bytes(managed)
+    assert report.to_dict()["updates"] == {"host": whole, "streamed": 4 * whole, "resident": 0}
+    assert "updated 20.0% on the host, 80.0% on the device, sent there for it" in str(report)
 
 
 # ---- room --------------------------------------------------------------------------------------------------------
