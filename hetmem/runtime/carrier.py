@@ -21,9 +21,9 @@ from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
-from hetmem.runtime.construction import Memory
 from hetmem.runtime.events import CopyChange, EventLog, Span, Transfer
 from hetmem.runtime.fingerprints import Fingerprints
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.statistics import Statistics
 
 

@@ -22,8 +22,8 @@ from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import STEP, Tier
 from hetmem.runtime.bindings import Bindings
-from hetmem.runtime.construction import Memory
 from hetmem.runtime.events import EventLog, MomentSeen
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.monitor import DeviceMonitor
 from hetmem.runtime.shortage import Shortage
 from hetmem.runtime.statistics import Statistics

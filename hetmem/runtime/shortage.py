@@ -11,7 +11,7 @@ from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.plan.remedies import Needs, remedies
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
-from hetmem.runtime.construction import Memory
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.units import format_size
 

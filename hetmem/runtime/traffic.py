@@ -24,8 +24,9 @@ from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.carrier import Carrier
-from hetmem.runtime.construction import Memory, recast_all
+from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import CopyChange, EventLog, Fault
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
 
