@@ -53,8 +53,8 @@ class Stepper:
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.workers.add(self._updates)
-        if self._runtime.memory.streams:
-            interception.gradients.watchers.add(self)
+        self._sees_all = self._runtime.memory.streams
+        interception.gradients.watchers.add(self)
 
     # ---- during backward ---------------------------------------------------------------------------------------
 
@@ -235,8 +235,10 @@ class Stepper:
         self.failed = False
         for chunk in list(self._progress):
             self._drop(chunk)
-        for key, count in self._arrivals.items():
-            self._most[key] = max(self._most[key], count)
+        if self._sees_all:
+            for key, count in self._arrivals.items():
+                self._most[key] = max(self._most[key], count)
+        self._sees_all = self._runtime.memory.streams  # before, on the device, they are autograd's own
         self._arrivals.clear()
 
     def _drop(self, chunk: Chunk) -> None:

@@ -3,10 +3,10 @@
 It knows jobs, slots on the device and the two directions of the link; which chunks come here is `places`'s.
 
 Note "streamed": parameter, gradient and states of a chunk are copied into a slot, and the kernel runs behind them on
-the same stream, so that compute waits for neither. When both are over the results go home on the other stream, and then
-a copy for operators is made from the slot, where one was given up. Nothing of the chunk is read from home meanwhile: its
-block is suspended, as in any update. A slot is free again when what it held is home, for whatever comes behind the
-compute that made that copy.
+the same stream, so that compute waits for neither. When both are over the results go home on the other stream, and
+then a copy for operators is made from the slot, where one was given up. Nothing of the chunk is read from home
+meanwhile: its block is suspended, as in any update. A slot is free again when what it held is home, for whatever comes
+behind the compute that made that copy.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -80,31 +81,34 @@ def build_memory(
         chunk_bytes=chunk_bytes,
     )
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
-    unpin = _nothing
+    pins: list[Callable[[], None]] = []
     try:
         host_pool = HostPool(capacities.host_bytes)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
-        unpin = _nothing if ground.resident else device.pin(host_pool.mapping)
+        if not ground.resident:  # what no copy uses is not pinned
+            pins.append(device.pin(host_pool.mapping))
+        slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
             ground.layout,
             _chunks(ground.layout, list(parameters.values()), list(compute.values())),
             device,
             capacities.device_bytes,
             capacities.chunk_cap_bytes,
-            device.pool(ground.slot_bytes, ground.device_slots),
+            device.pool(ground.slot_bytes, min(slots, capacities.chunk_cap_bytes // ground.slot_bytes)),
             host_pool,
             store,
             limits.nvme_bytes,
             sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
             ground.staging_slots,
             mixed_precision,
-            unpin,
+            pins,
             ground.resident,
         )
         memory.reserve(memory.chunks, Role.PARAM)
         memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
     except BaseException:
-        unpin()
+        for unpin in pins:
+            unpin()
         if store is not None:
             store.close()
         raise
@@ -116,10 +120,6 @@ def build_memory(
 
 def _compute_dtype(dtype: torch.dtype, mixed_precision: torch.dtype | None) -> torch.dtype:
     return mixed_precision if mixed_precision is not None and dtype is torch.float32 else dtype
-
-
-def _nothing() -> None:
-    """Host memory that no copy uses is not pinned."""
 
 
 def _device_bytes(limits: Limits, device: Device) -> int:

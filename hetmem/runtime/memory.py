@@ -5,11 +5,13 @@ It reserves and gives back; it knows neither operators nor copies, and moves no 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.memory import views
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.device import Device, DevicePool
@@ -20,6 +22,9 @@ from hetmem.plan.layout import Layout
 from hetmem.plan.placement import Room, place, place_copies
 from hetmem.plan.share import idle_bytes
 from hetmem.plan.trace import Tier
+from hetmem.units import format_size
+
+_NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 ALLOCATOR_SHARE = 0.03
 """Of a GPU's budget: torch's allocator rounds up and cannot join what lies apart."""
@@ -41,13 +46,15 @@ class Memory:
     buffer_bytes: int
     staging_slots: int
     mixed_precision: torch.dtype | None
-    unpin: Callable[[], None]
+    pins: list[Callable[[], None]]
+    """What ends page-locking."""
     resident: bool
     device_home_bytes: int = 0
     moved_bytes: int = 0
     """Of the homes on the device, those that have moved there."""
     spare_bytes: int = 0
     """Host memory that was set aside and is nobody's home now."""
+    _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
     _spare: dict[int, list[memoryview]] = field(default_factory=dict)
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -62,14 +69,39 @@ class Memory:
         return not self.resident or self.mixed_precision is not None
 
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
-        """Give `role` of each of `chunks` a home. Raises `BudgetError`, with nothing reserved, if there is no room."""
+        """Give `role` of each of `chunks` a home. Raises `BudgetError`, or `DeviceOutOfMemoryError` where the others
+        are on the device, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
-        for chunk in chunks if self.resident else [chunk for chunk in chunks if chunk.moved]:
-            self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
+        self._reserve_on_device([chunk for chunk in chunks if self.resident or chunk.moved], role)
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
         sizes = [chunk.home_nbytes(role) for chunk in chunks]
         tiers = place(sizes, self._room(), f"{role.name} of {len(chunks)} chunks")
         self._place(role, list(zip(chunks, sizes, tiers, strict=True)))
+
+    def _reserve_on_device(self, chunks: list[Chunk], role: Role) -> None:
+        settled: list[Chunk] = []
+        for chunk in chunks:
+            try:
+                self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
+            except torch.OutOfMemoryError as error:
+                for other in settled:
+                    self._unsettle(other, role)
+                raise DeviceOutOfMemoryError(
+                    f"the device has no memory for {chunk.label(role)}, whose other homes are there: "
+                    f"{format_size(chunk.home_nbytes(role))} wanted{self.homes_on_device()}, copies of parameters take "
+                    f"{format_size(self.device_pool.held_bytes())}, of {format_size(self.device_bytes)}, the device "
+                    f"budget: lower Budget(device_chunks=…), or Budget(device=…) if others use the device too"
+                ) from error
+            settled.append(chunk)
+
+    def homes_on_device(self) -> str:
+        """What homes take of the device, by role, within a sentence; nothing if there are none."""
+        found: Counter[str] = Counter()
+        for chunk in self.chunks:
+            for role, home in chunk.homes.items():
+                found[role.name] += chunk.home_nbytes(role) if home.tier is Tier.DEVICE else 0
+        parts = [f"{_NAMES.get(name, name)} {format_size(nbytes)}" for name, nbytes in found.items() if nbytes]
+        return f", homes on the device {', '.join(parts)}" if parts else ""
 
     def reserve_copies(self, chunks: Iterable[Chunk]) -> None:
         """Give 16-bit copies of `chunks`, which compute in 16 bits, homes as far as there is room."""
@@ -107,6 +139,13 @@ class Memory:
         self.device_home_bytes += nbytes
         return home
 
+    def _unsettle(self, chunk: Chunk, role: Role) -> Home:
+        home = chunk.homes.pop(role)
+        nbytes = chunk.home_nbytes(role)
+        self._device_ranges.remove(_range(home.memory, nbytes))
+        self.device_home_bytes -= nbytes
+        return home
+
     def move_in(self, chunk: Chunk, memories: Mapping[Role, views.Memory]) -> None:
         """`memories`, which are the device's, are homes of `chunk` from now on; the places that it had stay its own."""
         for role, memory in memories.items():
@@ -118,14 +157,43 @@ class Memory:
 
     def move_back(self, chunk: Chunk, role: Role) -> None:
         """End `move_in` of one role: its home is what it was, or there is none, if there was none."""
-        home = chunk.homes.pop(role)
-        nbytes = chunk.home_nbytes(role)
-        self._device_ranges.remove(_range(home.memory, nbytes))
-        self.device_home_bytes -= nbytes
-        self.moved_bytes -= nbytes
+        home = self._unsettle(chunk, role)
+        self.moved_bytes -= chunk.home_nbytes(role)
         if home.away is not None:
             home.away.written = home.written
             chunk.homes[role] = home.away
+
+    @property
+    def may_leave_device(self) -> bool:
+        """Whether the model is whole on the device, and host memory has room for all of its homes and gradients."""
+        return self.resident and self.away_bytes <= self.host_pool.free_bytes
+
+    @property
+    def away_bytes(self) -> int:
+        """What all homes, and gradients, would take elsewhere."""
+        return sum(chunk.home_nbytes(role) for chunk in self.chunks for role in _roles_away(chunk))
+
+    def leave_device(self) -> None:
+        """The model is whole on the device no more: each home there has a place in host memory that it may go back to,
+        as if it had moved from there, and so have gradients, if `gradient_place` is asked for it."""
+        for chunk in self.chunks:
+            for role in _roles_away(chunk):
+                away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
+                if role in chunk.homes:
+                    chunk.homes[role].away = away
+                else:
+                    self._gradient_places[chunk] = away
+        self.resident = False
+        self.moved_bytes = self.device_home_bytes
+        self.pins.append(self.device.pin(self.host_pool.mapping))
+
+    def keeps_gradient_place(self, chunk: Chunk) -> bool:
+        """Whether `gradient_place` has one for `chunk`."""
+        return chunk in self._gradient_places
+
+    def gradient_place(self, chunk: Chunk) -> Home | None:
+        """The place in host memory that gradients of `chunk` never had, once; None if there is none."""
+        return self._gradient_places.pop(chunk, None)
 
     def idle_bytes(self, non_model_bytes: int) -> int:
         """See `plan.share`."""
@@ -206,6 +274,12 @@ class Memory:
     def is_device_address(self, address: int) -> bool:
         """Whether `address` lies in device memory that chunks own."""
         return self.device_pool.holds(address) or any(start <= address < end for start, end in self._device_ranges)
+
+
+def _roles_away(chunk: Chunk) -> dict[Role, None]:
+    """The roles of `chunk` that need a place where its homes may go from the device."""
+    trained = any(managed.parameter.requires_grad for managed in chunk.parameters)
+    return dict.fromkeys((*chunk.homes, *((Role.GRAD,) if trained else ())))
 
 
 def _range(memory: views.Memory, nbytes: int) -> tuple[int, int]:

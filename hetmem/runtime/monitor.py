@@ -10,10 +10,12 @@ each node of the graph; they exist only in steps that are watched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +52,21 @@ class DeviceMonitor(TorchDispatchMode):
         self._grown = grown
         self._strict = strict
         self._sizes: dict[int, int] = {}
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
+        paused, self.paused = self.paused, True
+        transformed = torch._C._functorch.maybe_current_level() is not None
+        inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
+        try:
+            with (
+                torch.inference_mode(False) if inference else nullcontext(),
+                temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+            ):
+                yield
+        finally:
+            self.paused = paused
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
