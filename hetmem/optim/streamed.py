@@ -65,7 +65,7 @@ class _UnderWay:
 class StreamedUpdates:
     """Those jobs of one optimizer that run on the device, each in a slot. A chunk that cannot be brought is as it was.
 
-    `to_host` takes a job that finds no slots any more, `ended` is called after each one that is over.
+    `to_host` takes a job whose slots were given back, `ended` is called after each one that is over.
     """
 
     def __init__(self, runtime: Runtime, to_host: Callable[[Job], None], ended: Callable[[], None]) -> None:
@@ -104,6 +104,8 @@ class StreamedUpdates:
 
     def give_slots_back(self) -> None:
         """The memory of all slots is the device's again; what was queued for them goes to the host."""
+        while self._queue:
+            self._to_host(self._queue.popleft())
         while self._running:
             self._traffic.wait_for_one()
         if self._free:  # wait for compute that reads them: the memory may be another stream's next
@@ -129,13 +131,8 @@ class StreamedUpdates:
 
     def pump(self) -> None:
         """Begin what has a slot."""
-        while self._queue and not self._traffic.arriving(self._queue[0].chunk):
-            if not self.slot_bytes:
-                self._to_host(self._queue.popleft())
-            elif self._free:
-                self._begin(self._queue.popleft(), self._free.pop())
-            else:
-                return
+        while self._queue and self._free and not self._traffic.arriving(self._queue[0].chunk):
+            self._begin(self._queue.popleft(), self._free.pop())
 
     def cancel(self) -> None:
         """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""

@@ -228,6 +228,19 @@ def test_idle_memory_is_filled_with_homes_beside_the_slots(tmp_path: Path) -> No
     assert runtime.memory.idle_bytes(runtime.non_model_peak_bytes) < 4 * max(homes)
 
 
+def test_a_chunk_of_which_a_parameter_has_no_gradient_is_updated_on_the_host(tmp_path: Path) -> None:
+    managed, optimizer = trained(4, tmp_path, SLOW_HOST)
+    before = updated(managed)
+    managed(*token_batches(1)[0]).backward()
+    without = managed.blocks[0].up.bias
+    without.grad = None
+    optimizer.step()
+    chunk = next(c for c in runtime_of(managed).chunks if any(m.parameter is without for m in c.parameters))
+    rest = sum(m.numel * 4 for m in chunk.parameters if m.parameter is not without)
+    assert rest > 0
+    assert updated(managed)["host"] - before["host"] == rest
+
+
 def test_some_parameters_of_a_chunk_alone_are_updated_on_the_host(tmp_path: Path) -> None:
     plain, managed = pair(build, room(), tmp_path, hardware=SLOW_HOST)
     frozen = "blocks.0.up.bias"
@@ -267,7 +280,9 @@ def test_slots_give_way_to_a_larger_batch_and_come_back(mixed: torch.dtype | Non
 
 
 def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_host(tmp_path: Path) -> None:
-    plain, managed = pair(build, room(), tmp_path, hardware=SLOW_HOST)
+    """Links are so slow that some wait for a slot then."""
+    device = hetmem.SimDevice(host_to_device="20MB", device_to_host="20MB")
+    plain, managed = pair(build, room(), tmp_path, hardware=SLOW_HOST, device=device)
     optimizers = (
         torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
         hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward"),
