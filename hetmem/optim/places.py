@@ -33,7 +33,7 @@ class UpdatePlaces:
     def __init__(self, runtime: Runtime, rule: Rule, updates: StreamedUpdates) -> None:
         self._runtime, self._rule, self._updates = runtime, rule, updates
         self._chosen: set[Chunk] = set()
-        self._crossed: dict[Link, int] = {}
+        self._sent_home: int | None = None
         self._moved_bytes = -1
 
     def choose(self, owned: Container[int]) -> None:
@@ -43,16 +43,16 @@ class UpdatePlaces:
             return
         if runtime.memory.resident or runtime.memory.store is not None:
             return
-        crossed = self._crossed_since()
+        sent_home = self._sent_home_since()
         homes = runtime.memory.moved_bytes - SLOTS * self._updates.slot_bytes
         if homes == self._moved_bytes:
             return
         fitting = [chunk for chunk in runtime.chunks if self._fits(chunk, owned)]
-        if crossed is None or not fitting:  # room for them, before homes take it
+        if sent_home is None or not fitting:  # room for them, before homes take it
             self._have_slots(fitting)
             return
         self._moved_bytes = homes
-        part = self._part(fitting, crossed)
+        part = self._part(fitting, sent_home)
         self._chosen = spread(fitting, part) if part and self._have_slots(fitting) else set()
         if not self._chosen:
             self._updates.give_slots_back()
@@ -93,28 +93,24 @@ class UpdatePlaces:
         room = self._runtime.memory.idle_bytes(self._runtime.non_model_peak_bytes)
         return room + SLOTS * self._updates.slot_bytes >= SLOTS * nbytes and self._updates.take_slots(nbytes)
 
-    def _crossed_since(self) -> dict[Link, int] | None:
-        """The bytes of a whole step on each link but those of streamed states; None as long as none is whole."""
-        links = self._runtime.traffic.engine.links()
-        before = self._crossed
-        self._crossed = {link: use.bytes - self._updates.crossed[link] for link, use in links.items()}
-        return {link: self._crossed[link] - before[link] for link in before} if before else None
+    def _sent_home_since(self) -> int | None:
+        """The bytes of gradients that a whole step sends to the host; None as long as none is whole."""
+        before, use = self._sent_home, self._runtime.traffic.engine.links()[Link.DEVICE_TO_HOST]
+        self._sent_home = use.bytes - self._updates.sent_home_bytes
+        return None if before is None else self._sent_home - before
 
-    def _part(self, fitting: list[Chunk], crossed: dict[Link, int]) -> float:
-        """Of `fitting`, the part to be streamed."""
+    def _part(self, fitting: list[Chunk], sent_home: int) -> float:
+        """Of `fitting`, the part to be streamed. All copies have room: only those that are renewed cross."""
         runtime = self._runtime
         assert runtime.hardware is not None
         away = sum(chunk.numel for chunk in fitting)
         there = sum(chunk.numel for chunk in runtime.chunks if chunk.moved)
         copy_bytes = fitting[0].compute_dtype.itemsize
-        streamed = sum(chunk.numel for chunk in self._chosen) / away
-        renewed = copy_bytes * (1 - streamed)
         costs = update_costs(
             runtime.hardware,
             away + there,
             copy_bytes=copy_bytes,
-            gradient_bytes=crossed[Link.DEVICE_TO_HOST] / away,
-            fetched_bytes=max(0.0, crossed[Link.HOST_TO_DEVICE] / away - renewed),
+            gradient_bytes=sent_home / away,
             home_copy_bytes=copy_bytes if Role.COMPUTE in fitting[0].homes else 0,
         )
         return streamed_part(costs, there / (away + there))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,8 +74,7 @@ class StreamedUpdates:
         self._queue: deque[Job] = deque()
         self._running: list[_UnderWay] = []
         self._free: list[Slot] = []
-        self.crossed: Counter[Link] = Counter()
-        """Bytes that were sent over each link."""
+        self.sent_home_bytes = 0
 
     # ---- slots -------------------------------------------------------------------------------------------------
 
@@ -164,18 +163,7 @@ class StreamedUpdates:
             one.updated,
         )
         nbytes = sum(chunk.role_nbytes(role) for role in brought)
-        self._send(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), slot.marks)
-
-    def _send(
-        self,
-        link: Link,
-        work: Callable[[], None],
-        nbytes: int,
-        done: Callable[[BaseException | None], None],
-        after: Sequence[Any] = (),
-    ) -> None:
-        self.crossed[link] += nbytes
-        self._traffic.copy_beside(link, work, nbytes, done, after)
+        self._traffic.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), slot.marks)
 
     def _brought(self, one: _UnderWay, error: BaseException | None) -> None:
         """All of it is on the device, and updated."""
@@ -185,7 +173,8 @@ class StreamedUpdates:
         chunk, roles = one.job.chunk, [role for role in one.job.roles if role != Role.GRAD]
         work = _SendHome([(one.job.opened[role], one.there[role]) for role in roles])
         nbytes = sum(chunk.role_nbytes(role) for role in roles)
-        self._send(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
+        self.sent_home_bytes += nbytes
+        self._traffic.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
 
     def _home(self, one: _UnderWay, work: Callable[[], None], nbytes: int, error: BaseException | None) -> None:
         """All of it is at home again. What did not get there is sent once more: the slot still holds it."""

@@ -191,6 +191,11 @@ def test_the_part_that_is_streamed_makes_the_slowest_as_fast_as_it_can_be(tmp_pa
     largest = max(4 * chunk.numel for chunk in runtime_of(managed).chunks)
     assert abs(step["streamed"] - 7 / 11 * weight_bytes(managed)) <= largest
     assert step["streamed"] + step["host"] == weight_bytes(managed)
+    places = next(iter(optimizer._steppers.values()))._places
+    before, places._moved_bytes = set(places._chosen), -1
+    train(managed, optimizer, 1)
+    assert places._moved_bytes != -1
+    assert places._chosen == before  # what streaming sends home is no gradient
 
 
 def test_a_part_of_chunks_is_spread_evenly_among_them() -> None:
