@@ -26,8 +26,8 @@ class UpdatePlaces:
     """The choice for one optimizer's chunks on one runtime: all at home without a `HardwareProfile` of the machine.
 
     It is made between a backward and the updates of a step, once two steps have shown what crosses the link, and again
-    when homes have moved to the device or back. With a store on NVMe all stays where its home is: the drive is what
-    such a step waits for, whoever updates, and updates on the host read it through staging.
+    when homes have moved to the device or back, or slots had to go. With a store on NVMe all stays where its home is:
+    the drive is what such a step waits for, whoever updates, and updates on the host read it through staging.
     """
 
     def __init__(self, runtime: Runtime, rule: Rule, updates: StreamedUpdates) -> None:
@@ -45,14 +45,14 @@ class UpdatePlaces:
             return
         sent_home = self._sent_home_since()
         homes = runtime.memory.moved_bytes - SLOTS * self._updates.slot_bytes
-        if homes == self._moved_bytes:
+        if homes == self._moved_bytes and (self._updates.slot_bytes or not self._chosen):
             return
         fitting = [chunk for chunk in runtime.chunks if self._fits(chunk, owned)]
-        if sent_home is None or not fitting:  # room for them, before homes take it
+        if sent_home is None:  # room for them, before homes take it
             self._have_slots(fitting)
             return
         self._moved_bytes = homes
-        part = self._part(fitting, sent_home)
+        part = self._part(fitting, sent_home) if fitting else 0.0
         self._chosen = spread(fitting, part) if part and self._have_slots(fitting) else set()
         if not self._chosen:
             self._updates.give_slots_back()

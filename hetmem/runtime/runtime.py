@@ -28,6 +28,7 @@ from hetmem.runtime.shortage import Shortage
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
+from hetmem.runtime.weak import weakly
 from hetmem.runtime.writes import Writes
 from hetmem.units import format_size
 
@@ -54,7 +55,7 @@ class Runtime:
         )
         self.writes = Writes(self.parameters, self.traffic)
         self.monitor = DeviceMonitor(
-            memory.is_home_address, memory.is_device_address, _WeakGrown(self), strict=sanitize
+            memory.is_home_address, memory.is_device_address, weakly(self.non_model_grew), strict=sanitize
         )
         self.give_way: Callable[[int], None] = _nothing_to_give
         self.hardware: HardwareProfile | None = None
@@ -386,18 +387,6 @@ class Runtime:
 
 def _nothing_to_give(nbytes: int) -> None:
     """No homes have moved to the device."""
-
-
-class _WeakGrown:
-    """`Runtime.non_model_grew` without keeping the runtime alive."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
-
-    def __call__(self, operator: str, live_bytes: int) -> None:
-        runtime = self._runtime()
-        if runtime is not None:
-            runtime.non_model_grew(operator, live_bytes)
 
 
 def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:

@@ -6,7 +6,6 @@ the device, its update is made there, and its copy is a cast there. The place th
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 
 import torch
@@ -20,6 +19,7 @@ from hetmem.runtime.bindings import is_shared, stand_in, storage_references
 from hetmem.runtime.gradients import GradientSink, is_home_gradient
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.traffic import param_block
+from hetmem.runtime.weak import weakly
 
 _TRIES = 3
 """A share that had to go back so often is not tried again: moving it costs more than it saves."""
@@ -35,7 +35,7 @@ class ResidentShare:
         self._went_back, self._may_go_back = 0, False
         self.others_update = False
         """Whether an optimizer that is not hetmem's has stepped: its states would stay where parameters were."""
-        runtime.give_way = _WeakGiveWay(self)
+        runtime.give_way = weakly(self.shrink)
 
     def grow(self) -> None:
         """Fill what is idle. Call it between a backward and the updates of a step.
@@ -244,15 +244,3 @@ def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
-
-
-class _WeakGiveWay:
-    """`ResidentShare.shrink` without keeping the runtime alive."""
-
-    def __init__(self, share: ResidentShare) -> None:
-        self._share = weakref.ref(share)
-
-    def __call__(self, nbytes: int) -> None:
-        share = self._share()
-        if share is not None:
-            share.shrink(nbytes)

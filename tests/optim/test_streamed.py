@@ -294,12 +294,16 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
     )
     train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
     runtime = runtime_of(managed)
-    managed.blocks[1].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))  # type: ignore[union-attr]
+    norm: Any = managed.blocks[1].norm  # type: ignore[union-attr]
+    hook = norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
     before = updated(managed)
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     after = updated(managed)
     assert after["streamed"] > before["streamed"]
     assert after["host"] > before["host"]
+    hook.remove()
+    train_both(plain, managed, token_batches(2), Recipe(steps=2), optimizers=optimizers)
+    assert updated(managed)["streamed"] >= after["streamed"] + weight_bytes(managed)
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------
