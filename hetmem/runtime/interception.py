@@ -170,7 +170,8 @@ class Interception:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """What autograd gets back."""
-        self.segments.on_backward()
+        if self.runtime.memory.streams:
+            self.segments.on_backward()
         if not isinstance(packed, Saved):
             tensor, version = packed
             if tensor._version != version:

@@ -139,6 +139,17 @@ def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, 
     assert memory_of(managed).host_pool.reserved_bytes == reserved
 
 
+def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_path: Path) -> None:
+    plain, managed = pair(build, room(None), tmp_path, sanitize=False)
+    optimizers = optimizers_of(plain, managed)
+    for rows, steps in ((2, 2), (40, 1), (2, 1)):
+        train_both(plain, managed, token_batches(steps, rows=rows), Recipe(steps=steps), optimizers=optimizers)
+    assert not memory_of(managed).resident
+    traces = [trace for trace in registry.of_module(managed).runtime.tracer.book.traces() if trace.key[0] == "forward"]  # type: ignore[index]
+    assert traces
+    assert all(trace.moments and trace.peak_non_model_bytes() > 0 for trace in traces)
+
+
 @MIXED
 def test_without_room_in_host_memory_the_error_says_so(mixed: torch.dtype | None, tmp_path: Path) -> None:
     _, managed = pair(build, room(mixed, host="64KiB"), tmp_path, mixed_precision=mixed)
