@@ -13,6 +13,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.cuda import CudaDevice
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.transfer import TransferEngine
+from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
@@ -67,6 +68,7 @@ def manage(
     policy: EvictionPolicy | None = None,
     sanitize: bool = False,
     plan: RunnablePlan | None = None,
+    hardware: HardwareProfile | None = None,
 ) -> ModuleT:
     """Let hetmem keep the parameters of `module` within `budget`; returns that same instance.
 
@@ -82,7 +84,9 @@ def manage(
     `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB"; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
     memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
-    and `mixed_precision`.
+    and `mixed_precision`. `hardware`: what this machine can do, as `hetmem.probe.probe()` measures it: then states of
+    `hetmem.AdamW` that lie in host memory are brought to the device for their update, for as great a part of the model
+    as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are.
 
     Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do (both
     ValueErrors) and `StoreError` for a drive without room, with the module as it was.
@@ -105,7 +109,9 @@ def manage(
     slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
     residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
     engine = TransferEngine(accelerator, memory.store)
-    interception = Interception(module, Runtime(memory, residency, engine, sanitize=bool(sanitize)))
+    runtime = Runtime(memory, residency, engine, sanitize=bool(sanitize))
+    runtime.hardware = hardware
+    interception = Interception(module, runtime)
     registry.add(module, interception)
     return module
 

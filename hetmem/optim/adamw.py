@@ -18,8 +18,11 @@ from hetmem.optim.kernels import (
     adamw_on_device,
     adamw_tasks,
 )
+from hetmem.optim.kernels.streamed import adamw_but_tail, equals_host, tail_of
+from hetmem.optim.kernels.tiles import cut
+from hetmem.optim.kernels.update import update_by_torch
 from hetmem.optim.offloaded import OffloadedOptimizer
-from hetmem.optim.rule import ParameterUpdate, Rule
+from hetmem.optim.rule import ParameterUpdate, Rule, Streamed
 from hetmem.optim.scaling import LossScale
 
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
@@ -129,6 +132,30 @@ class AdamWRule:
                 [update.states["exp_avg"] for update in alike],
                 [update.states["exp_avg_sq"] for update in alike],
             )
+
+    def streams(self, device: torch.device, copy_dtype: torch.dtype | None) -> bool:
+        """Tried once: the kernel on `device` against torch's on the host."""
+        return equals_host(device, copy_dtype)
+
+    def streamed(self, update: ParameterUpdate) -> Streamed:
+        """The host updates the last few elements, whose rounding depends on the CPU."""
+        step, tail = _count(update), tail_of(update.param.numel())
+        states = update.states
+        tensors = (update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy)
+        param, grad, *rest = cut(tensors, tail)
+        before = [(part, part.clone()) for part in (param, *rest) if part is not None]
+        if param.numel():
+            update_by_torch(step, param, grad, *rest)
+
+        def there(on_device: dict[str, torch.Tensor]) -> None:
+            param, grad, exp_avg, exp_avg_sq = (on_device[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
+            adamw_but_tail(step, param, grad, exp_avg, exp_avg_sq, on_device.get("compute"))
+
+        def undo() -> None:
+            for part, old in before:
+                part.copy_(old)
+
+        return Streamed(there, undo)
 
 
 class CompactAdamWRule:

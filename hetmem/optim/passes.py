@@ -14,10 +14,13 @@ import torch
 from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Overlap
+from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, sample_of
-from hetmem.optim.rule import ParameterUpdate
+from hetmem.optim.rule import ParameterUpdate, Streamable
+from hetmem.optim.streamed import Updated
 from hetmem.optim.updates import Job, Opened
 from hetmem.optim.workers import WorkerPool
+from hetmem.plan.balance import Way
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.construction import recast_all
@@ -31,8 +34,11 @@ if TYPE_CHECKING:
 class Passes:
     """The passes of `optimizer` over the chunks that `interception` manages."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
+    def __init__(
+        self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool, places: UpdatePlaces
+    ) -> None:
         self._optimizer, self._interception, self._workers = optimizer, interception, workers
+        self._places = places
         self._runtime = interception.runtime
 
     # ---- what a pass is of -------------------------------------------------------------------------------------
@@ -125,7 +131,25 @@ class Passes:
         needed |= {role: chunk.homes[role].written for role in self.state_roles(parts)}
         progress.begun, progress.scale = True, grad_scale
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
+        progress.way = self._places.way_of(progress)
+        if progress.way is Way.STREAMED:
+            return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress))
         return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress))
+
+    def _streamed(self, progress: Progress, job: Job) -> Updated:
+        """What the device is to do, once the host has done its part."""
+        self._see_gradients(progress, job)
+        rule = self._optimizer.rule
+        assert isinstance(rule, Streamable)
+        updated: Updated = []
+        try:
+            for part, update in zip(progress.parts, self._begin(progress, job), strict=True):
+                updated.append((part.managed, rule.streamed(update)))
+        except BaseException:
+            for _, streamed in updated:
+                streamed.undo()
+            raise
+        return updated
 
     def _writes_copy(self, progress: Progress) -> bool:
         """Whether the pass that updates `progress` can write the copy on the device too."""
@@ -138,13 +162,17 @@ class Passes:
         idle = not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
         return idle and (here or self._runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
 
+    def _begin(self, progress: Progress, job: Job) -> list[ParameterUpdate]:
+        """Everything that can be undone is remembered."""
+        homes = {name for role in self.state_roles(progress.parts) for name in (role.name, f"{role.name}_scale")}
+        progress.remember_numbers((self._optimizer.state_of(part.managed) for part in progress.parts), homes)
+        return [self._update_of(part, job, progress.scale) for part in progress.parts]
+
     def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
         self._see_gradients(progress, job)
         if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
-        homes = {name for role in self.state_roles(progress.parts) for name in (role.name, f"{role.name}_scale")}
-        progress.remember_numbers((self._optimizer.state_of(part.managed) for part in progress.parts), homes)
-        updates = [self._update_of(part, job, progress.scale) for part in progress.parts]
+        updates = self._begin(progress, job)
         if job.opened[Role.PARAM].device.type != "cpu":
             self._optimizer.rule.on_device(updates)
             for update in updates:
@@ -190,6 +218,7 @@ class Passes:
             return
         for role in self.state_roles(progress.parts):
             chunk.homes[role].written = True
+        self._runtime.statistics.updated_bytes[progress.way] += progress.nbytes
         self._count_versions(progress)
         self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
 
@@ -209,6 +238,7 @@ class Passes:
             traffic.end_update(chunk)
         progress.restore_numbers()
         progress.begun = False
+        self._runtime.statistics.updated_bytes[progress.way] -= progress.nbytes
         self._count_versions(progress)
 
     @staticmethod

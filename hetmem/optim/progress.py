@@ -15,6 +15,7 @@ import torch
 from hetmem.memory.chunk import Chunk, ManagedParameter
 from hetmem.memory.nvme import Look
 from hetmem.optim.undo import Saved
+from hetmem.plan.balance import Way
 
 _SAMPLES = 1024
 Sums = np.ndarray[Any, np.dtype[np.float64]]
@@ -57,6 +58,13 @@ class Progress:
     saved: Saved | None = None
     saving: bool = False
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    way: Way = Way.HOST
+    """Where its update was queued for."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parameters that it is of."""
+        return sum(part.managed.numel * part.managed.chunk.dtype.itemsize for part in self.parts)
 
     def of(self, parts: list[Part]) -> bool:
         """Whether it is of `parts`, in whatever order, as they are now."""

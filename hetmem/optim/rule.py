@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,31 @@ class ParameterUpdate:
     fresh: frozenset[str] = frozenset()
     number: int = 0
     copy: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Streamed:
+    """One parameter's update on the device, of which the host has done its part.
+
+    `there` does the rest, on the current stream, with tensors on the device by role: "param", "grad", the states, and
+    "compute" if there is a copy. `undo` takes back what the host did, if nothing else was done.
+    """
+
+    there: Callable[[dict[str, torch.Tensor]], None]
+    undo: Callable[[], None]
+
+
+@runtime_checkable
+class Streamable(Protocol):
+    """A rule whose updates can be made on a device to which states are brought, with the bits of its `tasks`."""
+
+    def streams(self, device: torch.device, copy_dtype: torch.dtype | None) -> bool:
+        """Whether that is so on `device`, with copies of `copy_dtype` (None: without), for float32."""
+        ...
+
+    def streamed(self, update: ParameterUpdate) -> Streamed:
+        """`update`, in host memory, as far as the host makes it. Counts the step in `state`."""
+        ...
 
 
 class Rule(Protocol):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.passes import Passes
+from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Updates
@@ -40,9 +41,10 @@ class Stepper:
 
     def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
         self._optimizer, self._interception = optimizer, interception
-        self._passes = Passes(optimizer, interception, workers)
         self._runtime = interception.runtime
         self._updates = Updates(self._runtime, workers)
+        self._places = UpdatePlaces(self._runtime, optimizer.rule, self._updates.streamed)
+        self._passes = Passes(optimizer, interception, workers, self._places)
         self._undo = UndoLog(self._runtime.memory.host_pool)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals: Counter[int] = Counter()
@@ -51,8 +53,8 @@ class Stepper:
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.workers.add(self._updates)
-        if self._runtime.memory.streams:
-            interception.gradients.watchers.add(self)
+        self._sees_all = self._runtime.memory.streams
+        interception.gradients.watchers.add(self)
 
     # ---- during backward ---------------------------------------------------------------------------------------
 
@@ -103,6 +105,10 @@ class Stepper:
         """See `Watcher`."""
         self.synchronize()
 
+    def give_device_back(self) -> None:
+        """See `Watcher`."""
+        self._updates.streamed.give_slots_back()
+
     def may_move(self, chunk: Chunk) -> bool:
         """See `Watcher`."""
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
@@ -151,6 +157,7 @@ class Stepper:
                 if not progress.begun and progress.saved is None:  # else `_check_untouched` sees it
                     self._notice_written(progress.chunk)
             self._carry_out()
+        self._places.choose(self._optimizer.groups_by_parameter())
 
     def square_sums(self, chunks: Work) -> list[Sums]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.optim.kernels.total`."""
@@ -229,8 +236,10 @@ class Stepper:
         self.failed = False
         for chunk in list(self._progress):
             self._drop(chunk)
-        for key, count in self._arrivals.items():
-            self._most[key] = max(self._most[key], count)
+        if self._sees_all:
+            for key, count in self._arrivals.items():
+                self._most[key] = max(self._most[key], count)
+        self._sees_all = self._runtime.memory.streams  # before, on the device, they are autograd's own
         self._arrivals.clear()
 
     def _drop(self, chunk: Chunk) -> None:

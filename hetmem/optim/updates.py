@@ -24,6 +24,7 @@ import torch
 
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import Span
@@ -51,6 +52,8 @@ class Job:
     done: Callable[[bool], None]
     writes: bool
     keeps_copy: bool = False
+    streamed: Callable[[Job], Updated] | None = None
+    """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
     opened: Opened = field(default_factory=dict)
     copy: torch.Tensor | None = None
     had_copy: bool = False
@@ -67,17 +70,21 @@ class Updates:
         self._opening: deque[Job] = deque()
         self._running: list[Job] = []
         self._pumping = False
+        self.streamed = StreamedUpdates(runtime, self._queue.append, self._go_on)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or under way."""
-        return not (self._queue or self._opening or self._running)
+        return not (self._queue or self._opening or self._running) and self.streamed.idle
 
     def add(self, job: Job) -> None:
         """Queue `job`."""
         if job.writes:
             job.had_copy = self._traffic.begin_update(job.chunk, keep_copy=job.keeps_copy)
-        self._queue.append(job)
+        if job.streamed is None:
+            self._queue.append(job)
+        else:
+            self.streamed.add(job)
         self._traffic.keep(self)
 
     def pump(self) -> None:
@@ -86,6 +93,9 @@ class Updates:
             return
         self._pumping = True
         try:
+            if not self.streamed.idle:
+                with self._runtime.unwatched(), torch.no_grad():
+                    self.streamed.pump()
             while (go_on := self._next()) is not None:
                 with self._runtime.unwatched(), torch.no_grad():  # in the middle of whatever the user does
                     go_on()
@@ -119,7 +129,7 @@ class Updates:
 
     def wait_for(self, chunk: Chunk) -> None:
         """Nothing computes with `chunk`; what is queued stays so."""
-        while any(job.chunk is chunk for job in self._running):
+        while any(job.chunk is chunk for job in self._running) or self.streamed.works_on(chunk):
             self._traffic.wait_for_one()
 
     def give_way(self) -> bool:
@@ -141,6 +151,7 @@ class Updates:
     def cancel(self) -> None:
         """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""
         self.give_way()
+        self.streamed.cancel()
         while self._queue:
             job = self._queue.popleft()
             if job.writes:
@@ -200,9 +211,12 @@ class Updates:
             self._close(job, failed=True)
             raise
         self._close(job, failed=False)
+        self._runtime.events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, job.batch.ended))
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self.idle:
             self._traffic.forget(self)
-        self._runtime.events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, job.batch.ended))
         self.pump()
 
     @staticmethod

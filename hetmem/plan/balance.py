@@ -1,8 +1,10 @@
 """Where updates run, if bytes may go anywhere: shares such that the slowest of all links and memories is done soonest.
 
-Pure: costs in; shares out. Only two of the three ways are taken by a run today: on the host, and on the device with
-states that live there (see `plan.share`). What the third, states streamed to the device and back, would bring is
-what `best_shares` says with and without it.
+Pure: costs in; shares out. A run asks here how much to stream (`optim.places`), and a plan what that would bring. What
+lives on the device is `plan.share`'s: idle memory of the device is filled with homes, whatever the shares.
+
+Note "busy": a resource is busy for the bytes that go through it. The cores of the host have what they update. Its
+memory has that too, and whatever crosses the link, which is read or written there; its rate is twice that of a copy.
 
 Note "balance": with shares h + s + r = 1 (host, streamed, resident) each resource is busy for a linear function of the
 shares, and all are busy at the same time. The least of the greatest of linear functions over a polygon lies where two
@@ -20,10 +22,15 @@ from itertools import combinations
 from hetmem.plan.hardware import HardwareProfile
 
 _CLOSE = 1e-9
+WORTH = 0.97
+"""Streaming states takes slots on the device and a second way through every step: it has to be this much faster."""
+
 _UPDATE_BYTES = 28
 """Traffic of the memory in which a float32 parameter is updated: 16 bytes read, 12 written."""
 _STATE_BYTES = 12
 """Of a float32 parameter and its two moments: what crosses a link each way if its states are streamed."""
+_GRADIENT_BYTES = 4
+"""Of its gradient, which has gone home in any case, and comes back with the states."""
 
 
 class Way(Enum):
@@ -53,32 +60,42 @@ def update_costs(
     hardware: HardwareProfile,
     parameters: int,
     *,
-    copy_bytes: int,
+    copy_bytes: float,
     gradient_bytes: float,
     fetched_bytes: float = 0.0,
+    home_copy_bytes: float = 0.0,
 ) -> dict[Way, dict[str, float]]:
     """The costs of one step of AdamW over `parameters` float32 parameters, in seconds.
 
     Bytes for each parameter: `copy_bytes` of the copy that operators see, as it crosses the link, `gradient_bytes` of
     the gradient that does; `fetched_bytes` of copies that a step brings to the device beside those that an update
     renews (micro-batches times two, where they do not fit), which a parameter whose home is on the device never needs.
+    With streamed states the gradient comes back to the device, the copy is made there, and `home_copy_bytes` of it go
+    home with the states.
     """
     up, down = hardware.host_to_device.bytes_per_second, hardware.device_to_host.bytes_per_second
-    both, host = hardware.both_ways_bytes_per_second, hardware.host.update_bytes_per_second
-    moved = {  # to the device, to the host, of host memory, of device memory
+    both, host = hardware.both_ways_bytes_per_second, hardware.host
+    memory = max(2 * host.copy_bytes_per_second, host.update_bytes_per_second)
+    moved = {  # to the device, to the host, through the cores of the host, of device memory
         Way.HOST: (fetched_bytes + copy_bytes, gradient_bytes, _UPDATE_BYTES, 2 * copy_bytes),
-        Way.STREAMED: (fetched_bytes + _STATE_BYTES, _STATE_BYTES, 2 * _STATE_BYTES, _UPDATE_BYTES + 2 * _STATE_BYTES),
-        Way.RESIDENT: (0.0, 0.0, 0.0, _UPDATE_BYTES + copy_bytes),
+        Way.STREAMED: (
+            fetched_bytes + _STATE_BYTES + _GRADIENT_BYTES,
+            gradient_bytes + _STATE_BYTES + home_copy_bytes,
+            0,
+            _UPDATE_BYTES + 2 * _STATE_BYTES + _GRADIENT_BYTES + copy_bytes,
+        ),
+        Way.RESIDENT: (0.0, 0.0, 0, _UPDATE_BYTES + copy_bytes),
     }
     return {
         way: {
             "host_to_device": parameters * to / up,
             "device_to_host": parameters * back / down,
             "both_ways": parameters * (to + back) / both,
-            "host_memory": parameters * in_host / host,
+            "host_cores": parameters * on_host / host.update_bytes_per_second,
+            "host_memory": parameters * (on_host + to + back) / memory,
             "device_memory": parameters * in_device / hardware.device.bytes_per_second,
         }
-        for way, (to, back, in_host, in_device) in moved.items()
+        for way, (to, back, on_host, in_device) in moved.items()
     }
 
 
@@ -103,6 +120,16 @@ def best_shares(costs: Costs, most_resident: float, base: Mapping[str, float] | 
         (shares for shares in found if shares.seconds <= least * (1 + _CLOSE)),
         key=lambda shares: (shares.resident, shares.host),
     )
+
+
+def streamed_part(costs: Costs, most_resident: float) -> float:
+    """Of the parameters that do not live on the device, the part whose states are best streamed there for their update.
+    None of them, unless what is slowest is done noticeably sooner so."""
+    kept: Costs = {way: terms for way, terms in costs.items() if way is not Way.STREAMED}
+    best = best_shares(costs, most_resident)
+    if best.seconds >= WORTH * best_shares(kept, most_resident).seconds:
+        return 0.0
+    return best.streamed / (best.host + best.streamed)
 
 
 def _judged(point: tuple[float, float], costs: Costs, base: Mapping[str, float], resources: list[str]) -> Shares:

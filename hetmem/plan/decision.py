@@ -76,8 +76,8 @@ def decide(
     if best is not None:
         others = _alternatives(variants, asked, hardware, best.result.seconds)
         overlapped = _overlapped(workload, best, hardware, micro_batches)
-        unbuilt = _streamed_states(workload, best, hardware)
-        advice = (*tuning(best, asked), *_faster(best, others), *overlapped, *unbuilt)
+        streamed = _streamed_states(workload, best, hardware)
+        advice = (*tuning(best, asked), *_faster(best, others), *overlapped, *streamed)
         return Decision(workload, micro_batches, best, {}, (), advice, others, largest)
     assert refusal is not None
     missing = _missing(workload, asked, hardware, micro_batches)
@@ -131,7 +131,7 @@ def _overlapped(workload: Workload, best: Candidate, hardware: HardwareProfile, 
 
 
 def _streamed_states(workload: Workload, best: Candidate, hardware: HardwareProfile) -> Iterator[str]:
-    """Whether it would be faster to send states to the device for their update; no run does that yet.
+    """Whether it would be faster to send states to the device for their update, as a run does that knows the machine.
 
     With states on NVMe the drive is what a step waits for, whoever updates them.
     """
@@ -154,8 +154,8 @@ def _streamed_states(workload: Workload, best: Candidate, hardware: HardwareProf
     then = best_shares(costs, result.device_updates, busy)
     if then.seconds < WORTH * now.seconds:
         yield (
-            f"not built yet: with the states of {then.streamed:.0%} of the parameters sent to the device for their "
-            f"update, what binds would be busy for {then.seconds:.2f} s in place of {now.seconds:.2f} s"
+            f"not simulated: with manage(hardware=…) the states of {then.streamed:.0%} of the parameters are sent to "
+            f"the device for their update, and what binds is busy for {then.seconds:.2f} s, not {now.seconds:.2f} s"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hetmem.memory.chunk import Chunk
+from hetmem.plan.balance import Way
 from hetmem.plan.trace import Tier
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
 from hetmem.report.step import step_section
@@ -76,6 +77,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
             link.value: {"bytes": use.bytes, "seconds": use.seconds}
             for link, use in runtime.traffic.engine.links().items()
         },
+        "updates": {way.value: statistics.updated_bytes[way] for way in Way},
         "fetches": sum(counts.fetches.values()),
         "evictions": sum(counts.evictions.values()),
         "faults": counts.faults[Tier.DEVICE],

@@ -117,7 +117,22 @@ def _summary(data: dict[str, Any]) -> str:
         f"the device and {data['staging_faults']} in staging, {data['stall_seconds']:.2f} s stalled\n"
         f"{data['chunks']} chunks of {format_size(data['chunk_bytes'])}, {_share(data['chunk_waste'])} of them unused; "
         f"{data['bytes_per_parameter']:.1f} bytes per parameter{_kept(data['tiers'])}"
+        f"{_updates(data.get('updates', {}))}"
     )
+
+
+_PLACES = {
+    "host": "on the host",
+    "resident": "on the device, where they live",
+    "streamed": "on the device, sent there for it",
+}
+
+
+def _updates(updates: dict[str, int]) -> str:
+    """Which part of the bytes of all parameters updated so far was updated where."""
+    total = sum(updates.values())
+    parts = [f"{_share(nbytes / total)} {_PLACES[way]}" for way, nbytes in updates.items() if nbytes]
+    return "\n" + _wrapped(f"updated {', '.join(parts)}") if parts else ""
 
 
 def _kept(tiers: dict[str, Any]) -> str:

@@ -21,9 +21,9 @@ from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
-from hetmem.runtime.construction import Memory
 from hetmem.runtime.events import CopyChange, EventLog, Span, Transfer
 from hetmem.runtime.fingerprints import Fingerprints
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.statistics import Statistics
 
 
@@ -42,6 +42,8 @@ class Carrier:
         sanitize: bool,
     ) -> None:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
+        self.near: tuple[Chunk, torch.Tensor] | None = None
+        """A chunk of which the device has what its home says, while that is so: a copy there needs no link."""
         self.fingerprints = Fingerprints()
         self._memory = memory
         self._residency = residency
@@ -178,8 +180,9 @@ class Carrier:
         target = self.on_device(chunk, command.slot)
         if home.tier is not Tier.DEVICE:
             self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
-        if home.tier is Tier.DEVICE:  # a cast by compute, in its order; nothing crosses a link
-            self._memory.device.copy_in(target, source)
+        near = self.near[1] if self.near is not None and self.near[0] is chunk else None
+        if home.tier is Tier.DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
+            self._memory.device.copy_in(target, source if near is None else near)
             self.mark_use(command.block, command.slot)  # if nobody uses it, what comes next must still come behind it
             self.execute(self._residency.done(command))
         elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):

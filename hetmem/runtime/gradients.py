@@ -42,6 +42,9 @@ class Watcher(Protocol):
     def settle(self) -> None:
         """Let nothing be under way."""
 
+    def give_device_back(self) -> None:
+        """Let go of what it has taken of the device beside homes and copies. Waits for what uses that."""
+
     def may_move(self, chunk: Chunk) -> bool:
         """Whether it can follow if the homes of `chunk` move: nobody else holds its states there. Waits for what it
         reads there itself."""

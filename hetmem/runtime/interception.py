@@ -103,7 +103,7 @@ class Interception:
             self._push_mode(runtime.monitor)
             runtime.monitor.transformed = torch._C._functorch.maybe_current_level() is not None
             runtime.monitor.forward_runs = lambda: _calls_running(module) > 0
-        if not runtime.memory.streams:
+        if not runtime.memory.streams and not (measured and self.share.may_leave_device):
             return
         self._push_mode(self._faults)
         leave = self._saved.enter()

@@ -10,14 +10,31 @@ each node of the graph; they exist only in steps that are watched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hetmem.errors import DeviceAccessError
+
+
+class _Paused:
+    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
+
+    __slots__ = ("_before", "_monitor")
+
+    def __init__(self, monitor: DeviceMonitor) -> None:
+        self._monitor = monitor
+
+    def __enter__(self) -> None:
+        self._before, self._monitor.paused = self._monitor.paused, True
+
+    def __exit__(self, *_: object) -> None:
+        self._monitor.paused = self._before
 
 
 class DeviceMonitor(TorchDispatchMode):
@@ -50,6 +67,23 @@ class DeviceMonitor(TorchDispatchMode):
         self._grown = grown
         self._strict = strict
         self._sizes: dict[int, int] = {}
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
+        transformed = torch._C._functorch.maybe_current_level() is not None
+        inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
+        if transformed or inference:
+            return self._outside(transformed=transformed, inference=inference)
+        return _Paused(self)
+
+    @contextmanager
+    def _outside(self, *, transformed: bool, inference: bool) -> Iterator[None]:
+        with (
+            _Paused(self),
+            torch.inference_mode(False) if inference else nullcontext(),
+            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+        ):
+            yield
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -87,6 +87,8 @@ class OperatorFaults(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not self._runtime.memory.streams:
+            return self._stand_by(func, types, args, kwargs)
         used: list[ManagedParameter] = []
         self._find(args, used)
         if kwargs:
@@ -119,6 +121,18 @@ class OperatorFaults(TorchFunctionMode):
             written: list[ManagedParameter] = []
             self._find(_writes_to(func, args, kwargs), written)
             self._runtime.end_use(used, untracked=func == _GET_DATA, writes=bool(written))
+
+    def _stand_by(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The model is whole on the device, where operators find it, until there is no memory for one of them."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if _writes(func) or "out" in kwargs:
+                raise
+            self._runtime.out_of_memory()
+            if not self._runtime.memory.streams:
+                raise self._explained(error) from None
+        return self.__torch_function__(func, types, args, kwargs)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""

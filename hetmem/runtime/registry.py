@@ -25,6 +25,7 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
         for parameter in group["params"]:
             found = of_parameter(parameter)
             if found is not None:
+                found[0].share.others_update = True
                 found[0].runtime.writes.by_user(found[1])
 
 

@@ -10,24 +10,25 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.transfer import TransferEngine
+from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.residency import Residency
-from hetmem.plan.trace import STEP, Tier
+from hetmem.plan.trace import STEP, Tier, TraceBook
 from hetmem.runtime.bindings import Bindings
-from hetmem.runtime.construction import Memory
 from hetmem.runtime.events import EventLog, MomentSeen
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.monitor import DeviceMonitor
 from hetmem.runtime.shortage import Shortage
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
+from hetmem.runtime.weak import weakly
 from hetmem.runtime.writes import Writes
 from hetmem.units import format_size
 
@@ -54,9 +55,11 @@ class Runtime:
         )
         self.writes = Writes(self.parameters, self.bindings, self.traffic)
         self.monitor = DeviceMonitor(
-            memory.is_home_address, memory.is_device_address, _WeakGrown(self), strict=sanitize
+            memory.is_home_address, memory.is_device_address, weakly(self.non_model_grew), strict=sanitize
         )
         self.give_way: Callable[[int], None] = _nothing_to_give
+        self.hardware: HardwareProfile | None = None
+        """What the machine can do, if anybody has said so."""
         self._all_slots = sum(chunk.spec.span for chunk in self.chunks)
         self._shortage = Shortage(memory, residency, self.tracer)
         self._held: dict[int, ManagedParameter] = {}
@@ -68,7 +71,7 @@ class Runtime:
         memory.device.tell_refusals(self.refused)
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
-        self._finalizer = weakref.finalize(self, _dropped, engine, memory.unpin)
+        self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
 
     def close(self) -> None:
         """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
@@ -87,6 +90,8 @@ class Runtime:
         self.tracer.begin(key, measured=measured)
         if measured and self.tracer.known is None and not self.memory.device.watched:
             self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
+        if self._refused_room:
+            self._leave_device(self._refused_room)
         self.events.begin_segment(segment_name(key))
         if before is not None:
             self.tracer.book.follows(before, key)
@@ -152,6 +157,19 @@ class Runtime:
             if missing > 0:
                 self.give_way(missing)
 
+    def _leave_device(self, non_model_bytes: int) -> bool:
+        """A model that was put whole on the device makes room for `non_model_bytes`: what has none there goes to host
+        memory, now and from now on. False if it is not, or if it must stay."""
+        if self.memory.resident:
+            self.give_way(0)
+            if not self.memory.resident:
+                self.tracer.book, self.tracer.key = TraceBook(), None  # operators were not seen to use it
+                with self.unwatched():
+                    self._let_homes_go(non_model_bytes)
+                    self._set_limit(non_model_bytes)
+                return True
+        return False
+
     def _set_limit(self, non_model_bytes: int) -> None:
         """Leave room for `non_model_bytes` beside chunks."""
         limit = self.memory.device_slots(non_model_bytes)
@@ -179,26 +197,15 @@ class Runtime:
             self._set_limit(live_bytes)
             while self.chunk_bytes() + live_bytes > self.memory.device_bytes and self.traffic.residency.in_flight():
                 self.traffic.wait_for_one()
+            if self.chunk_bytes() + live_bytes > self.memory.device_bytes:
+                self._leave_device(live_bytes)
         if self.chunk_bytes() + live_bytes > self.memory.device_bytes:
             raise self._shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
-        transformed = torch._C._functorch.maybe_current_level() is not None
-        inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
-        if transformed or inference:
-            return self._outside(transformed=transformed, inference=inference)
-        return _Paused(self.monitor)
-
-    @contextmanager
-    def _outside(self, *, transformed: bool, inference: bool) -> Iterator[None]:
-        with (
-            _Paused(self.monitor),
-            torch.inference_mode(False) if inference else nullcontext(),
-            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
-        ):
-            yield
+        """See `DeviceMonitor.unwatched`."""
+        return self.monitor.unwatched()
 
     @contextmanager
     def moving_homes(self) -> Iterator[None]:
@@ -257,6 +264,8 @@ class Runtime:
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
         """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more."""
+        if not self.memory.streams:
+            return managed.home
         with self.unwatched():
             self._let_go()
             self._moment(f"backward of {managed.name}", (param_block(managed),))
@@ -283,6 +292,8 @@ class Runtime:
             self.out_of_memory()
             return self.traffic.acquire(block, Tier.DEVICE)
         except CapacityError:
+            if self._leave_device(self.monitor.live_bytes if self.memory.device.watched else self._room_seen):
+                return self.traffic.acquire(block, Tier.DEVICE)
             if self.memory.device.watched or self._limit >= self.memory.device_slots(self._most_non_model):
                 raise
             self._set_limit(self._most_non_model)
@@ -293,6 +304,7 @@ class Runtime:
         with self.unwatched():
             self._let_go()
             self._look_at_allocator()
+            self._leave_device(self._room_seen)
             self._let_homes_go(self._room_seen)
             before = self._limit
             self.traffic.limit_device(0, before=before)
@@ -377,36 +389,10 @@ def _nothing_to_give(nbytes: int) -> None:
     """No homes have moved to the device."""
 
 
-class _Paused:
-    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
-
-    __slots__ = ("_before", "_monitor")
-
-    def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
-
-    def __enter__(self) -> None:
-        self._before, self._monitor.paused = self._monitor.paused, True
-
-    def __exit__(self, *_: object) -> None:
-        self._monitor.paused = self._before
-
-
-class _WeakGrown:
-    """`Runtime.non_model_grew` without keeping the runtime alive."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
-
-    def __call__(self, operator: str, live_bytes: int) -> None:
-        runtime = self._runtime()
-        if runtime is not None:
-            runtime.non_model_grew(operator, live_bytes)
-
-
-def _dropped(engine: TransferEngine, unpin: Callable[[], None]) -> None:
+def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
     """Nobody holds the runtime any more. The garbage collector calls this in the middle of anything, on any thread, so
     it joins no thread and takes no lock: found as a thread that, while it started, collected a model and then waited
     for itself. Threads end by themselves when what they serve is gone, and files when their last transfer is over."""
     engine.abandon()
-    unpin()
+    for unpin in pins:
+        unpin()

@@ -88,7 +88,8 @@ class SavedTensors:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """What autograd gets back."""
-        self._segments.on_backward()
+        if self._runtime.memory.streams:
+            self._segments.on_backward()
         if not isinstance(packed, Saved):
             tensor, version = packed
             if tensor._version != version:

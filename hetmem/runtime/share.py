@@ -6,7 +6,6 @@ the device, its update is made there, and its copy is a cast there. The place th
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 
 import torch
@@ -20,6 +19,7 @@ from hetmem.runtime.bindings import is_shared, stand_in, storage_references
 from hetmem.runtime.gradients import GradientSink, is_home_gradient
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.traffic import param_block
+from hetmem.runtime.weak import weakly
 
 _TRIES = 3
 """A share that had to go back so often is not tried again: moving it costs more than it saves."""
@@ -33,7 +33,9 @@ class ResidentShare:
         self._moved: list[Chunk] = []
         self._idle_seen = -1
         self._went_back, self._may_go_back = 0, False
-        runtime.give_way = _WeakGiveWay(self)
+        self.others_update = False
+        """Whether an optimizer that is not hetmem's has stepped: its states would stay where parameters were."""
+        runtime.give_way = weakly(self.shrink)
 
     def grow(self) -> None:
         """Fill what is idle. Call it between a backward and the updates of a step.
@@ -66,8 +68,12 @@ class ResidentShare:
         """Homes of at least `nbytes` go back, as far as they may: those that came last first, and those that an update
         is writing at the end, once that is over."""
         traffic, memory = self._runtime.traffic, self._runtime.memory
+        if memory.resident:
+            self._leave_device()
         enough = memory.device_home_bytes - nbytes
         with self._runtime.moving_homes():
+            for watcher in self._sink.watchers:
+                watcher.give_device_back()
             last_first = list(reversed(self._moved))
             last_first.sort(key=traffic.updating.__contains__)
             for chunk in last_first:
@@ -76,6 +82,27 @@ class ResidentShare:
                 traffic.wait_for_update(chunk)
                 if self._free_to_move(chunk) and self._has_a_way_back(chunk):
                     self._move_back(chunk)
+
+    @property
+    def may_leave_device(self) -> bool:
+        """Whether a model that is whole on the device may go to host memory, as far as it has to."""
+        return self._runtime.memory.may_leave_device and not self.others_update
+
+    def _leave_device(self) -> None:
+        """A model that is whole on the device is from now on as one that has moved there."""
+        if not self.may_leave_device:
+            return
+        runtime = self._runtime
+        runtime.memory.leave_device()
+        for chunk in runtime.chunks:
+            for role, home in chunk.homes.items():
+                if home.block is None:
+                    runtime.traffic.register_home(chunk, role)
+                assert home.away is not None
+                home.away.block = home.block
+        self._moved = list(runtime.chunks)
+        for managed in runtime.parameters:
+            self._sink.install(managed)
 
     def before_reserving(self, chunk: Chunk, roles: set[Role]) -> None:
         """`roles` of `chunk` are going to have homes: one that moved goes back first, so that they lie together."""
@@ -94,14 +121,35 @@ class ResidentShare:
 
     def _free_to_move(self, chunk: Chunk) -> bool:
         """Whether nobody but hetmem holds what lies at home, and everybody can follow."""
-        if self._sink.has_lent(chunk) or any(_is_held(managed) for managed in chunk.parameters):
+        if self._sink.has_lent(chunk) or any(map(self._is_held, chunk.parameters)):
             return False
         if any(self._sink.has_taken(managed) for managed in chunk.parameters):
             return False
         return all(watcher.may_move(chunk) for watcher in self._sink.watchers)
 
-    @staticmethod
-    def _has_a_way_back(chunk: Chunk) -> bool:
+    def _is_held(self, managed: ManagedParameter) -> bool:
+        """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
+        gradient, home = managed.parameter.grad, managed.grad_home
+        if gradient is not None and not is_home_gradient(managed) and not self._comes_along(gradient, managed.chunk):
+            return True
+        if not managed.numel:
+            return False
+        if home is not None and (home.data_ptr() != managed.grad_address or is_shared(home)):
+            return True
+        return storage_references(managed.home) > managed.home_references
+
+    def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
+        """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device."""
+        if Role.GRAD in chunk.homes or not self._runtime.memory.keeps_gradient_place(chunk):
+            return False
+        return gradient.layout is torch.strided and gradient.dtype is chunk.dtype and not gradient.requires_grad
+
+    def _has_a_way_back(self, chunk: Chunk) -> bool:
+        if Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].away is None:
+            place = self._runtime.memory.gradient_place(chunk)
+            if place is not None:
+                place.block = chunk.homes[Role.GRAD].block
+                chunk.homes[Role.GRAD].away = place
         lost = {role for role, home in chunk.homes.items() if home.away is None}
         return not lost or (lost == {Role.GRAD} and not any(is_home_gradient(m) for m in chunk.parameters))
 
@@ -134,11 +182,29 @@ class ResidentShare:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
         for role in list(chunk.homes):
             self._runtime.memory.move_back(chunk, role)
+        self._take_gradients(chunk)
         self._moved.remove(chunk)
         self._went_back += self._may_go_back
         self._may_go_back = False
         self._settle(chunk)
         traffic.copy_equals_home(chunk)
+
+    def _take_gradients(self, chunk: Chunk) -> None:
+        """Gradients that were autograd's own, as long as all was on the device, come along."""
+        place = self._runtime.memory.gradient_place(chunk)
+        if place is None:
+            return
+        chunk.homes[Role.GRAD] = place
+        self._runtime.traffic.register_home(chunk, Role.GRAD)
+        for managed in chunk.parameters:
+            gradient = managed.parameter.grad
+            if gradient is not None:
+                home = managed.view(Role.GRAD)
+                self._runtime.traffic.engine.copy_now(
+                    Link.DEVICE_TO_HOST, partial(_copy, home, gradient.detach()), home.nbytes
+                )
+                gradient.data = home
+                managed.grad_home, managed.grad_version = gradient, gradient._version
 
     def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
         """What lies at home, if it matters."""
@@ -176,29 +242,5 @@ def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
     return bool(trained) and updated.issuperset(trained)
 
 
-def _is_held(managed: ManagedParameter) -> bool:
-    """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
-    gradient, home = managed.parameter.grad, managed.grad_home
-    if gradient is not None and not is_home_gradient(managed):
-        return True
-    if not managed.numel:
-        return False
-    if home is not None and (home.data_ptr() != managed.grad_address or is_shared(home)):
-        return True
-    return storage_references(managed.home) > managed.home_references
-
-
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
-
-
-class _WeakGiveWay:
-    """`ResidentShare.shrink` without keeping the runtime alive."""
-
-    def __init__(self, share: ResidentShare) -> None:
-        self._share = weakref.ref(share)
-
-    def __call__(self, nbytes: int) -> None:
-        share = self._share()
-        if share is not None:
-            share.shrink(nbytes)

@@ -5,18 +5,15 @@ Reads; changes nothing.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.plan.remedies import Needs, remedies
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
-from hetmem.runtime.construction import Memory
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.units import format_size
 
 _NAMED = 3
-_NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
 class Shortage:
@@ -34,7 +31,8 @@ class Shortage:
         return DeviceOutOfMemoryError(
             f"out of device memory in {operator} ({self._where()}): activations and other tensors take "
             f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
-            f"{self._homes()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}. "
+            f"{memory.homes_on_device()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}"
+            f"{self._stays()}. "
             f"{self._ways_out(live_bytes)}"
         )
 
@@ -56,17 +54,19 @@ class Shortage:
         used = [block for block in residency.resident(Tier.DEVICE) if residency.uses(block, Tier.DEVICE)]
         return {*self._tracer.blocks(), *used}
 
-    def _homes(self) -> str:
-        found: Counter[str] = Counter()
-        for chunk in self._memory.chunks:
-            for role, home in chunk.homes.items():
-                found[role.name] += chunk.home_nbytes(role) if home.tier is Tier.DEVICE else 0
-        parts = [f"{_NAMES.get(name, name)} {format_size(nbytes)}" for name, nbytes in found.items() if nbytes]
-        return f", homes on the device {', '.join(parts)}" if parts else ""
-
     def _cap(self) -> str:
         cap = self._memory.device_chunk_bytes
         return f" (chunks may have {format_size(cap)} of it)" if cap < self._memory.device_bytes else ""
+
+    def _stays(self) -> str:
+        """Why a model that is whole on the device does not leave it, if that is for want of room."""
+        memory = self._memory
+        if not memory.resident or memory.may_leave_device:
+            return ""
+        return (
+            f"; its homes cannot go to host memory, where they need {format_size(memory.away_bytes)} and "
+            f"{format_size(memory.host_pool.free_bytes)} are left of Budget(host=…)"
+        )
 
     def _ways_out(self, live_bytes: int) -> str:
         """What would let this moment pass, and all others that are known, cheapest first."""

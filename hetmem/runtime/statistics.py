@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hetmem.plan.balance import Way
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Peaks in bytes, waiting in seconds. Only grows."""
+    """Peaks in bytes, waiting in seconds. Only grows, but for what is updated on trial and taken back."""
 
     device_peak_bytes: int = 0
     chunk_peak_bytes: int = 0
     non_model_peak_bytes: int = 0
     stall_seconds: float = 0.0
     steps: int = 0
+    updated_bytes: Counter[Way] = field(default_factory=Counter)
+    """Of parameters, by where they were updated."""
 
     def device_in_use(self, chunk_bytes: int, non_model_bytes: int) -> None:
         """Chunks and everything else held these many bytes of the device at one time."""

@@ -9,9 +9,9 @@ import errno
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,8 +24,9 @@ from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.carrier import Carrier
-from hetmem.runtime.construction import Memory, recast_all
+from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import CopyChange, EventLog, Fault
+from hetmem.runtime.memory import Memory
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
 
@@ -338,15 +339,20 @@ class Traffic:
             self.execute(self.residency.invalidate(block, Tier.DEVICE))
         return found
 
-    def end_update(self, chunk: Chunk, *, renew: bool = False) -> None:
-        """The parameters of `chunk` are what they will be; with `renew` a copy on the device is wanted again."""
+    def end_update(self, chunk: Chunk, *, renew: bool = False, near: torch.Tensor | None = None) -> None:
+        """The parameters of `chunk` are what they will be; with `renew` a copy on the device is wanted again, made of
+        `near`, which says on the device what the home of operands says, if it is there."""
         self.updating.discard(chunk)
         block = chunk.operand_block
         if block is not None:
             self.copy_equals_home(chunk)
-            self.execute(self.residency.resume(block))
-            if renew:
-                self.execute(self.residency.prefetch(block, Tier.DEVICE))
+            self.carrier.near = None if near is None else (chunk, near)
+            try:
+                self.execute(self.residency.resume(block))
+                if renew:
+                    self.execute(self.residency.prefetch(block, Tier.DEVICE))
+            finally:
+                self.carrier.near = None
 
     def hold_copy(self, chunk: Chunk) -> torch.Tensor | None:
         """The device copy of `chunk`, if there is one, in use until `let_go_of_copy`."""
@@ -388,6 +394,23 @@ class Traffic:
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
         return bool(self.residency.in_flight() or self._jobs or self._gradients)
+
+    def copy_beside(
+        self,
+        link: Link,
+        work: Callable[[], None],
+        nbytes: int,
+        done: Callable[[BaseException | None], None],
+        after: Sequence[Any] = (),
+    ) -> None:
+        """Begin `work`, which moves `nbytes` that are no block's over `link`, once the marks in `after` are passed. The
+        thread that trains calls `done` when it is over, with its error."""
+        self._jobs += 1
+        self.engine.copy(self.carrier.expect(partial(self._copied, done)), link, work, nbytes, after)
+
+    def _copied(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._jobs -= 1
+        done(error)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from hetmem.memory.cuda import CudaDevice, CudaStreams
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.plan.links import Link
+from tests.optim.machines import SLOW_HOST
 
 pytestmark = [
     pytest.mark.gpu,
@@ -190,6 +191,20 @@ def test_streaming_has_the_bits_of_torch_within_the_budget(
     managed(batches(1)[0]).backward()
     device.peak_bytes()
     assert 0 < device.most_bytes <= limits.device
+    hetmem.release(managed)
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_states_that_are_sent_to_the_gpu_for_their_update_have_the_bits_of_the_host(mixed: torch.dtype | None) -> None:
+    """Room for all copies and two slots, and for no homes: those would be updated with the bits of the GPU's torch."""
+    expected = steps_of(Model, mixed=mixed, where="cpu")
+    chunks = (132 + 34 if mixed is None else 66 + 38) * MIB
+    limits = budget(device=torch.cuda.memory_allocated() + 400 * MIB, device_chunks=chunks)
+    options = {"mixed_precision": mixed, "chunk_bytes": "4MiB", "hardware": SLOW_HOST}
+    managed = assert_trains_alike(Model, expected, limits, **options)
+    updates = hetmem.report(managed).to_dict()["updates"]
+    assert updates["resident"] == 0
+    assert updates["streamed"] == 2 * updates["host"]  # from the second step on
     hetmem.release(managed)
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hetmem.memory.transfer import TransferEngine
-from hetmem.runtime.construction import Memory
+from hetmem.runtime.memory import Memory
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _CROSSES = {"to", "copy_"}

@@ -54,13 +54,13 @@ def test_no_other_shares_are_better(costs: Costs, base: dict[str, float], most: 
 
 
 def test_what_fits_on_the_device_is_updated_there_and_the_rest_where_link_and_memory_are_busy_alike() -> None:
-    """At 25 and 100 GB/s a host update takes 2 and 28 bytes, a streamed one 12 and 24, so that
-    (2 h + 12 s) / 25 = (28 h + 24 s) / 100, where s = 5/11 of what does not fit."""
+    """At 25 and 100 GB/s a host update takes 2 bytes of the link and 28 of the cores, a streamed one 16 of the link, so
+    that (2 h + 16 s) / 25 = 28 h / 100, where s = 5/21 of what does not fit."""
     costs = update_costs(machine(25, 100), 10**9, copy_bytes=2, gradient_bytes=2)
     best = best_shares(costs, 0.25)
     assert best.resident == 0.25
-    assert best.streamed == pytest.approx(0.75 * 5 / 11)
-    assert best.seconds == pytest.approx(0.75 * (28 * 6 + 24 * 5) / 11 / 100)
+    assert best.streamed == pytest.approx(0.75 * 5 / 21)
+    assert best.seconds == pytest.approx(0.75 * 28 * 16 / 21 / 100)
     assert best_shares({way: costs[way] for way in (Way.HOST, Way.RESIDENT)}, 0.25).seconds == pytest.approx(0.21)
 
 

@@ -111,7 +111,7 @@ def slow_host(**links: Rate) -> HardwareProfile:
 
 
 def said(decision: Decision) -> bool:
-    return any(advice.startswith("not built yet: with the states of") for advice in decision.advice)
+    return any(advice.startswith("not simulated: with manage(hardware=…) the states of") for advice in decision.advice)
 
 
 def test_states_sent_to_the_device_are_spoken_of_only_where_the_host_is_what_is_slow() -> None:

@@ -18,10 +18,13 @@ import hetmem
 from hetmem.memory.device import SimDevice
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
+from hetmem.optim.streamed import _Bring
+from hetmem.plan.balance import Way
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
-from tests.runtime.harness import PLACEMENTS, Recipe, Tower, budget, manage, pair, token_batches, train_both
+from tests.optim.machines import SLOW_HOST
+from tests.runtime.harness import CHUNK, PLACEMENTS, Recipe, Tower, budget, manage, pair, token_batches, train_both
 from tests.runtime.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
 
 
@@ -46,7 +49,7 @@ class NumberedStreams(LazyStreams):
         super().__init__()
         self.numbers = count(1)
         self.last_use: dict[range, int] = {}
-        self.ordered = 0
+        self.ordered = self.slots_ordered = 0
         self.copying = False
 
     def mark(self) -> Event:
@@ -55,11 +58,11 @@ class NumberedStreams(LazyStreams):
         return event
 
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
-        if link is Link.HOST_TO_DEVICE and isinstance(work, partial):
-            target = memory_of(work.args[0])
+        for target in targets_of(work) if link is Link.HOST_TO_DEVICE else ():
             uses = [at for used, at in self.last_use.items() if used.start < target.stop and target.start < used.stop]
             assert max(uses, default=0) <= max((event.number for event in after), default=0), "compute may be under way"
             self.ordered += bool(uses)
+            self.slots_ordered += bool(uses) and isinstance(work, _Bring)
         return super().enqueue(link, after, partial(self._copy, work))
 
     def _copy(self, work: Callable[[], None]) -> None:
@@ -68,6 +71,13 @@ class NumberedStreams(LazyStreams):
             work()
         finally:
             self.copying = False
+
+
+def targets_of(work: Callable[[], None]) -> list[range]:
+    """The memory of the device that a transfer writes."""
+    if isinstance(work, _Bring):
+        return [memory_of(target) for target in work.there.values()]
+    return [memory_of(work.args[0])] if isinstance(work, partial) else []
 
 
 def memory_of(tensor: torch.Tensor) -> range:
@@ -109,6 +119,20 @@ def test_a_copy_comes_after_the_last_use_of_its_slot(
     managed = manage(Tower(), placement, tmp_path, mixed_precision=mixed, device=device, sanitize=False)
     train_in_order(managed, device, hetmem.AdamW(managed.parameters(), overlap=overlap))
     assert device.streams.ordered > 10
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_is_brought_for_an_update_comes_after_the_last_use_of_its_slot(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Compute makes a copy for operators of the slot in which a chunk was updated; the next one is brought there."""
+    device = NumberedDevice()
+    room = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=17 * CHUNK)
+    managed = manage(Tower(), room, tmp_path, mixed_precision=mixed, device=device, sanitize=False, hardware=SLOW_HOST)
+    runtime = registry.of_module(managed).runtime
+    train_in_order(managed, device, hetmem.AdamW(managed.parameters()))
+    assert runtime.statistics.updated_bytes[Way.STREAMED] > 0
+    assert device.streams.slots_ordered > 10
 
 
 def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator_of_the_model_did(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # torch rounds v differently in the elements after the last full SIMD vector. Vectors have at most 16 float32, and
 # every width divides 16, so torch's kernel treats the last `numel % 16` elements alike alone and within the whole.
-_WIDEST_VECTOR = 16
+WIDEST_VECTOR = 16
 
 # What the loops read and write beside the states.
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +96,7 @@ def adamw_tasks(
     tensors = (param, grad, exp_avg, exp_avg_sq, compute_copy)
     if isinstance(loop, str):
         return [partial(update_by_torch, step, *cut(tensors, tile)) for tile in tiles_of(param.numel())]
-    body = round_down(param.numel(), _WIDEST_VECTOR)
+    body = round_down(param.numel(), WIDEST_VECTOR)
     arrays = tuple(None if tensor is None else as_array(tensor) for tensor in tensors)
     scalars = scalars_of(step)
     tasks: list[Task] = [partial(loop, scalars, *cut(arrays, tile)) for tile in tiles_of(body)]

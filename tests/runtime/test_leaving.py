@@ -1,0 +1,278 @@
+"""A model that was put whole on the device leaves it, as far as it must, when somebody else needs the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+import hetmem
+from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.plan.trace import Tier
+from hetmem.runtime import registry
+from hetmem.runtime.memory import Memory
+from tests.runtime.harness import (
+    CHUNK,
+    Recipe,
+    Tower,
+    assert_same,
+    assert_same_weights,
+    loss_of,
+    pair,
+    token_batches,
+    train_both,
+)
+from tests.runtime.lazy_device import AllocatingDevice
+
+BF16 = torch.bfloat16
+MIXED = pytest.mark.parametrize("mixed", [None, BF16], ids=["float32", "bfloat16"])
+
+
+def build() -> nn.Module:
+    return Tower(width=64, depth=4)
+
+
+def room(mixed: torch.dtype | None, host: str = "8MiB") -> hetmem.Budget:
+    """Whole on the device, with as much again for a small batch: see `DEVICE_SHARE`."""
+    return hetmem.Budget(device="2400KiB" if mixed is None else "2700KiB", host=host)
+
+
+def memory_of(module: nn.Module) -> Memory:
+    return registry.of_module(module).runtime.memory
+
+
+def tiers(module: nn.Module) -> set[Tier]:
+    return {home.tier for chunk in memory_of(module).chunks for home in chunk.homes.values()}
+
+
+@pytest.mark.pairs
+@MIXED
+@pytest.mark.parametrize("sanitize", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_larger_batch_than_ever_trains_on_with_the_bits_of_plain_torch(
+    before: int, overlap: str, accumulation: int, sanitize: bool, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed, sanitize=sanitize)
+    optimizers = optimizers_of(plain, managed, overlap=overlap)
+    assert memory_of(managed).resident
+    small = token_batches(before * accumulation, seed=2)
+    recipe = Recipe(steps=before, accumulation=accumulation, mixed=mixed)
+    train_both(plain, managed, small, recipe, optimizers=optimizers)
+    assert memory_of(managed).resident
+    large = token_batches(3 * accumulation, rows=40 if mixed is None else 80)
+    recipe = Recipe(steps=3, accumulation=accumulation, mixed=mixed)
+    train_both(plain, managed, large, recipe, optimizers=optimizers)
+    assert not memory_of(managed).resident
+    assert Tier.HOST in tiers(managed)
+    device = hetmem.report(managed).to_dict()["tiers"]["device"]
+    assert device["peak_bytes"] <= device["capacity_bytes"]
+
+
+def optimizers_of(plain: nn.Module, managed: nn.Module, **options: Any) -> Any:
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    return left, hetmem.AdamW(managed.parameters(), lr=1e-2, **options)
+
+
+@MIXED
+@pytest.mark.parametrize("overlap", ["off", "backward"])
+def test_gradients_of_the_step_so_far_come_along_in_the_tensors_that_users_have(
+    overlap: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """A small micro-batch, then one that needs the memory; and what was half counted of that step is not learned."""
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    optimizers = optimizers_of(plain, managed, overlap=overlap)
+    held: dict[str, torch.Tensor] = {}
+
+    def hold(module: nn.Module, batch: Any) -> torch.Tensor:
+        if module is managed and not held:
+            held.update({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+        return loss_of(module, batch)
+
+    recipe = Recipe(steps=1, accumulation=2, mixed=mixed)
+    batches = [*token_batches(1), *token_batches(1, rows=40 if mixed is None else 80)]
+    train_both(plain, managed, token_batches(2), recipe, optimizers=optimizers)
+    assert memory_of(managed).resident
+    train_both(plain, managed, batches, recipe, optimizers=optimizers, loss=hold)
+    assert not memory_of(managed).resident
+    assert held
+    train_both(plain, managed, batches, Recipe(steps=3, accumulation=2, mixed=mixed), optimizers=optimizers)
+
+
+@MIXED
+@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
+def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    optimizers = optimizers_of(plain, managed, overlap=overlap)
+    train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+    runtime = registry.of_module(managed).runtime
+    at_once: list[bool] = []
+
+    def leave(*_: Any) -> None:
+        at_once.append(runtime._leave_device(runtime.memory.device_bytes - 20 * CHUNK))
+
+    managed.blocks[1].norm.register_full_backward_hook(leave)  # type: ignore[union-attr]
+    train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
+    assert at_once == [True, False, False]
+    assert Tier.HOST in tiers(managed) or any(chunk.moved for chunk in runtime.chunks)
+
+
+@MIXED
+def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, tmp_path: Path) -> None:
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    optimizers = optimizers_of(plain, managed)
+    large = token_batches(2, rows=40 if mixed is None else 80)
+    train_both(plain, managed, large, Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+    runtime = registry.of_module(managed).runtime
+    assert Tier.HOST in tiers(managed)
+    reserved = memory_of(managed).host_pool.reserved_bytes
+    runtime.statistics.non_model_peak_bytes = 0  # as if the large ones had never been
+    train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
+    assert tiers(managed) == {Tier.DEVICE}
+    train_both(plain, managed, large, Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+    assert Tier.HOST in tiers(managed)
+    assert memory_of(managed).host_pool.reserved_bytes == reserved
+
+
+def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_path: Path) -> None:
+    plain, managed = pair(build, room(None), tmp_path, sanitize=False)
+    optimizers = optimizers_of(plain, managed)
+    for rows, steps in ((2, 2), (40, 1), (2, 1)):
+        train_both(plain, managed, token_batches(steps, rows=rows), Recipe(steps=steps), optimizers=optimizers)
+    assert not memory_of(managed).resident
+    traces = [trace for trace in registry.of_module(managed).runtime.tracer.book.traces() if trace.key[0] == "forward"]  # type: ignore[index]
+    assert traces
+    assert all(trace.moments and trace.peak_non_model_bytes() > 0 for trace in traces)
+
+
+@MIXED
+def test_without_room_in_host_memory_the_error_says_so(mixed: torch.dtype | None, tmp_path: Path) -> None:
+    _, managed = pair(build, room(mixed, host="64KiB"), tmp_path, mixed_precision=mixed)
+    optimizer = hetmem.AdamW(managed.parameters())
+    with pytest.raises(DeviceOutOfMemoryError, match=r"cannot go to host memory, where they need .* and 64\.00 KiB"):
+        managed(*token_batches(1, rows=60 if mixed is None else 110)[0]).backward()
+    assert memory_of(managed).resident
+    managed.zero_grad()
+    managed(*token_batches(1)[0]).backward()
+    optimizer.step()
+
+
+def test_a_model_that_another_optimizer_updates_stays(tmp_path: Path) -> None:
+    """Its states would be on the device, and parameters in host memory."""
+    _, managed = pair(build, room(None), tmp_path)
+    optimizer = torch.optim.AdamW(managed.parameters())
+    managed(*token_batches(1)[0]).backward()
+    optimizer.step()
+    with pytest.raises(DeviceOutOfMemoryError, match="out of device memory"):
+        managed(*token_batches(1, rows=60)[0])
+    assert memory_of(managed).resident
+
+
+def test_what_somebody_holds_stays_where_it_is(tmp_path: Path) -> None:
+    plain, managed = pair(build, room(None), tmp_path)
+    optimizers = optimizers_of(plain, managed)
+    held = managed.blocks[0].up.weight.detach()  # type: ignore[union-attr]
+    train_both(plain, managed, token_batches(2, rows=36), Recipe(steps=2), optimizers=optimizers)
+    chunk = registry.of_parameter(managed.blocks[0].up.weight)[1].chunk  # type: ignore
+    assert {home.tier for home in chunk.homes.values()} == {Tier.DEVICE}
+    assert Tier.HOST in tiers(managed)
+    assert_same(plain.blocks[0].up.weight.detach(), held, "what was held")  # type: ignore[union-attr]
+
+
+def test_an_evaluation_before_any_optimizer_makes_it_leave_too(tmp_path: Path) -> None:
+    plain, managed = pair(build, room(None), tmp_path)
+    rows = 100
+    while memory_of(managed).resident:
+        batch = token_batches(1, rows=rows)[0]
+        with torch.no_grad():
+            assert_same(plain(*batch), managed(*batch), "loss")
+        rows += 8
+    assert not memory_of(managed).resident
+    train_both(plain, managed, token_batches(3), Recipe(steps=3))
+    hetmem.release(managed)
+    assert_same_weights(plain, managed)
+
+
+class Refused(nn.Module):
+    """An operator behind a tower finds no memory, as often as `failures` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        self.failures = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return refusing(self.tower(x), self.tower[0].weight, self)
+
+
+def refusing(x: torch.Tensor, weight: torch.Tensor, module: Refused) -> torch.Tensor:
+    if torch.overrides.has_torch_function((x, weight)) or _get_current_function_mode_stack():
+        result: torch.Tensor = torch.overrides.handle_torch_function(refusing, (x, weight), x, weight, module)
+        return result
+    if module.failures:
+        module.failures -= 1
+        registry.of_module(module).runtime.refused(480 << 10, 200 << 10)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return x @ weight
+
+
+@MIXED
+def test_an_operator_that_finds_no_memory_runs_again_when_homes_have_left(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """A GPU's allocator refuses, and says what was asked for."""
+    plain, other = Refused(), Refused()
+    other.load_state_dict(plain.state_dict())
+    limits = hetmem.Budget(device="512KiB", host="1MiB")
+    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="8KiB", mixed_precision=mixed)
+    assert memory_of(managed).resident
+    x = torch.ones(2, 32)
+    expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
+    managed.failures = 1
+    assert torch.equal(managed(x), expected)
+    assert managed.failures == 0
+    assert Tier.HOST in tiers(managed)
+    assert torch.equal(managed(x), expected)
+
+
+# ---- homes that find no memory -----------------------------------------------------------------------------------
+
+
+class Full(hetmem.SimDevice):
+    """Has no memory for the last of so many homes."""
+
+    left = 1 << 30
+
+    def allocate(self, nbytes: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().allocate(nbytes)
+
+
+def test_a_home_that_finds_no_memory_on_the_device_says_who_has_it_and_reserves_nothing(tmp_path: Path) -> None:
+    device = Full()
+    _, managed = pair(build, room(None), tmp_path, device=device)
+    memory = memory_of(managed)
+    before = memory.device_home_bytes
+    device.left = len(memory.chunks) + 3  # the first moments, and three of the second
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        hetmem.AdamW(managed.parameters())
+    message = str(caught.value)
+    assert "no memory for exp_avg_sq of chunk" in message
+    for part in ("homes on the device parameters", "first moments", "copies of parameters take 0 B", "Budget(device="):
+        assert part in message
+    assert memory.device_home_bytes == 2 * before
+    device.left = 1 << 30
+    train_both(build_like(managed), managed, token_batches(2), Recipe(steps=2))
+
+
+def build_like(managed: nn.Module) -> nn.Module:
+    plain = build()
+    plain.load_state_dict(managed.state_dict())
+    return plain
