@@ -8,7 +8,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,8 @@ class GradientSink:
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self.nothing_computes: Callable[[], None] = lambda: None
+        """Called when a gradient arrives, between the nodes of a backward."""
         self.lends = False
         """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
         self._lent: set[Chunk] = set()
@@ -91,6 +93,7 @@ class GradientSink:
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
         parameter = managed.parameter
+        self.nothing_computes()
         for watcher in self.watchers:
             watcher.coming(managed)
         if id(managed) not in self._taken:

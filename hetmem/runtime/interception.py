@@ -7,8 +7,10 @@ returns.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,18 +28,45 @@ from hetmem.runtime.segments import Segments, in_backward, signature
 from hetmem.runtime.share import ResidentShare
 
 
+class _Compute:
+    """A stretch of compute on one thread: a forward, or what a backward computes once more of one.
+
+    `task` is the backward that it is within, -1 for none; `called`: a call of a module began it, and ends it;
+    `modules` are those that run, outermost first;
+    `leave` ends what was entered for it. What is computed within a node of autograd has no hook at its end: autograd
+    restores what there was before it by itself, so `ends_with_node` is the mode that is gone then.
+    """
+
+    __slots__ = ("called", "ends_with_node", "leave", "modules", "task")
+
+    def __init__(self, task: int, called: bool) -> None:
+        self.task, self.called = task, called
+        self.modules: list[torch.nn.Module] = []
+        self.leave: list[Callable[[], None]] = []
+        self.ends_with_node: TorchFunctionMode | None = None
+
+    def is_over(self) -> bool:
+        """Whether the node that it was within has run."""
+        return self.ends_with_node is not None and self.ends_with_node not in _get_current_function_mode_stack()
+
+
 class Interception:
-    """The hooks of one managed module, and what is entered while one of its modules runs."""
+    """The hooks of one managed module, and what is entered while one of its modules runs.
+
+    Note "recomputation": a checkpoint computes a part of the forward once more, within a node of the backward or
+    before it, when autograd unpacks what it saved. What it calls, a module or any function, is to find weights and
+    inputs as it did within the forward. So modes are entered there, before the first call, whenever the checkpoint
+    was within a forward of the model; a module that is called then is not an outermost one.
+    """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
         self.runtime = runtime
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
-        self._stack: list[torch.nn.Module] = []
-        self._saved = SavedTensors(runtime, self.segments)
-        self._faults = OperatorFaults(runtime, self.gradients, self._saved)
-        self._entered: list[Callable[[], None]] = []
+        self.gradients.nothing_computes = self._between_nodes
+        self._computes: dict[int, list[_Compute]] = {}
+        self._saved = SavedTensors(runtime, self.segments, self)
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
         before, after = BeforeForward(self), AfterForward(self)
@@ -70,25 +99,29 @@ class Interception:
 
         With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
         """
-        if self._stack and self._stack[0] is module and _calls_running(module) < 2:
+        compute = self._current()
+        if compute is not None and compute.modules and compute.modules[0] is module and _calls_running(module) < 2:
             self.reset()  # the last call ended by an interrupt, which runs no hooks
-        self._stack.append(module)
-        if len(self._stack) > 1:
+            compute = None
+        if compute is not None:
+            compute.modules.append(module)
             return None
+        compute = self._begin()
+        compute.modules.append(module)
         try:
             dtype = self.runtime.memory.mixed_precision
             if dtype is not None:
                 args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-            self._enter(module, args, kwargs)
+            self._enter(compute, args, kwargs)
         except BaseException:
             self.reset()
             raise
         return None if dtype is None else (args, kwargs)
 
-    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        runtime = self.runtime
+    def _enter(self, compute: _Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        runtime, module = self.runtime, compute.modules[0]
         measured = runtime.sanitize
-        if not in_backward():
+        if compute.task < 0:
             with runtime.unwatched():
                 runtime.writes.notice_all()
             for managed in runtime.parameters:
@@ -100,31 +133,99 @@ class Interception:
             with runtime.unwatched():
                 runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
-            self._push_mode(runtime.monitor)
-            runtime.monitor.transformed = torch._C._functorch.maybe_current_level() is not None
-            runtime.monitor.forward_runs = lambda: _calls_running(module) > 0
-        if not runtime.memory.streams and not (measured and self.share.may_leave_device):
-            return
-        self._push_mode(self._faults)
+            _push_mode(compute, runtime.monitor)
+            if compute.task < 0:
+                runtime.monitor.transformed = torch._C._functorch.maybe_current_level() is not None
+                runtime.monitor.forward_runs = lambda: _calls_running(module) > 0
+        self._enter_modes(compute, stands_by=measured and self.share.may_leave_device)
+
+    def _enter_modes(self, compute: _Compute, *, stands_by: bool = False) -> OperatorFaults | None:
+        """`stands_by`: also if the model is whole on the device, as it may have to leave that."""
+        if not (self.runtime.memory.streams or stands_by):
+            return None
+        if compute.task >= 0:
+            self.runtime.notice_writes_by_hooks()
+        faults = OperatorFaults(self.runtime, self.gradients, self._saved)
+        _push_mode(compute, faults)
         leave = self._saved.enter()
         if leave is not None:
-            self._entered.append(leave)
-
-    def _push_mode(self, mode: Any) -> None:
-        mode.__enter__()
-        self._entered.append(lambda: _leave_mode(mode))
+            compute.leave.append(leave)
+        return faults
 
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
-        if not self._stack or self._stack[-1] is not module:
+        compute = self._current()
+        if compute is None or not compute.modules or compute.modules[-1] is not module:
             return
-        self._stack.pop()
-        if self._stack:
+        compute.modules.pop()
+        if compute.modules or not compute.called:
             return
         measured = self.runtime.monitor in _get_current_dispatch_mode_stack()
-        self.reset()
-        if measured and not in_backward():
+        self._end(compute)
+        if measured and compute.task < 0:
             self.runtime.monitor.watch_backward(output)
+
+    # ---- what a backward computes once more ----------------------------------------------------------------------
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A checkpoint within a forward of the model computes within, as that did."""
+        if self._current() is not None:
+            yield
+            return
+        compute = self._begin(called=False)
+        try:
+            self._enter_modes(compute)
+            yield
+        finally:
+            self._end(compute)
+
+    def recomputes_until_node_ends(self) -> None:
+        """A function of the user's within a forward is at its backward now, and may compute something once more."""
+        if self._current() is None and self.runtime.memory.streams:
+            compute = self._begin(called=False)
+            compute.ends_with_node = self._enter_modes(compute)
+            compute.leave.clear()
+
+    def _between_nodes(self) -> None:
+        """A gradient arrives: nothing is computed, unless the whole backward is a part of a forward."""
+        self._current()
+        if not any(compute.task < 0 for compute in self._here()):
+            self.runtime.bindings.go_home()
+
+    # ---- stretches of compute ------------------------------------------------------------------------------------
+
+    def _here(self) -> list[_Compute]:
+        return self._computes.get(threading.get_ident(), [])
+
+    def _current(self) -> _Compute | None:
+        """What computes now; what has ended without a hook is forgotten."""
+        here, task = self._here(), torch._C._current_graph_task_id()
+        while here:
+            last = here[-1]
+            if last.task < task:
+                return None  # this backward is within it
+            if last.task == task and not last.is_over():
+                return last
+            self._end(last)
+        return None
+
+    def _begin(self, *, called: bool = True) -> _Compute:
+        compute = _Compute(torch._C._current_graph_task_id(), called)
+        self._computes.setdefault(threading.get_ident(), []).append(compute)
+        return compute
+
+    def _end(self, compute: _Compute) -> None:
+        """`compute` is over, and what it has within it."""
+        here = self._here()
+        while compute in here:
+            ended = here.pop()
+            while ended.leave:
+                ended.leave.pop()()
+            if ended.task < 0:
+                self.runtime.monitor.forward_runs = None
+        if not any(compute.task < 0 for compute in here):
+            self.runtime.bindings.go_home()
 
     def before_state_dict(self) -> None:
         """What users read, or write over, is what the last step made."""
@@ -139,17 +240,24 @@ class Interception:
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
-        if self._stack and not _calls_running(self._stack[0]):
+        compute = self._current()
+        if compute is not None and compute.modules and not _calls_running(compute.modules[0]):
             self.reset()  # an interrupt ended it
-        return not self._stack and not in_backward()
+        return not self._here() and not in_backward()
 
     def reset(self) -> None:
         """No module of the model is running."""
-        self._stack.clear()
+        here = self._here()
+        if here:
+            self._end(here[0])
+        self._computes.clear()
         self.runtime.monitor.forward_runs = None
-        while self._entered:
-            self._entered.pop()()
         self.runtime.bindings.go_home()
+
+
+def _push_mode(compute: _Compute, mode: Any) -> None:
+    mode.__enter__()
+    compute.leave.append(lambda: _leave_mode(mode))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -53,6 +53,8 @@ _PLACES = {
 }
 """What says where a parameter is: for operators, on the device."""
 
+_BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+
 _DTYPE = _TENSOR.dtype.__get__
 _IS_FLOATING = {torch.Tensor.is_floating_point, torch.is_floating_point}
 _SET_DATA = _TENSOR.data.__set__
@@ -77,7 +79,7 @@ class OperatorFaults(TorchFunctionMode):
 
     def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors) -> None:
         super().__init__()
-        self._saved = saved
+        self._saved, self._around = saved, saved.others()
         self._runtime = runtime
         self._gradients = gradients
         self._by_id = runtime.bindings.by_id
@@ -87,6 +89,8 @@ class OperatorFaults(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARDS:
+            return self._backward(func, args, kwargs)
         if not self._runtime.memory.streams:
             return self._stand_by(func, types, args, kwargs)
         used: list[ManagedParameter] = []
@@ -112,12 +116,9 @@ class OperatorFaults(TorchFunctionMode):
         if in_backward():
             self._gradients.recompute_with(used)
         self._runtime.use(getattr(func, "__name__", str(func)), used)
-        over_others = self._saved.enter_over_others()
         try:
             return self._run(func, args, kwargs)
         finally:
-            if over_others:
-                self._saved.leave()
             written: list[ManagedParameter] = []
             self._find(_writes_to(func, args, kwargs), written)
             self._runtime.end_use(used, untracked=func == _GET_DATA, writes=bool(written))
@@ -134,7 +135,22 @@ class OperatorFaults(TorchFunctionMode):
                 raise self._explained(error) from None
         return self.__torch_function__(func, types, args, kwargs)
 
+    def _backward(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """No operator, though it is called as one: it runs nodes, and the user's hooks between them."""
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._runtime.notice_writes_by_hooks()
+
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        over_others = self._saved.enter_over_others(self._around)
+        try:
+            return self._try(func, args, kwargs)
+        finally:
+            if over_others:
+                self._saved.leave()
+
+    def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""
         try:
             return func(*args, **kwargs)

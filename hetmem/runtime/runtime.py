@@ -181,10 +181,8 @@ class Runtime:
 
     def chunk_bytes(self) -> int:
         """Device bytes that chunks hold now."""
-        return (
-            self.traffic.residency.used_slots(Tier.DEVICE) * self.memory.device_pool.slot_bytes
-            + self.memory.device_home_bytes
-        )
+        slots = self.traffic.residency.used_slots(Tier.DEVICE)
+        return slots * self.memory.device_pool.slot_bytes + self.memory.device_home_bytes
 
     def non_model_grew(self, operator: str, live_bytes: int) -> None:
         """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to.
@@ -335,10 +333,17 @@ class Runtime:
 
     def notice_writes_to_views(self) -> None:
         """An operator met no parameter, but it may have written to a view of one: then that goes home too."""
+        self._notice_writes(self.writes.by_operator)
+
+    def notice_writes_by_hooks(self) -> None:
+        """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
+        self._notice_writes(self.writes.by_user)
+
+    def _notice_writes(self, count: Callable[[ManagedParameter], None]) -> None:
         for managed in self._held.values():
             if managed.parameter._version != managed.version and managed.device is not None:
                 with self.unwatched():
-                    self.writes.by_operator(managed)
+                    count(managed)
 
     def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute."""
@@ -391,8 +396,7 @@ def _nothing_to_give(nbytes: int) -> None:
 
 def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
     """Nobody holds the runtime any more. The garbage collector calls this in the middle of anything, on any thread, so
-    it joins no thread and takes no lock: found as a thread that, while it started, collected a model and then waited
-    for itself. Threads end by themselves when what they serve is gone, and files when their last transfer is over."""
+    it joins no thread and takes no lock: a thread that collected a model while it started has waited for itself."""
     engine.abandon()
     for unpin in pins:
         unpin()

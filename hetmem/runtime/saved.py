@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.runtime import Runtime
@@ -29,6 +31,17 @@ class Saved:
     version: int
 
 
+class Recomputes(Protocol):
+    """Who is told that a part of a forward may be computed once more."""
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Within."""
+        ...
+
+    def recomputes_until_node_ends(self) -> None:
+        """Until the node of autograd that runs now has run."""
+
+
 class SavedTensors:
     """The hooks for what autograd saves in the forwards of one model: weights are saved by name, and fetched again.
 
@@ -37,8 +50,8 @@ class SavedTensors:
     alias of the memory that the parameter is bound to, which stays on the device for as long as that is kept.
     """
 
-    def __init__(self, runtime: Runtime, segments: Segments) -> None:
-        self._runtime, self._segments = runtime, segments
+    def __init__(self, runtime: Runtime, segments: Segments, recomputes: Recomputes) -> None:
+        self._runtime, self._segments, self._recomputes = runtime, segments, recomputes
         self._by_id = runtime.bindings.by_id
         self._own = (self.pack, self.unpack)
 
@@ -48,15 +61,29 @@ class SavedTensors:
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or not (top is None or _is_ours(top)):
             return None  # a checkpoint counts what is saved, and another's hooks see everything
         _AUTOGRAD._push_saved_tensors_default_hooks(*self._own)
-        return _AUTOGRAD._pop_saved_tensors_default_hooks  # type: ignore[no-any-return]
+        return _leave_own
 
-    def enter_over_others(self) -> bool:
-        """For one operator that uses weights: whoever else has hooks gets aliases; whether `leave` is to be called."""
+    @staticmethod
+    def others() -> Any:
+        """What identifies somebody else's hooks, if those are on top."""
+        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        return None if top is None or _is_ours(top) else top[0]
+
+    def enter_over_others(self, around: Any) -> bool:
+        """For one operator: whoever else has hooks gets aliases of weights, and computes again as the forward did,
+        unless their hooks, `around`, are around the whole of it. Whether `leave` is to be called."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top):
             return False
         pack, unpack = top
-        _AUTOGRAD._push_saved_tensors_default_hooks(lambda tensor: pack(self._alias(tensor)), unpack)
+
+        def unpack_again(packed: Any) -> torch.Tensor:
+            with self._recomputes.recomputing():
+                return unpack(packed)  # type: ignore[no-any-return]
+
+        _AUTOGRAD._push_saved_tensors_default_hooks(
+            lambda tensor: pack(self._alias(tensor)), unpack if pack is around else unpack_again
+        )
         return True
 
     @staticmethod
@@ -90,6 +117,8 @@ class SavedTensors:
         """What autograd gets back."""
         if self._runtime.memory.streams:
             self._segments.on_backward()
+        if isinstance(torch._C._current_autograd_node(), BackwardCFunction):
+            self._recomputes.recomputes_until_node_ends()
         if not isinstance(packed, Saved):
             tensor, version = packed
             if tensor._version != version:
@@ -106,6 +135,13 @@ class SavedTensors:
             tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
             tensor = torch.conj(tensor) if packed.conj else tensor
             return torch._neg_view(tensor) if packed.neg else tensor
+
+
+def _leave_own() -> None:
+    """Pop hooks of hetmem's; after an interrupt there may be others."""
+    top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+    if top is not None and _is_ours(top):
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
 
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:

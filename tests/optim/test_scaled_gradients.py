@@ -1,0 +1,127 @@
+"""Gradients that are scaled, clipped or not finite: torch's scaler and norm, and hetmem's, behind a backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.faults.disk import FaultyDisk
+from tests.optim.stories import OVERLAPS, adamw, one
+from tests.runtime.harness import (
+    STREAMED,
+    assert_same_weights,
+    budget,
+    loss_of,
+    mlp,
+    pair,
+    vector_batches,
+)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_gradients_are_as_large_as_they_are(overlap: str, placement: str, tmp_path: Path) -> None:
+    """Gradients of more than a megabyte go home on another thread."""
+    build = lambda: nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600))  # noqa: E731
+    room = budget(placement, tmp_path, device_chunks="16MiB", host="64MiB" if placement == "host" else "16MiB")
+    plain, managed = pair(build, room, tmp_path, chunk_bytes=None)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in vector_batches(4, 2, 600):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_the_gradient_scaler_of_torch_works_or_is_refused(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    optimizers: Any = (
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=0.1, overlap=overlap),
+    )
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in optimizers]
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer, scaler in zip((plain, managed), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(module, batch)).backward()
+            try:
+                scaler.step(optimizer)
+            except RuntimeError as error:
+                assert module is managed
+                assert "overlap='off'" in str(error)  # noqa: PT017
+                return
+            scaler.update()
+        assert_same_weights(plain, managed)
+
+
+def test_a_scaler_writes_gradients_while_those_before_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`unscale_` counts no version, so that only what has been read can be compared with what lies at home."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch)
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    optimizers = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in optimizers]
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer, scaler in zip((plain, managed), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            loss = scaler.scale(loss_of(module, batch))
+            disk.tells_late_seconds = 0.02
+            loss.backward()
+            scaler.step(optimizer)
+            disk.tells_late_seconds = 0.0
+            scaler.update()
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("placement", ["resident", *STREAMED])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])
+def test_clipping_gradients_that_are_not_finite_does_what_torch_does(
+    value: float, overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left: Any = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
+    right = hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=0.1, max_grad_norm=1e6, overlap=overlap)
+    for step, batch in enumerate(vector_batches(4, 4, 64)):
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss = loss_of(module, batch)
+            if step == 3:
+                loss = loss + module[2].weight[0, 0] * value
+            loss.backward()
+            if module is plain:
+                nn.utils.clip_grad_norm_(module.parameters(), 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, expected), got in zip(plain.named_parameters(), managed.state_dict().values(), strict=True):
+        assert torch.equal(expected.isnan(), got.isnan()), name
+        assert torch.equal(expected.nan_to_num(), got.nan_to_num()), name
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """By something that counts no version; nothing had been updated yet, but the sums of the backward were taken."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
+    for batch in vector_batches(4, 4, 64):
+        plain.load_state_dict(managed.state_dict())
+        for module in (plain, managed):
+            module.zero_grad()
+            loss_of(module, batch).backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(0.5)
+        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        right.step()
+        assert right.grad_norm == pytest.approx(norm, rel=1e-5)

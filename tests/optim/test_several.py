@@ -1,0 +1,152 @@
+"""Several optimizers over one model, or one over several: each leaves what the others do alone."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.optim.stories import OVERLAPS, adamw, halves, one, small
+from tests.runtime.harness import (
+    STREAMED,
+    assert_same,
+    assert_same_states,
+    assert_same_weights,
+    loss_of,
+    mlp,
+    pair,
+    vector_batches,
+)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_two_optimizers_share_chunks(overlap: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(small, placement, tmp_path)
+    left = [adamw(part) for part in halves(plain)]
+    right = [hetmem.AdamW(part, lr=1e-2, overlap=overlap) for part in halves(managed)]
+    for batch in vector_batches(5, 4, 40):
+        one(plain, batch, *left)
+        one(managed, batch, *right)
+        assert_same_weights(plain, managed)
+    for expected, got in zip(left, right, strict=True):
+        assert_same_states(expected, got)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_optimizer_of_some_parameters_leaves_the_gradients_of_others_alone(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(small, placement, tmp_path)
+    left, right = adamw(halves(plain)[0]), hetmem.AdamW(halves(managed)[0], lr=1e-2, overlap=overlap)
+    for batch in vector_batches(4, 4, 40):
+        one(plain, batch, left)
+        one(managed, batch, right)
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_undoing_a_trial_keeps_what_another_optimizer_did_to_the_chunk(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(small, placement, tmp_path)
+    trial = hetmem.AdamW(halves(managed)[0], lr=1e-2, overlap="speculative", max_grad_norm=1e-3)
+    other = hetmem.AdamW(halves(managed)[1], lr=1e-2)
+    left = [adamw(part) for part in halves(plain)]
+    for batch in vector_batches(4, 4, 40):
+        loss_of(plain, batch).backward()
+        loss_of(managed, batch).backward()
+        other.step()
+        trial.step()
+        factor = 1e-3 / (trial.grad_norm + 1e-6)
+        for parameter in halves(plain)[0]:
+            parameter.grad.mul_(factor)
+        for optimizer in (*left, other, trial):
+            optimizer.step() if optimizer in left else None
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+def test_updates_go_on_when_their_optimizer_is_dropped(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = adamw(plain.parameters())
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+    batches = vector_batches(3, 4, 64)
+    for batch in batches:
+        one(plain, batch, left)
+        one(managed, batch, right)
+    del right
+    gc.collect()
+    assert_same(loss_of(plain, batches[0]), loss_of(managed, batches[0]), "loss")
+    assert_same_weights(plain, managed)
+
+
+def test_two_optimizers_get_by_with_staging_for_one(tmp_path: Path) -> None:
+    """What one has read ahead for a step that trails must not keep the other from its own."""
+    plain, managed = pair(lambda: nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]), "nvme", tmp_path)
+    (a, b), (c, d) = halves(plain), halves(managed)
+    left = [adamw(a), adamw(b)]
+    right = [
+        hetmem.AdamW(c, lr=1e-2, overlap="forward", max_grad_norm=1e9),
+        hetmem.AdamW(d, lr=1e-2),
+    ]
+    for batch in vector_batches(8, 4, 64):
+        one(plain, batch, *left)
+        one(managed, batch, *right)
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, placement: str, tmp_path: Path) -> None:
+    """The pattern of torch's tutorial: hooks step as soon as a gradient is there."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    handles = []
+    for module, make in ((plain, adamw), (managed, lambda p: hetmem.AdamW(p, lr=1e-2, overlap=overlap))):
+        optimizers = {parameter: make([parameter]) for parameter in module.parameters()}
+
+        def step(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        handles += [parameter.register_post_accumulate_grad_hook(step) for parameter in module.parameters()]
+    for batch in vector_batches(4, 4, 64):
+        losses = [loss_of(module, batch) for module in (plain, managed)]
+        assert_same(*losses, "loss")
+        for loss in losses:
+            loss.backward()
+    for optimizer in managed[0].weight._post_accumulate_grad_hooks.values():
+        for each in (getattr(optimizer, "__defaults__", None) or [{}])[0].values():
+            each.synchronize()
+    assert_same_weights(plain, managed)
+    for handle in handles:  # the collector does not look into them: parameter, hook and optimizer hold each other
+        handle.remove()
+
+
+@pytest.mark.parametrize("placement", STREAMED)
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_one_of_two_models_is_released(overlap: str, placement: str, tmp_path: Path) -> None:
+    """The optimizer goes on with the other one, as long as the first has no gradients."""
+    pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
+    left = adamw([p for plain, _ in pairs for p in plain.parameters()])
+    right = hetmem.AdamW(
+        [p for _, managed in pairs for p in managed.parameters()], lr=1e-2, overlap=overlap, max_grad_norm=1e9
+    )
+    batches = vector_batches(6, 4, 64)
+    for batch in batches[:3]:
+        for which, optimizer in ((0, left), (1, right)):
+            sum(loss_of(both[which], batch) for both in pairs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    hetmem.release(pairs[0][1])
+    for batch in batches[3:]:
+        one(pairs[1][0], batch, left)
+        one(pairs[1][1], batch, right)
+    for plain, managed in pairs:
+        assert_same_weights(plain, managed)
+    assert_same_states(left, right)
