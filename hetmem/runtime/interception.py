@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,6 +51,13 @@ class _Compute:
         return self.ends_with_node is not None and self.ends_with_node not in _get_current_function_mode_stack()
 
 
+class _OfThread(threading.local):
+    """What computes on this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.here: list[_Compute] = []
+
+
 class Interception:
     """The hooks of one managed module, and what is entered while one of its modules runs.
 
@@ -65,7 +73,10 @@ class Interception:
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
         self.gradients.nothing_computes = self._between_nodes
-        self._computes: dict[int, list[_Compute]] = {}
+        self._computes = _OfThread()
+        self._turn = threading.Lock()
+        self._forward = (threading.get_ident(), _Compute(-1, True))
+        """The last one, and its thread."""
         self._saved = SavedTensors(runtime, self.segments, self)
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
@@ -100,14 +111,23 @@ class Interception:
         With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
         """
         compute = self._current()
-        if compute is not None and compute.modules and compute.modules[0] is module and _calls_running(module) < 2:
+        if (
+            compute is not None
+            and compute.modules
+            and compute.modules[0] is module
+            and _calls_running(module, sys._getframe()) < 2
+        ):
             self.reset()  # the last call ended by an interrupt, which runs no hooks
             compute = None
         if compute is not None:
             compute.modules.append(module)
             return None
-        compute = self._begin()
-        compute.modules.append(module)
+        with self._turn:
+            self._refuse_two_threads()
+            compute = self._begin()
+            compute.modules.append(module)
+            if compute.task < 0:
+                self._forward = threading.get_ident(), compute
         try:
             dtype = self.runtime.memory.mixed_precision
             if dtype is not None:
@@ -136,7 +156,7 @@ class Interception:
             _push_mode(compute, runtime.monitor)
             if compute.task < 0:
                 runtime.monitor.transformed = torch._C._functorch.maybe_current_level() is not None
-                runtime.monitor.forward_runs = lambda: _calls_running(module) > 0
+                runtime.monitor.forward_runs = lambda: _calls_running(module, sys._getframe()) > 0
         self._enter_modes(compute, stands_by=measured and self.share.may_leave_device)
 
     def _enter_modes(self, compute: _Compute, *, stands_by: bool = False) -> OperatorFaults | None:
@@ -196,7 +216,7 @@ class Interception:
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
     def _here(self) -> list[_Compute]:
-        return self._computes.get(threading.get_ident(), [])
+        return self._computes.here
 
     def _current(self) -> _Compute | None:
         """What computes now; what has ended without a hook is forgotten."""
@@ -210,9 +230,21 @@ class Interception:
             self._end(last)
         return None
 
+    def _refuse_two_threads(self) -> None:
+        """Raise `ManageError` if a forward runs on another thread. Waiting could be for ever: it may be waiting itself,
+        for threads that it has started."""
+        thread, forward = self._forward
+        if thread == threading.get_ident() or in_backward() or not forward.modules:
+            return
+        if _calls_running(forward.modules[0], sys._current_frames().get(thread)):
+            raise ManageError(
+                "a forward of this model runs on another thread: hetmem computes one at a time, as a device does; put "
+                "a lock around the calls"
+            )
+
     def _begin(self, *, called: bool = True) -> _Compute:
         compute = _Compute(torch._C._current_graph_task_id(), called)
-        self._computes.setdefault(threading.get_ident(), []).append(compute)
+        self._here().append(compute)
         return compute
 
     def _end(self, compute: _Compute) -> None:
@@ -241,7 +273,7 @@ class Interception:
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
         compute = self._current()
-        if compute is not None and compute.modules and not _calls_running(compute.modules[0]):
+        if compute is not None and compute.modules and not _calls_running(compute.modules[0], sys._getframe()):
             self.reset()  # an interrupt ended it
         return not self._here() and not in_backward()
 
@@ -250,7 +282,7 @@ class Interception:
         here = self._here()
         if here:
             self._end(here[0])
-        self._computes.clear()
+        self._computes = _OfThread()
         self.runtime.monitor.forward_runs = None
         self.runtime.bindings.go_home()
 
@@ -275,11 +307,10 @@ def _leave_mode(mode: Any) -> None:
         mode.__exit__(None, None, None)
 
 
-def _calls_running(module: torch.nn.Module) -> int:
-    """How many calls of `module` are on this thread's stack."""
+def _calls_running(module: torch.nn.Module, frame: FrameType | None) -> int:
+    """How many calls of `module` are on the stack of a thread, `frame` being its top."""
     code, calls = torch.nn.Module._call_impl.__code__, 0
-    frame = sys._getframe()
     while frame is not None:
         calls += frame.f_code is code and frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return calls
