@@ -75,7 +75,7 @@ def search(
 def first_that_fits(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Candidate | NoRoom:
-    """`asked`, or what fits where that does not: all on the device, or smaller chunks. The first refusal if none does."""
+    """`asked`, or what fits where that does not: all on the device, smaller chunks. The first refusal if none does."""
     refusal = None
     for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
         found = judged(workload, setting, hardware, micro_batches, steps=steps)
