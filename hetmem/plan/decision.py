@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from hetmem.plan.arrangement import arrange, state_bytes
 from hetmem.plan.balance import Costs, Way, best_shares, update_costs
 from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.largest import largest_parameters
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
-from hetmem.plan.planner import WORTH, Candidate, Setting, judged, largest_parameters, search, tuning
+from hetmem.plan.planner import WORTH, Candidate, Setting, judged, search, tuning
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size
@@ -72,7 +73,7 @@ def decide(
     """
     asked = Setting(capacities, chunk_bytes)
     best, refusal = search(workload, asked, hardware, micro_batches)
-    largest = largest_parameters(workload, capacities, best)
+    largest = largest_parameters(workload, asked, best, hardware, micro_batches)
     if best is not None:
         others = _alternatives(variants, asked, hardware, best.result.seconds)
         overlapped = _overlapped(workload, best, hardware, micro_batches)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from hetmem.plan.arrangement import Arrangement, arrange, check_device, state_bytes
+from hetmem.plan.arrangement import Arrangement, arrange, check_device
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.plan.placement import Capacities, NoRoom
@@ -61,21 +61,29 @@ def search(
 
     One thing after the other is varied, each time from the best so far, so that what goes well together is found.
     """
-    best, refusal = None, None
-    for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
-        found = judged(workload, setting, hardware, micro_batches)
-        if isinstance(found, Candidate):
-            best = found
-            break
-        refusal = refusal or found
-    if best is None:
-        return None, refusal
+    best = first_that_fits(workload, asked, hardware, micro_batches)
+    if isinstance(best, NoRoom):
+        return None, best
     for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches):
         for setting, worth in vary(workload, best, asked):
             found = judged(workload, setting, hardware, micro_batches)
             if isinstance(found, Candidate) and found.result.seconds < worth * best.result.seconds:
                 best = found
     return best, None
+
+
+def first_that_fits(
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
+) -> Candidate | NoRoom:
+    """`asked`, or what fits where that does not: all on the device, smaller chunks. The first refusal if none does."""
+    refusal = None
+    for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
+        found = judged(workload, setting, hardware, micro_batches, steps=steps)
+        if isinstance(found, Candidate):
+            return found
+        refusal = refusal or found
+    assert refusal is not None
+    return refusal
 
 
 def judge(
@@ -183,24 +191,6 @@ def _coarser(workload: Workload, capacities: Capacities, arrangement: Arrangemen
         return arrange(workload, capacities, chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor))
     except NoRoom:  # there is little of some tier: then larger chunks have no place
         return arrangement
-
-
-def largest_parameters(workload: Workload, capacities: Capacities, best: Candidate | None) -> int:
-    """Parameters of the largest model of this shape (more layers of the same) that would fit; an estimate.
-
-    Homes grow with the layers, and so does what the forward leaves on the device for the backward.
-    """
-    ground = best.arrangement.ground if best is not None else None
-    padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.02
-    homes = state_bytes(workload) * padding
-    staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
-    room = max(capacities.host_bytes + capacities.nvme_bytes - staging, 0)
-    widest = 4 * max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
-    device = max(capacities.device_bytes - min(widest, capacities.device_bytes // 2), 0)
-    scale = min(room / homes, device / max(1, workload.peak_live_bytes))
-    copies = sum(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes) * padding
-    there = homes + copies * workload.mixed_precision
-    return int(workload.numel * max(scale, capacities.device_bytes / (there + workload.peak_live_bytes)))
 
 
 def tuning(best: Candidate, asked: Setting) -> tuple[str, ...]:
