@@ -523,3 +523,36 @@ def test_prefetching_along_any_schedule_costs_no_fetch_that_demand_would_not(
     fetched, _ = replay(trace, limits, NextUse(), delay=delay, renewed=False, steps=4)
     least = optimum(trace, limits, renewed=False, steps=4)
     assert fetched <= least + 8, "what is fetched ahead of the end is all there may be more"
+
+
+# ---- what is overwritten ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
+def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(lookahead: int) -> None:
+    """Block 1 is written as a whole and read after that: it comes by itself. The others have to be read."""
+    r = residency(NVME, NVME, NVME, host=3, lookahead=lookahead)
+    ahead = r.expect(HOST, Schedule([(0,), (1,), (1,), (2,)], overwritten=[1]))
+    assert ahead == ([read(0, 0), read(2, 1)] if lookahead == 4 else [read(0, 0)])
+    for command in ahead:
+        assert r.done(command) == []
+    visit(r, 0, HOST)
+    r.reach((1,), HOST)
+    r.acquire(1, HOST, load=False)
+    assert r.state(1, HOST) is CopyState.VALID
+    r.release(1, HOST, dirty=True)
+    r.reach((1,), HOST)
+    r.acquire(1, HOST)
+    assert r.counts.fetches[HOST] == 2
+
+
+def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
+    r = residency(NVME, NVME, host=2, lookahead=2)
+    assert r.expect(HOST, Schedule([(0,), (1,), (0,)], overwritten=[0])) == [read(1, 0)]
+    r.reach((0,), HOST)
+    r.acquire(0, HOST, load=False)
+    assert r.release(0, HOST, dirty=True) == []
+    assert r.settle(0) == [Write(0, 1)]
+    r.done(Write(0, 1))
+    assert r.invalidate(0, HOST) == [Drop(0, HOST, 1)]
+    assert r.done(read(1, 0)) == [read(0, 1)]

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.plan.trace import NEVER, Moment, Schedule, SegmentTrace, TraceBook
+from hetmem.plan.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook
 
 blocks = st.integers(0, 4)
 uses = st.lists(st.lists(blocks, min_size=1, max_size=3, unique=True).map(tuple), max_size=8)
@@ -157,3 +157,12 @@ def test_a_newer_trace_takes_the_place_of_the_older_one() -> None:
     assert book.get("a") is newer
     assert [trace.key for trace in book.traces()] == ["a", "b"]
     assert (newer.peak_non_model_bytes(), SegmentTrace("c").peak_non_model_bytes()) == (5, 0)
+
+
+def test_what_segments_overwrite_lies_at_the_same_places_of_their_schedule() -> None:
+    book = TraceBook()
+    book.put(SegmentTrace("backward", (), (5, 6), frozenset({0})))
+    book.put(SegmentTrace(STEP, (), (5, 7, 6), frozenset({1})))
+    book.follows("backward", STEP)
+    schedule = book.schedules("backward")[Tier.HOST]
+    assert [schedule.reads(at) for at in range(10)] == [False, True, True, False, True] * 2
