@@ -240,6 +240,51 @@ def test_an_operator_that_finds_no_memory_runs_again_when_homes_have_left(
     assert torch.equal(managed(x), expected)
 
 
+@MIXED
+def test_a_forward_behind_a_backward_that_found_no_memory_begins_with_room_for_it(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """On a GPU nobody can run a part of a backward again."""
+    plain, other = Refused(), Refused()
+    other.load_state_dict(plain.state_dict())
+    limits = hetmem.Budget(device="512KiB", host="1MiB")
+    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="8KiB", mixed_precision=mixed)
+    x = torch.ones(2, 32)
+    expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
+    assert torch.equal(managed(x), expected)
+    assert memory_of(managed).resident
+    registry.of_module(managed).runtime.refused(480 << 10, 200 << 10)
+    seen: list[set[Tier]] = []
+    managed.tower[0].register_forward_pre_hook(lambda *_: seen.append(tiers(managed)))  # type: ignore
+    assert torch.equal(managed(x), expected)
+    assert Tier.HOST in seen[0]
+
+
+class Holding(nn.Module):
+    """All weights are in use at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [layer.weight.reshape(-1) for layer in self.layers]  # type: ignore[operator]
+        return torch.cat(parts).float().sum() + x[0].float()
+
+
+def test_a_copy_that_finds_no_room_makes_homes_leave(tmp_path: Path) -> None:
+    plain, managed = pair(Holding, hetmem.Budget(device="1400KiB", host="8MiB"), tmp_path, mixed_precision=BF16)
+    memory = memory_of(managed)
+    assert memory.resident
+    room = memory.device_bytes - memory.device_home_bytes - int(3.5 * memory.device_pool.slot_bytes)
+    x = torch.ones(room // 2, dtype=BF16)
+    with torch.no_grad():
+        assert_same(plain.to(BF16)(x), managed(x), "sum")
+    assert not memory.resident
+    device = hetmem.report(managed).to_dict()["tiers"]["device"]
+    assert device["peak_bytes"] <= device["capacity_bytes"]
+
+
 # ---- homes that find no memory -----------------------------------------------------------------------------------
 
 
