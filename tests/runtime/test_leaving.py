@@ -205,6 +205,7 @@ class Refused(nn.Module):
         super().__init__()
         self.tower = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
         self.failures = 0
+        self.at: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return refusing(self.tower(x), self.tower[0].weight, self)
@@ -218,6 +219,7 @@ def refusing(x: torch.Tensor, weight: torch.Tensor, module: Refused) -> torch.Te
         module.failures -= 1
         registry.of_module(module).runtime.refused(480 << 10, 200 << 10)
         raise torch.OutOfMemoryError("CUDA out of memory")
+    module.at.append(weight.data_ptr())
     return x @ weight
 
 
@@ -236,6 +238,7 @@ def test_an_operator_that_finds_no_memory_runs_again_when_homes_have_left(
     managed.failures = 1
     assert torch.equal(managed(x), expected)
     assert managed.failures == 0
+    assert not memory_of(managed).is_home_address(managed.at[-1])
     assert Tier.HOST in tiers(managed)
     assert torch.equal(managed(x), expected)
 
@@ -269,7 +272,7 @@ class Holding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = [layer.weight.reshape(-1) for layer in self.layers]  # type: ignore[operator]
-        return torch.cat(parts).float().sum() + x[0].float()
+        return torch.stack([part.sum() for part in parts]).sum() + x[0]
 
 
 def test_a_copy_that_finds_no_room_makes_homes_leave(tmp_path: Path) -> None:
