@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import hetmem
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.memory.chunk import Role
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.memory import Memory
@@ -123,6 +124,32 @@ def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tm
 
 
 @MIXED
+def test_chunks_that_could_stay_take_their_gradients_along_when_they_go_later(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Between two micro-batches: gradients that came to be on the device have a place too."""
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    optimizers = optimizers_of(plain, managed)
+    train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+    runtime = registry.of_module(managed).runtime
+    assert runtime._leave_device(0)
+    assert tiers(managed) == {Tier.DEVICE}
+    forwards: list[set[Tier]] = []
+
+    def squeezed(module: nn.Module, batch: Any) -> torch.Tensor:
+        if module is managed:
+            if forwards:
+                assert all(Role.GRAD in chunk.homes for chunk in runtime.chunks)
+                runtime.give_way(1 << 30)
+            forwards.append(tiers(managed))
+        return loss_of(module, batch)
+
+    recipe = Recipe(steps=1, accumulation=2, mixed=mixed)
+    train_both(plain, managed, token_batches(2), recipe, optimizers=optimizers, loss=squeezed)
+    assert forwards == [{Tier.DEVICE}, {Tier.HOST}]
+
+
+@MIXED
 def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
     optimizers = optimizers_of(plain, managed)
@@ -142,7 +169,7 @@ def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, 
 def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_path: Path) -> None:
     plain, managed = pair(build, room(None), tmp_path, sanitize=False)
     optimizers = optimizers_of(plain, managed)
-    for rows, steps in ((2, 2), (40, 1), (2, 1)):
+    for rows, steps in ((2, 5), (40, 1), (2, 1)):  # of the first three, backwards are waited for
         train_both(plain, managed, token_batches(steps, rows=rows), Recipe(steps=steps), optimizers=optimizers)
     assert not memory_of(managed).resident
     traces = [trace for trace in registry.of_module(managed).runtime.tracer.book.traces() if trace.key[0] == "forward"]  # type: ignore[index]
