@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import hetmem
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.memory.chunk import Role
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.memory import Memory
@@ -123,6 +124,32 @@ def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tm
 
 
 @MIXED
+def test_chunks_that_could_stay_take_their_gradients_along_when_they_go_later(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Between two micro-batches: gradients that came to be on the device have a place too."""
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    optimizers = optimizers_of(plain, managed)
+    train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+    runtime = registry.of_module(managed).runtime
+    assert runtime._leave_device(0)
+    assert tiers(managed) == {Tier.DEVICE}
+    forwards: list[set[Tier]] = []
+
+    def squeezed(module: nn.Module, batch: Any) -> torch.Tensor:
+        if module is managed:
+            if forwards:
+                assert all(Role.GRAD in chunk.homes for chunk in runtime.chunks)
+                runtime.give_way(1 << 30)
+            forwards.append(tiers(managed))
+        return loss_of(module, batch)
+
+    recipe = Recipe(steps=1, accumulation=2, mixed=mixed)
+    train_both(plain, managed, token_batches(2), recipe, optimizers=optimizers, loss=squeezed)
+    assert forwards == [{Tier.DEVICE}, {Tier.HOST}]
+
+
+@MIXED
 def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
     optimizers = optimizers_of(plain, managed)
@@ -142,7 +169,7 @@ def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, 
 def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_path: Path) -> None:
     plain, managed = pair(build, room(None), tmp_path, sanitize=False)
     optimizers = optimizers_of(plain, managed)
-    for rows, steps in ((2, 2), (40, 1), (2, 1)):
+    for rows, steps in ((2, 5), (40, 1), (2, 1)):  # of the first three, backwards are waited for
         train_both(plain, managed, token_batches(steps, rows=rows), Recipe(steps=steps), optimizers=optimizers)
     assert not memory_of(managed).resident
     traces = [trace for trace in registry.of_module(managed).runtime.tracer.book.traces() if trace.key[0] == "forward"]  # type: ignore[index]
@@ -205,6 +232,7 @@ class Refused(nn.Module):
         super().__init__()
         self.tower = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
         self.failures = 0
+        self.at: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return refusing(self.tower(x), self.tower[0].weight, self)
@@ -218,6 +246,7 @@ def refusing(x: torch.Tensor, weight: torch.Tensor, module: Refused) -> torch.Te
         module.failures -= 1
         registry.of_module(module).runtime.refused(480 << 10, 200 << 10)
         raise torch.OutOfMemoryError("CUDA out of memory")
+    module.at.append(weight.data_ptr())
     return x @ weight
 
 
@@ -236,8 +265,54 @@ def test_an_operator_that_finds_no_memory_runs_again_when_homes_have_left(
     managed.failures = 1
     assert torch.equal(managed(x), expected)
     assert managed.failures == 0
+    assert not memory_of(managed).is_home_address(managed.at[-1])
     assert Tier.HOST in tiers(managed)
     assert torch.equal(managed(x), expected)
+
+
+@MIXED
+def test_a_forward_behind_a_backward_that_found_no_memory_begins_with_room_for_it(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """On a GPU nobody can run a part of a backward again."""
+    plain, other = Refused(), Refused()
+    other.load_state_dict(plain.state_dict())
+    limits = hetmem.Budget(device="512KiB", host="1MiB")
+    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="8KiB", mixed_precision=mixed)
+    x = torch.ones(2, 32)
+    expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
+    assert torch.equal(managed(x), expected)
+    assert memory_of(managed).resident
+    registry.of_module(managed).runtime.refused(480 << 10, 200 << 10)
+    seen: list[set[Tier]] = []
+    managed.tower[0].register_forward_pre_hook(lambda *_: seen.append(tiers(managed)))  # type: ignore
+    assert torch.equal(managed(x), expected)
+    assert Tier.HOST in seen[0]
+
+
+class Holding(nn.Module):
+    """All weights are in use at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [layer.weight.reshape(-1) for layer in self.layers]  # type: ignore[operator]
+        return torch.stack([part.sum() for part in parts]).sum() + x[0]
+
+
+def test_a_copy_that_finds_no_room_makes_homes_leave(tmp_path: Path) -> None:
+    plain, managed = pair(Holding, hetmem.Budget(device="1400KiB", host="8MiB"), tmp_path, mixed_precision=BF16)
+    memory = memory_of(managed)
+    assert memory.resident
+    room = memory.device_bytes - memory.device_home_bytes - int(3.5 * memory.device_pool.slot_bytes)
+    x = torch.ones(room // 2, dtype=BF16)
+    with torch.no_grad():
+        assert_same(plain.to(BF16)(x), managed(x), "sum")
+    assert not memory.resident
+    device = hetmem.report(managed).to_dict()["tiers"]["device"]
+    assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
 # ---- homes that find no memory -----------------------------------------------------------------------------------
