@@ -14,7 +14,7 @@ from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.policy import NextUse
 from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Schedule, Tier
+from hetmem.plan.trace import Schedule, Tier, Uses
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
@@ -532,7 +532,7 @@ def test_prefetching_along_any_schedule_costs_no_fetch_that_demand_would_not(
 def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(lookahead: int) -> None:
     """Block 1 is written as a whole and read after that: it comes by itself. The others have to be read."""
     r = residency(NVME, NVME, NVME, host=3, lookahead=lookahead)
-    ahead = r.expect(HOST, Schedule([(0,), (1,), (1,), (2,)], overwritten=[1]))
+    ahead = r.expect(HOST, Schedule(Uses([(0,), (1,), (1,), (2,)], overwritten=[1])))
     assert ahead == ([read(0, 0), read(2, 1)] if lookahead == 4 else [read(0, 0)])
     for command in ahead:
         assert r.done(command) == []
@@ -548,7 +548,7 @@ def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(look
 
 def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
     r = residency(NVME, NVME, host=2, lookahead=2)
-    assert r.expect(HOST, Schedule([(0,), (1,), (0,)], overwritten=[0])) == [read(1, 0)]
+    assert r.expect(HOST, Schedule(Uses([(0,), (1,), (0,)], overwritten=[0]))) == [read(1, 0)]
     r.reach((0,), HOST)
     r.acquire(0, HOST, load=False)
     assert r.release(0, HOST, dirty=True) == []
