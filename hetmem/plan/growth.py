@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.plan.layout import ParameterSpec
@@ -57,29 +57,21 @@ def grown(workload: Workload, stack: Stack, more: int) -> Workload | None:
     new = [tuple(range(first + width * at, first + width * (at + 1))) for at in range(more)]
     row = [below, like, *new, above]
 
-    def shifted(part: Sequence[Event], at: int) -> Iterator[Event]:
+    def shifted(part: Sequence[Event], at: int) -> list[Event]:
         """`part`, of the layer `like`, as that of `row[at]`."""
-        places = {old: at + step for step, layer in ((-1, below), (0, like), (1, above)) for old in layer}
-        index = {old: layer.index(old) for layer in (below, like, above) for old in layer}
-        yield from (_moved(event, lambda old: row[places[old]][index[old]] if old in places else old) for event in part)
-
-    def let_go(part: Sequence[Event]) -> Iterator[Event]:
-        """`part` of the forward behind `like`, where what it left in use is the last new layer's."""
-        for event in part:
-            gone = tuple(row[-2][like.index(old)] if old in like else old for old in event.let_go)
-            yield replace(event, let_go=gone)
-
-    def raised(part: Iterator[Event] | Sequence[Event], layers: int) -> list[Event]:
-        return [_raised(event, layers * kept) for event in part]
+        near = zip((below, like, above), row[at - 1 : at + 2], strict=True)
+        numbers = {old: now for layer, other in near for old, now in zip(layer, other, strict=True)}
+        return [_raised(_moved(event, numbers), (at - 1) * kept) for event in part]
 
     going, coming = events[forward.start : forward.stop], events[backward.start : backward.stop]
-    made = list(events[: forward.stop])
-    for at in range(more):
-        made += raised(shifted(going, at + 2), at + 1)
-    made += raised(let_go(events[forward.stop : backward.start]), more)
-    for at in reversed(range(more)):
-        made += raised(shifted(coming, at + 2), at + 1)
-    made += [*shifted(coming, 1), *events[backward.stop :]]
+    gone = dict(zip(like, row[-2], strict=True))  # what `like` left in use, the last new layer leaves
+    made = [*events[: forward.stop], *(event for at in range(more) for event in shifted(going, at + 2))]
+    for event in events[forward.stop : backward.start]:
+        let_go = tuple(gone.get(number, number) for number in event.let_go)
+        made.append(_raised(replace(event, let_go=let_go), more * kept))
+    for at in reversed(range(1, more + 2)):
+        made += shifted(coming, at)
+    made += events[backward.stop :]
     copies = list(like) * more
     return replace(
         workload,
@@ -100,9 +92,11 @@ def _between(events: Sequence[Event], layer: Sequence[int], following: Sequence[
     return range(start, stop) if start is not None and stop is not None and start < stop else None
 
 
-def _moved(event: Event, to: Callable[[int], int]) -> Event:
-    """`event` of other parameters."""
-    parameters, held, let_go = (tuple(map(to, numbers)) for numbers in (event.parameters, event.held, event.let_go))
+def _moved(event: Event, numbers: Mapping[int, int]) -> Event:
+    """`event` of the parameters with other `numbers`."""
+    parameters, held, let_go = (
+        tuple(numbers.get(old, old) for old in olds) for olds in (event.parameters, event.held, event.let_go)
+    )
     return replace(event, parameters=parameters, held=held, let_go=let_go)
 
 

@@ -68,11 +68,8 @@ class Rehearsal:
         prefetch: Prefetch | None = None,
         overlapped: bool = False,
     ) -> None:
-        self._workload = workload
-        self._arrangement = arrangement
-        self._capacities = capacities
-        self._hardware = hardware
-        self._micro_batches = micro_batches
+        self._workload, self._arrangement = workload, arrangement
+        self._capacities, self._hardware, self._micro_batches = capacities, hardware, micro_batches
         ground = arrangement.ground
         self._traffic = SimulatedTraffic(
             {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, policy, prefetch
@@ -88,10 +85,9 @@ class Rehearsal:
         ]
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
-        self._arrivals: Counter[int] = Counter()
-        usual = Counter(event.parameters[0] for event in workload.events if event.kind is Kind.GRADIENT)
-        self._usual = {parameter: micro_batches * count for parameter, count in usual.items()}
-        self._arriving: Counter[int] = Counter()
+        self._usual = {number: micro_batches * count for number, count in workload.gradients().items()}
+        self._arrivals: Counter[int] = Counter()  # of a parameter
+        self._arriving: Counter[int] = Counter()  # in a chunk
         self._overlapped = overlapped
         self._begun: set[int] = set()
         self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged)

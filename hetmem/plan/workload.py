@@ -6,6 +6,7 @@ tiers enter later, so one workload serves every candidate of a plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -109,6 +110,10 @@ class Workload:
     def peak_live_bytes(self) -> int:
         """The most that is not parameters at one time."""
         return max((event.peak_bytes for event in self.events), default=0)
+
+    def gradients(self) -> Counter[int]:
+        """How often a gradient of each parameter is made."""
+        return Counter(event.parameters[0] for event in self.events if event.kind is Kind.GRADIENT)
 
     def compute_seconds(self, device: DeviceProfile) -> float:
         """How long `device` computes for one micro-batch when nothing keeps it waiting."""
