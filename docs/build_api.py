@@ -35,6 +35,7 @@ ELSEWHERE = (
     "hetmem.plan.hardware:HardwareProfile",
     "hetmem.plan.hardware:ProfileError",
     "hetmem.report.live:top",
+    "hetmem.checkpoint.weights:LoadedWeights",
 )
 """What public names take, return or raise."""
 FOR_HETMEM = {

@@ -15,7 +15,7 @@ from hetmem.report.live import progress
 from hetmem.report.report import MemoryReport, report
 
 if TYPE_CHECKING:
-    from hetmem.checkpoint import load, save
+    from hetmem.checkpoint import load, load_weights, save
     from hetmem.planning import plan
     from hetmem.planning.plan import Plan
 
@@ -28,6 +28,7 @@ __all__ = [
     "NextUse",
     "SimDevice",
     "load",
+    "load_weights",
     "manage",
     "managed",
     "plan",
@@ -39,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "save"):
+    if name in ("load", "load_weights", "save"):
         from hetmem import checkpoint  # most programs import hetmem more often than they save
 
         return getattr(checkpoint, name)

@@ -2,5 +2,6 @@
 
 from hetmem.checkpoint.loading import load
 from hetmem.checkpoint.saving import save
+from hetmem.checkpoint.weights import load_weights
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_weights", "save"]

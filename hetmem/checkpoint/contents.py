@@ -12,12 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.checkpoint.values import Encoder
 from hetmem.errors import CheckpointError
 from hetmem.runtime import registry
-
-OPTIMIZER, EXTRA = "optimizer:", "extra:"
-"""How names begin that are no keys of the model's `state_dict`."""
 
 
 @runtime_checkable

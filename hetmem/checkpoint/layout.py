@@ -10,6 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from hetmem.errors import CheckpointError
 from hetmem.units import format_size, round_up
 
 VERSION = "1"
+OPTIMIZER, EXTRA = "optimizer:", "extra:"
+"""How names begin that are no keys of the model's `state_dict`."""
 BLOCK_BYTES = 16 << 20
 """The most bytes that are moved and checked at once."""
 MAX_HEADER_BYTES = 100_000_000
@@ -151,13 +154,12 @@ def parse(text: bytes, data_nbytes: int) -> Header:
 
     Raises `CheckpointError` if it is not that of a checkpoint of this version, or damaged.
     """
-    try:
+    with _nonsense_refused():
         table = json.loads(text)
         metadata = table.pop("__metadata__", {})
         if "hetmem.version" not in metadata:
             raise CheckpointError(
-                "it is a file of tensors that hetmem.save did not write: read it with safetensors.torch.load_file and "
-                "pass that to model.load_state_dict"
+                "it is a file of tensors that hetmem.save did not write: hetmem.load_weights reads weights from it"
             )
         if metadata["hetmem.version"] != VERSION:
             raise CheckpointError(
@@ -167,19 +169,42 @@ def parse(text: bytes, data_nbytes: int) -> Header:
         values = {name: json.loads(metadata[f"hetmem.{name}"]) for name in ("tied", "objects", "extra")}
         if "hetmem.optimizer" in metadata:
             values["optimizer"] = json.loads(metadata["hetmem.optimizer"])
-        stored = {name: _stored(name, entry) for name, entry in table.items()}
+        stored = _tensors(table, data_nbytes)
         digits = json.loads(metadata["hetmem.crc32"])
         checks = {
             name: [int(found[at : at + 8], 16) for at in range(0, len(found), 8)] for name, found in digits.items()
         }
+    if {name: len(one.blocks()) for name, one in stored.items()} != {name: len(one) for name, one in checks.items()}:
+        raise CheckpointError("its header has not one checksum for each block of each tensor")
+    return Header(stored, values, checks)
+
+
+def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
+    """The tensors of a file of safetensors, whoever wrote it, by name; of a checkpoint, those of the model.
+
+    Raises `CheckpointError` as `parse` does.
+    """
+    with _nonsense_refused():
+        table = json.loads(text)
+        checkpoint = "hetmem.version" in table.pop("__metadata__", {})
+        stored = _tensors(table, data_nbytes)
+    return {name: one for name, one in stored.items() if not (checkpoint and name.startswith((OPTIMIZER, EXTRA)))}
+
+
+@contextmanager
+def _nonsense_refused() -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"its header is not that of a checkpoint: {error!r}") from error
+
+
+def _tensors(table: Mapping[str, Any], data_nbytes: int) -> dict[str, Stored]:
+    stored = {name: _stored(name, entry) for name, entry in table.items()}
     _check_places(stored.values(), data_nbytes)
-    if {name: len(one.blocks()) for name, one in stored.items()} != {name: len(one) for name, one in checks.items()}:
-        raise CheckpointError("its header has not one checksum for each block of each tensor")
-    return Header(stored, values, checks)
+    return stored
 
 
 def _with_check(text: bytes, old: str, new: str) -> bytes:
@@ -198,6 +223,8 @@ def _stored(name: str, entry: dict[str, Any]) -> Stored:
         raise ValueError(f"{name} has {len(shape)} dimensions")
     if not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"{name} has the shape {shape}")
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{name} has elements of {entry['dtype']}, which torch does not have")
     stored = Stored(name, _DTYPES[entry["dtype"]], shape, entry["data_offsets"][0])
     if [stored.start, stored.start + stored.nbytes] != entry["data_offsets"]:
         raise ValueError(f"{name} of {stored.nbytes} bytes lies at {entry['data_offsets']}")

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 
 from hetmem.checkpoint.contents import (
-    EXTRA,
-    OPTIMIZER,
     ModelState,
     Streaming,
     name_numbers,
@@ -29,9 +27,9 @@ from hetmem.checkpoint.contents import (
     parameters_of,
     strides_of,
 )
-from hetmem.checkpoint.disk import read_at
-from hetmem.checkpoint.layout import MAX_HEADER_BYTES, Header, Stored, parse
+from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Header, Stored, parse
 from hetmem.checkpoint.moving import check_tensors, read_tensors
+from hetmem.checkpoint.opening import OpenFile, named, opened
 from hetmem.checkpoint.values import decode
 from hetmem.errors import CheckpointError, StoreError
 
@@ -58,7 +56,9 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     No code of the file's choice runs. What was begun of a step (updates during backward) is given up; call
     `optimizer.zero_grad()` if there are gradients.
     """
-    with _opened(os.fspath(path)) as file:
+    with opened(os.fspath(path)) as source:
+        with named(source.path):
+            file = _File(source, parse(source.header, source.data_nbytes))
         state = of_model(model)
         targets = _match_model(state, file.header)
         resumed = None if optimizer is None else _Resumed(optimizer, model, file)
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         new.read()
         if resumed is not None:
             targets = targets + resumed.begin()
-        with _partly_loaded():
+        with partly_loaded("model and optimizer are"):
             file.read(targets)
         if made:
             model.load_state_dict(made, strict=False)
@@ -79,20 +79,18 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    fd: int
-    path: str
+    source: OpenFile
     header: Header
-    data_start: int
 
     def check(self, wanted: Callable[[str], bool]) -> None:
         """Read the tensors whose names are wanted, and compare their checksums."""
         stored = [one for name, one in self.header.stored.items() if wanted(name)]
-        check_tensors(self.fd, self.path, self.data_start, stored, self.header.checks)
+        check_tensors(self.source, stored, self.header.checks)
 
     def read(self, targets: Targets) -> None:
         """Fill tensors, in the order of the file."""
         targets = sorted(targets, key=lambda target: target[0].start)
-        read_tensors(self.fd, self.path, self.data_start, targets, self.header.checks)
+        read_tensors(self.source, targets, self.header.checks)
 
 
 class _NewTensors:
@@ -118,39 +116,15 @@ class _NewTensors:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[_File]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StoreError(error.errno, f"cannot open the checkpoint {path!r}: {error.strerror}") from error
-    try:
-        nbytes = os.fstat(fd).st_size
-        length = bytearray(8)
-        if nbytes >= 8:
-            read_at(fd, path, memoryview(length), 0)
-        header_nbytes = int.from_bytes(length, "little")
-        if not 0 < header_nbytes <= min(nbytes - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path!r} of {nbytes} bytes is no checkpoint, or cut off")
-        text = bytearray(header_nbytes)
-        read_at(fd, path, memoryview(text), 8)
-        try:
-            header = parse(bytes(text), nbytes - 8 - header_nbytes)
-        except CheckpointError as error:
-            raise CheckpointError(f"cannot load {path!r}: {error}") from error
-        yield _File(fd, path, header, 8 + header_nbytes)
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _partly_loaded() -> Iterator[None]:
+def partly_loaded(what: str) -> Iterator[None]:
+    """Errors in the block say that `what` ("the model is") partly loaded."""
+    told = f"{what} partly loaded now: load again, this or another checkpoint, before using it"
     try:
         yield
-    except (StoreError, CheckpointError) as error:
-        what = "model and optimizer are partly loaded now: load again, this or another checkpoint, before using them"
-        if isinstance(error, StoreError):
-            raise StoreError(error.errno or errno.EIO, f"{error.strerror}; {what}") from error
-        raise CheckpointError(f"{error}; {what}") from error
+    except StoreError as error:
+        raise StoreError(error.errno or errno.EIO, f"{error.strerror}; {told}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {told}") from error
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -207,7 +181,7 @@ class _Resumed:
 
     def __post_init__(self) -> None:
         if "optimizer" not in self.file.header.values:
-            raise CheckpointError(f"{self.file.path!r} was saved without an optimizer")
+            raise CheckpointError(f"{self.file.source.path!r} was saved without an optimizer")
         self._saved = self.file.header.values["optimizer"]
         name_numbers(self.optimizer, self.model)
         names = parameter_names(self.model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from hetmem.checkpoint import layout
 from hetmem.checkpoint.disk import read_at, write_at
 from hetmem.checkpoint.layout import Block, Stored
+from hetmem.checkpoint.opening import OpenFile
 from hetmem.errors import CheckpointError
 from hetmem.memory import mapping
 
@@ -77,34 +78,29 @@ def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: Block, b
     return zlib.crc32(memory)
 
 
-def check_tensors(
-    fd: int, path: str, data_start: int, stored: Iterable[Stored], checks: Mapping[str, list[int]]
-) -> None:
+def check_tensors(file: OpenFile, stored: Iterable[Stored], checks: Mapping[str, list[int]]) -> None:
     """Read `stored` and compare. Raises `StoreError`, and `CheckpointError` with path, offset and bytes of a block that
     is not what was written."""
-    run(
-        partial(_read, fd, path, data_start, one, block, check, None)
-        for one in stored
-        for block, check in zip(one.blocks(), checks[one.name], strict=True)
-    )
+    run(partial(_read, file, one, block, check, None) for one in stored for block, check in _with_checks(one, checks))
+
+
+def checksums(file: OpenFile, stored: Stored) -> list[int]:
+    """The CRC-32 of every block of a tensor. Raises `StoreError`."""
+    return run(partial(_read, file, stored, block, None, None) for block in stored.blocks())
 
 
 def read_tensors(
-    fd: int,
-    path: str,
-    data_start: int,
-    targets: Iterable[tuple[Stored, torch.Tensor]],
-    checks: Mapping[str, list[int]],
+    file: OpenFile, targets: Iterable[tuple[Stored, torch.Tensor]], checks: Mapping[str, list[int]] | None = None
 ) -> None:
     """Fill tensors with what is stored, in place, so that their versions count; elements are cast where dtypes differ.
-    Raises as `check_tensors` does, and then has filled some of them."""
+    Raises as `check_tensors` does, and then has filled some of them; without `checks` nothing is compared."""
     targets = list(targets)
     _settle(tensor for _, tensor in targets)
     try:
         run(
-            partial(_read, fd, path, data_start, one, block, check, tensor.detach())
+            partial(_read, file, one, block, check, tensor.detach())
             for one, tensor in targets
-            for block, check in zip(one.blocks(), checks[one.name], strict=True)
+            for block, check in _with_checks(one, checks)
         )
     finally:
         _settle(tensor for _, tensor in targets)
@@ -113,32 +109,32 @@ def read_tensors(
                 torch.autograd.graph.increment_version(tensor)
 
 
+def _with_checks(one: Stored, checks: Mapping[str, list[int]] | None) -> Iterator[tuple[Block, int | None]]:
+    blocks = one.blocks()
+    yield from zip(blocks, [None] * len(blocks) if checks is None else checks[one.name], strict=True)
+
+
 @torch.no_grad()
 def _read(
-    fd: int,
-    path: str,
-    data_start: int,
-    stored: Stored,
-    block: Block,
-    check: int,
-    into: torch.Tensor | None,
-    buffer: _Buffer,
-) -> None:
+    file: OpenFile, stored: Stored, block: Block, check: int | None, into: torch.Tensor | None, buffer: _Buffer
+) -> int:
+    """Read one block; returns its CRC-32, which is `check` if that is given."""
     piece = None if into is None else into[block.index]
     direct = piece is not None and piece.dtype is stored.dtype and _is_memory(piece)
     shape = (block.nbytes // stored.dtype.itemsize,) if piece is None else piece.shape
     source = piece if piece is not None and direct else buffer.like(shape, stored.dtype)
     memory = _bytes_of(source)
-    offset = data_start + stored.start + block.offset
-    read_at(fd, path, memory, offset)
+    offset = file.data_start + stored.start + block.offset
+    read_at(file.fd, file.path, memory, offset)
     found = zlib.crc32(memory)
-    if found != check:
+    if check is not None and found != check:
         raise CheckpointError(
-            f"{path!r} is damaged: the {block.nbytes} bytes at offset {offset}, of {stored.name}, have the CRC-32 "
+            f"{file.path!r} is damaged: the {block.nbytes} bytes at offset {offset}, of {stored.name}, have the CRC-32 "
             f"{found:08x}, expected {check:08x}"
         )
     if piece is not None and not direct:
         piece.copy_(source)
+    return found
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:

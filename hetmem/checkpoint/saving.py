@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hetmem.checkpoint.contents import EXTRA, encode_optimizer, of_model
+from hetmem.checkpoint.contents import encode_optimizer, of_model
 from hetmem.checkpoint.disk import replacing, write_at
-from hetmem.checkpoint.layout import arrange, data_nbytes, header
+from hetmem.checkpoint.layout import EXTRA, arrange, data_nbytes, header
 from hetmem.checkpoint.moving import write_tensors
 from hetmem.checkpoint.values import Encoder
 

@@ -6,7 +6,7 @@ Holds addresses and views; decides nothing and moves nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -18,8 +18,15 @@ from hetmem.plan.trace import Tier
 from hetmem.units import round_up
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class _RoleFields(NamedTuple):
+    """Looked up in every dictionary of homes: a tuple hashes and compares without Python."""
+
+    name: str
+    dtype: torch.dtype | None = None
+    scale_block: int = 0
+
+
+class Role(_RoleFields):
     """What a part of a chunk's memory is for: parameters, their 16-bit copies (COMPUTE, where these have homes of their
     own), gradients, or the optimizer's state of that `name`.
 
@@ -28,13 +35,11 @@ class Role:
     behind the elements.
     """
 
+    __slots__ = ()
+
     PARAM: ClassVar[Role]
     COMPUTE: ClassVar[Role]
     GRAD: ClassVar[Role]
-
-    name: str
-    dtype: torch.dtype | None = None
-    scale_block: int = 0
 
     @property
     def is_state(self) -> bool:
@@ -143,7 +148,8 @@ class ManagedParameter:
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
 
     `home` is what `.data` is outside compute; `rest` what it is between the operators of a forward: the home, or,
-    where that has another dtype than operators see, a stand-in that reads as NaN. `device` is a view of the slot
+    where that has another dtype than operators see, a stand-in that reads as NaN. `home_address` is where the home was
+    when it was made: a storage may be given other memory (`share_memory_()` does that). `device` is a view of the slot
     while the chunk has a copy on the device, `device_storage` the handle of its storage and `device_references` how
     often hetmem itself refers to that. `version` is the
     parameter's version counter as last seen: a different one means that somebody wrote to it.
@@ -159,6 +165,7 @@ class ManagedParameter:
     home: torch.Tensor
     rest: torch.Tensor
     home_references: int = 0
+    home_address: int = 0
     version: int = 0
     device: torch.Tensor | None = None
     device_storage: int = 0

@@ -6,6 +6,7 @@ Knows pages and bytes. Must not know torch, pools, chunks or files.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 
 import numpy as np
@@ -22,8 +23,10 @@ _HUGE_PAGE_BYTES = 2 * MIB
 
 def address_of(memory: memoryview) -> int:
     """Address of the first byte of `memory` (contiguous, not empty; it may be read-only)."""
-    address: int = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
-    return address
+    if memory.readonly:
+        address: int = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
+        return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a fifth of the time, for each transfer
 
 
 class Mapping:

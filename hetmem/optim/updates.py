@@ -4,6 +4,11 @@ Reads for the next chunk and writes of the last one go on meanwhile, and so may 
 the tiles happens on the thread that trains, in `pump`; what a tile computes is the job's own.
 
     queued -> opening (its roles are on their way) -> running (tiles on the workers) -> done
+
+Note "openings": jobs open, and run, in their order, and one opens only once all that opened before it have a place for
+each of their roles. So those need no more memory to be computed, and at most one job, the last, holds places while it
+waits for others: for those that the jobs before it will give back. Two jobs that each held what the other needs would
+wait for ever.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import Span
 from hetmem.runtime.runtime import Runtime
 
-_AT_ONCE = 2
-"""Jobs opening or running together: while one is computed, the next one is brought."""
+_AT_ONCE = 3
+"""Jobs opening or running together: while one is computed, the next ones are brought."""
 
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
@@ -62,7 +67,7 @@ class Updates:
     def __init__(self, runtime: Runtime, workers: WorkerPool) -> None:
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
         self._queue: deque[Job] = deque()
-        self._opening: Job | None = None
+        self._opening: deque[Job] = deque()
         self._running: list[Job] = []
         self._pumping = False
         self.streamed = StreamedUpdates(runtime, self._queue.append, self._go_on)
@@ -84,14 +89,16 @@ class Updates:
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
-        if self._pumping or self.idle:
+        if self._pumping:
             return
         self._pumping = True
         try:
-            with self._runtime.unwatched(), torch.no_grad():  # in the middle of whatever the user does
-                self.streamed.pump()
-                while (job := self._next()) is not None:
-                    self._run(job)
+            if not self.streamed.idle:
+                with self._runtime.unwatched(), torch.no_grad():
+                    self.streamed.pump()
+            while (go_on := self._next()) is not None:
+                with self._runtime.unwatched(), torch.no_grad():  # in the middle of whatever the user does
+                    go_on()
         finally:
             self._pumping = False
 
@@ -105,12 +112,13 @@ class Updates:
                 if self._running:
                     batch = self._running[0].batch
                     assert batch is not None
-                    batch.drain()
-                elif not self._traffic.busy() and self._opening is not None:
+                    while batch.run_one():
+                        self._traffic.poll()  # what has come meanwhile makes room for more
+                elif not self._traffic.busy() and self._opening:
                     if not self._traffic.make_way(self):
-                        if self._opening is stuck:
+                        if self._opening[0] is stuck:
                             raise self._cannot_open(stuck)
-                        stuck = self._opening
+                        stuck = self._opening[0]
                         self.give_way()  # a read of it failed earlier: once more
                     continue
                 if not self.idle:
@@ -127,13 +135,13 @@ class Updates:
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
         nothing."""
-        job, self._opening = self._opening, None
-        if job is None:
-            return False
-        for role in job.roles:
-            self._traffic.unask_role(job.chunk, role)
-        self._queue.appendleft(job)
-        return True
+        gives = bool(self._opening)
+        while self._opening:
+            job = self._opening.pop()
+            for role in job.roles:
+                self._traffic.unask_role(job.chunk, role)
+            self._queue.appendleft(job)
+        return gives
 
     def close(self) -> None:
         """Carry everything out and end the threads; later work starts new ones."""
@@ -154,24 +162,34 @@ class Updates:
                 self._traffic.wait_for_one()
         self._traffic.forget(self)
 
-    def _next(self) -> Job | None:
-        """The next job to run, with everything open; None if that is not so yet."""
-        if self._opening is None:
-            at_work = len(self._running) + 1 > _AT_ONCE
-            if at_work or not self._queue or self._traffic.arriving(self._queue[0].chunk):
-                return None
-            self._opening = self._queue.popleft()
-            for role, load in self._opening.roles.items():
-                self._traffic.ask_role(self._opening.chunk, role, load=load)
-        job = self._opening
-        opened = {role: self._traffic.asked_role(job.chunk, role) for role in job.roles}
-        there = {role: tensor for role, tensor in opened.items() if tensor is not None}
-        if len(there) < len(opened):
-            return None
-        job.opened, self._opening = there, None
-        return job
+    def _next(self) -> Callable[[], None] | None:
+        """What can be done now: a job can open, or run; None if there is nothing."""
+        if self._may_open():
+            return self._open
+        return self._run if self._opening and self._is_open(self._opening[0]) else None
 
-    def _run(self, job: Job) -> None:
+    def _may_open(self) -> bool:
+        """Whether the next job in the queue may; see the note "openings"."""
+        at_work = (*self._opening, *self._running)
+        if not self._queue or len(at_work) >= _AT_ONCE:
+            return False
+        chunk = self._queue[0].chunk
+        if self._traffic.arriving(chunk) or any(job.chunk is chunk for job in at_work):
+            return False
+        return all(self._traffic.role_has_place(job.chunk, role) for job in self._opening for role in job.roles)
+
+    def _open(self) -> None:
+        job = self._queue.popleft()
+        self._opening.append(job)
+        for role, load in job.roles.items():
+            self._traffic.ask_role(job.chunk, role, load=load)
+
+    def _is_open(self, job: Job) -> bool:
+        return all(self._traffic.role_is_there(job.chunk, role) for role in job.roles)
+
+    def _run(self) -> None:
+        job = self._opening.popleft()
+        job.opened = {role: self._traffic.asked_role(job.chunk, role) for role in job.roles}
         job.began = time.perf_counter()
         try:
             job.copy = self._traffic.hold_copy(job.chunk) if job.keeps_copy else None

@@ -68,25 +68,30 @@ class Batch:
 
     def drain(self) -> None:
         """Run tasks until none is left to start; others may still be running elsewhere."""
-        while True:
-            with self._lock:
-                task = next(self._tasks, None)
-            if task is None:
-                return
-            error: BaseException | None = None
-            try:
-                task()
-            except BaseException as caught:  # whoever joins gets it, whatever it is
-                error = caught
-            with self._lock:
-                self._first_error = self._first_error or error
-                if error is not None:
-                    self.failed.append(task)
-                self._unfinished -= 1
-                last = self._unfinished == 0
-            del task  # whoever waits for the end finds the memory that it held free
-            if last:
-                self._end()
+        while self.run_one():
+            pass
+
+    def run_one(self) -> bool:
+        """Run a task that nobody has started yet; False if there is none."""
+        with self._lock:
+            task = next(self._tasks, None)
+        if task is None:
+            return False
+        error: BaseException | None = None
+        try:
+            task()
+        except BaseException as caught:  # whoever joins gets it, whatever it is
+            error = caught
+        with self._lock:
+            self._first_error = self._first_error or error
+            if error is not None:
+                self.failed.append(task)
+            self._unfinished -= 1
+            last = self._unfinished == 0
+        del task  # whoever waits for the end finds the memory that it held free
+        if last:
+            self._end()
+        return True
 
     def _end(self) -> None:
         after, self._after = self._after, None

@@ -62,6 +62,10 @@ class Cache:
 
     `nearer` is the next faster tier: what lies there too is the cheaper one to lose here. Whoever changes a copy in a
     way that an eviction or a policy may know of says so with `touch(block)`.
+
+    Note "refusals": most of the time what is missing waits for room, and asking for it again at every use would take
+    longer than all the rest. So a refusal is remembered, and stands until something has changed that could make room
+    (`touch`), or what is missing (`moved`). A use of a copy that is here only takes room away.
     """
 
     def __init__(
@@ -81,7 +85,10 @@ class Cache:
         self._added = 0
         self._present_until = 0
         self._changed: set[int] = set()
+        self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
+        self._moves = 0
+        self._refused: tuple[int, int, Cache, int] | None = None
         self._demand = Order(self.copies, self._demand_key)
         self._ahead = Order(self.copies, self._ahead_key)
         if nearer is not None:
@@ -93,18 +100,30 @@ class Cache:
         """`copy` is the one of `block` here from now on."""
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
+        self._moves += 1
         if self._farther is not None:
-            self._farther.touch(block)
+            self._farther._ranked.add(block)
         return copy
 
     def remove(self, block: int) -> Copy:
         """There is no copy of `block` here any more; returns what was."""
-        self._present_until = 0
+        self._present_until = min(self._present_until, self.schedule.next_use(block))
+        self._moves += 1
         copy = self.copies.pop(block)
         self.touch(block)
         if self._farther is not None:
-            self._farther.touch(block)
+            self._farther._ranked.add(block)
         return copy
+
+    def moved(self) -> None:
+        """What comes next here may be something else now."""
+        self._present_until = 0
+        self._moves += 1
+
+    def set_limit(self, slots: int) -> None:
+        """At most `slots` slots may be taken."""
+        self.limit = max(0, min(slots, self.slots.count))
+        self._moves += 1
 
     def writing_slots(self) -> int:
         """Slots that become free when the writes in flight are done."""
@@ -115,26 +134,32 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """`schedule` is what comes next."""
         self.schedule = schedule
-        self._present_until = 0
+        self.moved()
         self._demand.renew()
         self._ahead.renew()
 
     def reach(self, blocks: tuple[int, ...]) -> None:
-        """A use of `blocks` begins. Next uses change for what was passed, and for what was waited for."""
+        """A use of `blocks` begins. Next uses change for what was waited for in vain, and for what was skipped."""
         schedule = self.schedule
-        waited_for, before = schedule.now(), schedule.position
+        passed, unmet, before = schedule.now(), schedule.unmet(), schedule.position
         if not schedule.reach(blocks):
             return
         first, last = before, schedule.position
+        if last == first + 1:  # the next one, as expected: all know of it
+            for block in passed:
+                copy = self.copies.get(block)
+                if block in unmet or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
+                    self.touch(block)
+            return
         if last < first:
-            self._present_until = 0
             first, last = last, first
-        self._changed.update(waited_for, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
+        self.moved()
+        self._changed.update(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
 
     def meet(self, block: int) -> None:
-        """`block` of the use just reached is there."""
+        """`block` of the use just reached is there, and in use from now on."""
         self.schedule.meet(block)
-        self.touch(block)
+        self._ranked.add(block)
 
     def missing(self, lookahead: int) -> list[int]:
         """The blocks without a copy among those of the next `lookahead` uses, each once, in order.
@@ -142,19 +167,36 @@ class Cache:
         Uses whose blocks are all here are looked at once: until something is removed they need no second look.
         """
         schedule, copies = self.schedule, self.copies
-        start, end = schedule.position, schedule.horizon(lookahead)
-        if start < self._present_until:
-            start = self._present_until
-        if start >= end:
+        start = max(schedule.position, self._present_until)
+        if start >= schedule.position + lookahead:
             return []
+        end = schedule.horizon(lookahead)
         missing: dict[int, None] = {}
-        for at, blocks in enumerate(schedule.between(start, end), start):
+        for blocks in schedule.between(start, end) if start < end else ():
             for block in blocks:
                 if block not in copies:
                     missing[block] = None
             if not missing:
-                self._present_until = at + 1
+                start += 1
+                self._present_until = start
         return list(missing)
+
+    def refuse(self, block: int, where: Cache) -> None:
+        """What is missing here first, `block`, gets no room on `where` now."""
+        if not where._changed:
+            farther = self._farther or self  # whether `block` is staged says where it has to be fetched from
+            self._refused = self.schedule.next_use(block), self._moves, where, farther._moves
+
+    def still_refused(self) -> bool:
+        """Whether asking again for what `refuse` said would end the same way."""
+        if self._refused is None:
+            return False
+        needed_at, moves, where, farther_moves = self._refused
+        farther = self._farther or self
+        stands = moves == self._moves and farther_moves == farther._moves and needed_at >= self.schedule.position
+        if not stands or where._changed:
+            self._refused = None
+        return self._refused is not None
 
     # ---- what to give up ---------------------------------------------------------------------------------------
 
@@ -190,23 +232,23 @@ class Cache:
     def _awaited(self, needed_at: int) -> int:
         """The furthest use, from `needed_at` on, of a copy that is used before; its turn comes then."""
         schedule, copies = self.schedule, self.copies
-        now = schedule.now()
-        awaited = 0
-        for block in now:
+        before = {block for use in schedule.between(schedule.position, needed_at) for block in use if block in copies}
+        for block in schedule.now():
             copy = copies.get(block)
             if copy is not None and (copy.uses or schedule.next_use(block) < needed_at):
-                awaited = max(awaited, schedule.next_use(block, needed_at))
-        for use in schedule.between(schedule.position, needed_at):
-            for block in use:
-                if block in copies:
-                    awaited = max(awaited, schedule.next_use(block, needed_at))
-        return awaited
+                before.add(block)
+        return max((schedule.next_use(block, needed_at) for block in before), default=0)
 
     def _up_to_date(self, order: Order) -> Order:
         """`order`, told of what has changed since either was asked."""
-        self._demand.touch(self._changed)
-        self._ahead.touch(self._changed)
-        self._changed.clear()
+        for changed in (self._changed, self._ranked):
+            if changed:
+                self._demand.touch(changed)
+                self._ahead.touch(changed)
+        if self._changed:
+            self._changed.clear()
+            self._moves += 1
+        self._ranked.clear()
         return order
 
     def _victims(self, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:

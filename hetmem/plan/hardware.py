@@ -73,13 +73,15 @@ class ThreadCosts:
     """What hetmem itself takes of the thread that trains, in seconds.
 
     `use_seconds`: for each use of a streamed parameter, by an operator or by autograd, and for each gradient;
-    `transfer_seconds`: for handing a copy to what carries it out; `update_seconds`: for each parameter updated. Zero
-    where nobody measured it. On a GPU that thread runs ahead of the device, which hides most of it.
+    `transfer_seconds`: for handing a copy to what carries it out; `update_seconds`: for each parameter updated, and
+    `chunk_seconds` for each chunk of them. Zero where nobody measured it. On a GPU that thread runs ahead of the device,
+    which hides most of it.
     """
 
     use_seconds: float = 0.0
     transfer_seconds: float = 0.0
     update_seconds: float = 0.0
+    chunk_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

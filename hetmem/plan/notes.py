@@ -92,8 +92,10 @@ class Notes:
     def _finish_segment(self) -> None:
         if self._key is None:
             return
-        moments = tuple(self._moments) if self._known is None else self._known.moments
-        self._book.put(SegmentTrace(self._key, moments, tuple(self._host)))
+        known = self._known
+        if known is None or known.host_blocks != tuple(self._host):
+            moments = tuple(self._moments) if known is None else known.moments
+            self._book.put(SegmentTrace(self._key, moments, tuple(self._host)))
         self._key = None
 
     def _expect(self, key: Hashable) -> None:

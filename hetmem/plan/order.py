@@ -48,9 +48,17 @@ class Order:
 
         Without those whose key begins with more than `most`, and without `spared`.
         """
+        if slots <= 0:
+            return []
+        self._update()
+        first = self._first()
+        if first is None or (most is not None and first[0][0] > most):
+            return []
+        if first[1] not in spared and spans(first[1]) >= slots:
+            return [first[1]]
         chosen: list[int] = []
         with closing(self.ascending(most)) as blocks:
-            for _, block in blocks if slots > 0 else ():
+            for _, block in blocks:
                 if block not in spared:
                     chosen.append(block)
                     slots -= spans(block)
@@ -79,6 +87,16 @@ class Order:
         finally:
             for entry in seen:
                 heapq.heappush(heap, entry)
+
+    def _first(self) -> tuple[Key, int] | None:
+        """The present entry of the block that comes first."""
+        heap, keys = self._heap, self._keys
+        while heap:
+            entry = heap[0]
+            if keys.get(entry[1]) == entry[0]:
+                return entry
+            heapq.heappop(heap)
+        return None
 
     def _update(self) -> None:
         if self._outdated or len(self._heap) > 2 * len(self._copies) + _SLACK:

@@ -319,7 +319,8 @@ class Rehearsal:
         device_rate, host_rate = self._hardware.device.bytes_per_second, self._hardware.host.update_bytes_per_second
         seconds = sum(self._arrangement.elements[index] for index in members) * nbytes
         seconds /= device_rate if on_device else host_rate
-        seconds += len(members) * self._hardware.thread.update_seconds
+        thread = self._hardware.thread
+        seconds += len(members) * thread.update_seconds + thread.chunk_seconds
         self._update += seconds
         traffic.now += seconds
         if block is not None and copied:

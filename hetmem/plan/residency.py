@@ -162,16 +162,15 @@ class Residency:
         if copy is None or copy.uses <= copy.waiting or (dirty and not changeable):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses -= 1
-        cache.touch(block)
+        if not copy.uses:
+            cache.touch(block)
         if dirty:
             copy.dirty = copy.load = True
             self._ledger.note(block, "dirty")
         commands: list[Command] = []
         if copy.uses == 0 and (copy.state is CopyState.STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
-        self._supply.trim(cache, commands)
-        self._supply.serve(commands)
-        self._supply.prefetch(cache, commands)
+        self._supply.go_on(cache, commands)
         return commands
 
     def settle(self, block: int) -> list[Command]:
@@ -202,7 +201,7 @@ class Residency:
         """From now on at most `slots` slots of `tier`. What is idle beyond it is given up at once; copies in use and
         loads in flight stay, and are given up as soon as they may be."""
         cache = self._caches[tier]
-        cache.limit = max(0, min(slots, cache.slots.count))
+        cache.set_limit(slots)
         commands: list[Command] = []
         self._supply.trim(cache, commands)
         self._supply.serve(commands)

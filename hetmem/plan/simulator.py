@@ -103,7 +103,9 @@ class SimulatedTraffic:
         """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
         self.events += 1
         residency = self.residency
-        self.execute(residency.acquire(block, tier, load=load), urgent=block)
+        commands = residency.acquire(block, tier, load=load)
+        if commands:
+            self.execute(commands, urgent=block)
         while residency.state(block, tier) is not CopyState.VALID:
             if not residency.in_flight():
                 raise residency.withdraw(block, tier)
@@ -112,7 +114,9 @@ class SimulatedTraffic:
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less."""
         self.events += 1
-        self.execute(self.residency.release(block, tier, dirty=dirty))
+        commands = self.residency.release(block, tier, dirty=dirty)
+        if commands:
+            self.execute(commands)
 
     def open_staged(self, block: int, *, load: bool) -> None:
         """Use `block`, whose home is on NVMe, in host memory."""

@@ -60,10 +60,12 @@ class Supply:
     def suspend(self, block: int) -> None:
         """Until `resume` nothing brings `block` to the device."""
         self._suspended.add(block)
+        self._caches[Tier.DEVICE].moved()
 
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
+        self._caches[Tier.DEVICE].moved()
 
     def serve(self, commands: list[Command]) -> None:
         """Move requests on: find their source, then a slot, then fetch. The oldest first."""
@@ -104,15 +106,27 @@ class Supply:
             self._ledger.fetch(block, Tier.NVME, Tier.HOST, staged, commands)
         return staged.state is CopyState.VALID
 
+    def go_on(self, cache: Cache, commands: list[Command]) -> None:
+        """A copy of `cache` is used less: give up what is too much, then requests, then prefetching."""
+        if cache.slots.used > cache.limit:
+            self.trim(cache, commands)
+        if self._waiting:
+            self.serve(commands)
+        self.prefetch(cache, commands)
+
     # ---- prefetching -------------------------------------------------------------------------------------------
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if self._waiting or cache.loading >= self._at_once:
+        if self._waiting or cache.loading >= self._at_once or cache.still_refused():
             return
         flying = cache.loading
         for block in cache.missing(self._lookahead):
-            if flying >= self._at_once or not self._prefetch(block, cache, commands):
+            if flying >= self._at_once:
+                return
+            full = self._prefetch(block, cache, commands)
+            if full is not None:
+                cache.refuse(block, full)
                 return
             flying += 1
 
@@ -122,25 +136,25 @@ class Supply:
         if not self._waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)
 
-    def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
-        """Whether prefetching may go on behind `block`, which is missing in `cache`."""
+    def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> Cache | None:
+        """Bring in `block`, which is missing in `cache`. What it has to wait for, if anything: room there, or staging."""
         tier, home = cache.tier, self._blocks[block].home
         if home <= tier or (tier is Tier.DEVICE and block in self._suspended):
-            return True
+            return None
         if tier is Tier.DEVICE and home is Tier.NVME:
             staging = self._caches[Tier.HOST]
             staged = staging.copies.get(block)
             if staged is None:
                 return self._prefetch(block, staging, commands)
             if staged.state is not CopyState.VALID:
-                return False
+                return None
         slot = self._make_room(cache, self._blocks[block].span, commands, cache.schedule.next_use(block))
         if slot is None:
-            return False
+            return cache
         copy = cache.add(block, Copy(CopyState.WAITING, last_use=self._ledger.tick))
         self._ledger.place(block, tier, copy, slot)
         self._ledger.fetch(block, Tier.HOST if tier is Tier.DEVICE else Tier.NVME, tier, copy, commands)
-        return True
+        return None
 
     # ---- room --------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import is_
 
 NEVER = 1 << 62
 """The next use of a block that no known moment uses."""
@@ -52,24 +53,41 @@ class SegmentTrace:
         return max((moment.non_model_bytes for moment in self.moments), default=0)
 
 
+class Uses:
+    """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. Made once
+    for all schedules of the same uses; O(uses)."""
+
+    __slots__ = ("blocks", "places", "positions")
+
+    def __init__(self, uses: Sequence[tuple[int, ...]]) -> None:
+        self.blocks = tuple(uses)
+        self.positions: dict[int, list[int]] = {}
+        self.places: dict[tuple[int, ...], list[int]] = {}
+        for index, blocks in enumerate(self.blocks):
+            self.places.setdefault(blocks, []).append(index)
+            for block in blocks:
+                self.positions.setdefault(block, []).append(index)
+
+
 class Schedule:
     """The uses expected on one tier: a sequence of block tuples, repeated for ever when `periodic`.
 
     `position` counts the uses that were reached. The first `segment` uses belong to the segment that runs (all, if not
     given): only there can the next use be one that is not the next one expected. What is used behind `barrier` (an
-    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. Building is O(uses),
-    `next_use` and `reach` are O(log uses).
+    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. `next_use` and
+    `reach` are O(log uses).
     """
 
     def __init__(
         self,
-        uses: Sequence[tuple[int, ...]] = (),
+        uses: Sequence[tuple[int, ...]] | Uses = (),
         *,
         periodic: bool = True,
         barrier: int | None = None,
         segment: int = NEVER,
     ) -> None:
-        self.uses = tuple(uses)
+        known = uses if isinstance(uses, Uses) else Uses(uses)
+        self.uses = known.blocks
         self.periodic = periodic and bool(self.uses)
         self.barrier = barrier
         self.position = 0
@@ -77,12 +95,7 @@ class Schedule:
         self._met: set[int] = set()
         self._now: tuple[int, ...] = ()
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
-        self._positions: dict[int, list[int]] = {}
-        self._places: dict[tuple[int, ...], list[int]] = {}
-        for index, blocks in enumerate(self.uses):
-            self._places.setdefault(blocks, []).append(index)
-            for block in blocks:
-                self._positions.setdefault(block, []).append(index)
+        self._positions, self._places = known.positions, known.places
 
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
@@ -147,6 +160,10 @@ class Schedule:
         """Whether `block` belongs to the use just reached and was not met there yet."""
         return block in self._now and block not in self._met
 
+    def unmet(self) -> list[int]:
+        """The blocks of the use just reached that were not met there yet."""
+        return [block for block in self._now if block not in self._met]
+
     def now(self) -> tuple[int, ...]:
         """The blocks of the use just reached."""
         return self._now
@@ -179,6 +196,7 @@ class TraceBook:
     def __init__(self) -> None:
         self._traces: dict[Hashable, SegmentTrace] = {}
         self._successor: dict[Hashable, Hashable] = {}
+        self._uses: dict[Hashable, tuple[list[SegmentTrace], Uses, Uses]] = {}
 
     def get(self, key: Hashable) -> SegmentTrace | None:
         """The trace of `key`, or None if no such segment was seen."""
@@ -214,13 +232,20 @@ class TraceBook:
     def schedules(self, key: Hashable) -> dict[Tier, Schedule]:
         """What is expected on each tier from the start of the segment `key` on."""
         chain = self.chain(key)
-        device = [moment.blocks for trace in chain for moment in trace.moments]
+        device, host = self._uses_of(key, chain)
         barrier, met = None, 0
         for trace in chain:
             if trace.key == STEP:
                 barrier = met
                 break
             met += len(trace.moments)
-        host = [(block,) for trace in chain for block in trace.host_blocks]
         first = len(chain[0].moments) if chain else 0
         return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
+
+    def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[Uses, Uses]:
+        """The uses of `chain`, which starts with `key`, on the device and in host staging; kept while it is the same."""
+        known = self._uses.get(key)
+        if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
+            device = Uses([moment.blocks for trace in chain for moment in trace.moments])
+            known = self._uses[key] = chain, device, Uses([(block,) for trace in chain for block in trace.host_blocks])
+        return known[1], known[2]

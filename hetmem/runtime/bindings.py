@@ -44,6 +44,7 @@ class Bindings:
         managed.home, managed.rest = home, rest
         if at_home or resting:
             managed.parameter.data = home if at_home else rest
+        managed.home_address = home.data_ptr()
         managed.home_references = storage_references(home) + (managed.parameter.data_ptr() != home.data_ptr())
         for tensor in (home, rest):
             if managed.numel:
@@ -51,7 +52,7 @@ class Bindings:
 
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor._is_zerotensor():
             return None
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 

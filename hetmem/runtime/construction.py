@@ -42,7 +42,8 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         if parameter.device.type != "cpu":
             raise ManageError(
                 f"{name} is on {parameter.device}, expected host memory: build the model on the CPU (or move it there "
-                f"with model.cpu()); hetmem brings its parameters to the accelerator"
+                f"with model.cpu()); hetmem brings its parameters to the accelerator. For a pretrained model, build it "
+                f"from its config and fill it with hetmem.load_weights"
             )
         if parameter.layout is not torch.strided:
             raise ManageError(f"{name} has layout {parameter.layout}, expected a dense (strided) tensor")
@@ -186,6 +187,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     managed.parameter.data = home
     managed.version = managed.parameter._version
     managed.home_references = storage_references(home)
+    managed.home_address = home.data_ptr()
 
 
 def recast(managed: ManagedParameter, home: torch.Tensor) -> None:

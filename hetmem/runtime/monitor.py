@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,26 +53,28 @@ class DeviceMonitor(TorchDispatchMode):
         self._strict = strict
         self._sizes: dict[int, int] = {}
 
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> AbstractContextManager[None]:
         """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
-        paused, self.paused = self.paused, True
         transformed = torch._C._functorch.maybe_current_level() is not None
         inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
-        try:
-            with (
-                torch.inference_mode(False) if inference else nullcontext(),
-                temporarily_clear_interpreter_stack() if transformed else nullcontext(),
-            ):
-                yield
-        finally:
-            self.paused = paused
+        if transformed or inference:
+            return self._outside(transformed=transformed, inference=inference)
+        return _Paused(self)
+
+    @contextmanager
+    def _outside(self, *, transformed: bool, inference: bool) -> Iterator[None]:
+        with (
+            _Paused(self),
+            torch.inference_mode(False) if inference else nullcontext(),
+            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+        ):
+            yield
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or (self.forward_runs is not None and not self.forward_runs()):
+        if self.paused or _accumulates() or (self.forward_runs is not None and not self.forward_runs()):
             return func(*args, **kwargs)
         if self._strict and not self.transformed and not _only_views(func):
             self._check(func, tree_leaves((args, kwargs)))
@@ -120,6 +122,27 @@ class DeviceMonitor(TorchDispatchMode):
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
+def _accumulates() -> bool:
+    """Whether a gradient is being accumulated: then the user's hooks run, which may read homes. A checkpoint runs a
+    backward of its own within a node that is watched, so that node's mode is on."""
+    return hasattr(torch._C._current_autograd_node(), "variable")
+
+
+class _Paused:
+    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
+
+    __slots__ = ("_before", "_monitor")
+
+    def __init__(self, monitor: DeviceMonitor) -> None:
+        self._monitor = monitor
+
+    def __enter__(self) -> None:
+        self._before, self._monitor.paused = self._monitor.paused, True
+
+    def __exit__(self, *_: object) -> None:
+        self._monitor.paused = self._before
+
+
 def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
     """A storage has died. Weak: the finalizer lives as long as the storage and must not keep a model alive."""
     alive = monitor()
@@ -134,6 +157,7 @@ def _has_memory(value: Any) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and value.layout is torch.strided
         and not value.is_meta
+        and not value._is_zerotensor()
     )
 
 

@@ -95,6 +95,8 @@ class Traffic:
         """Give each of `roles` of `chunks` a home where it has none. Raises `BudgetError` if there is no room."""
         for role in roles:
             missing = [chunk for chunk in chunks if role not in chunk.homes]
+            if not missing:
+                continue
             self._memory.reserve(missing, role)
             for chunk in missing:
                 self.register_home(chunk, role)
@@ -237,7 +239,7 @@ class Traffic:
         return self.carrier.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
-        """Begin what `open_role` does, and do not wait: the role is there once `asked_role` has it."""
+        """Begin what `open_role` does, and do not wait: see `role_is_there`."""
         home = chunk.homes[role]
         if home.tier is Tier.NVME:
             assert home.block is not None
@@ -246,14 +248,27 @@ class Traffic:
                 self.residency.reach((home.block,), Tier.HOST)
             self.execute(self.residency.acquire(home.block, Tier.HOST, load=load))
 
-    def asked_role(self, chunk: Chunk, role: Role) -> torch.Tensor | None:
-        """What `ask_role` asked for, to be closed by `close_role`; None while it is on its way."""
+    def role_is_there(self, chunk: Chunk, role: Role) -> bool:
+        """Whether what `ask_role` asked for has come, and `asked_role` has it."""
+        home, residency = chunk.homes[role], self.residency
+        if home.tier is not Tier.NVME:
+            return True
+        assert home.block is not None
+        return residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.writing(home.block)
+
+    def role_has_place(self, chunk: Chunk, role: Role) -> bool:
+        """Whether what `ask_role` asked for is there or needs no more room to come."""
+        home = chunk.homes[role]
+        return home.tier is not Tier.NVME or (
+            home.block is not None and self.residency.state(home.block, Tier.HOST) in _PLACED
+        )
+
+    def asked_role(self, chunk: Chunk, role: Role) -> torch.Tensor:
+        """What `ask_role` asked for and has come, to be closed by `close_role`."""
         home = chunk.homes[role]
         if home.tier is not Tier.NVME:
             return chunk.flat(role)
         assert home.block is not None
-        if self.residency.state(home.block, Tier.HOST) is not CopyState.VALID or self.residency.writing(home.block):
-            return None
         return self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:

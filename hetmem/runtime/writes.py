@@ -15,6 +15,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
+from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.construction import recast
 from hetmem.runtime.traffic import Traffic
 
@@ -24,8 +25,8 @@ _PLACED = (CopyState.VALID, CopyState.LOADING)
 class Writes:
     """Notices writes to managed parameters and makes them count: home is right, and no superseded copy is used."""
 
-    def __init__(self, parameters: list[ManagedParameter], traffic: Traffic) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic) -> None:
+        self._parameters, self._bindings = parameters, bindings
         self._traffic = traffic
         self.unsure: set[Chunk] = set()
         """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
@@ -67,18 +68,22 @@ class Writes:
     def _counted(managed: ManagedParameter) -> bool:
         """Whether torch itself tells of a write."""
         parameter = managed.parameter
-        return parameter._version != managed.version or parameter.data_ptr() != managed.home.data_ptr()
+        return parameter._version != managed.version or parameter.data_ptr() != managed.home_address
 
     def by_user(self, managed: ManagedParameter) -> None:
         """`managed` was changed outside compute: its home counts, copies of it are superseded."""
         parameter, home = managed.parameter, managed.home
-        if parameter.data_ptr() != home.data_ptr() and parameter.data_ptr() != managed.rest.data_ptr():
+        resting = managed.rest is not home and parameter.data_ptr() == managed.rest.data_ptr()
+        if parameter.data_ptr() != managed.home_address and not resting:
             new = parameter.data
             if new.shape != managed.shape or new.dtype != home.dtype:
                 raise ManageError(
                     f"{managed.name} was {managed.shape} of {home.dtype} when it became managed and is {new.shape} of "
                     f"{new.dtype} now: call hetmem.release(model) first, change it, and manage it again"
                 )
+            if home.data_ptr() != managed.home_address:  # its storage was given other memory: its place is elsewhere
+                home = managed.view(Role.PARAM)
+                self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
             home.copy_(new)
             parameter.data = home
         managed.version = parameter._version

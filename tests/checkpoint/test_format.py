@@ -62,7 +62,7 @@ def test_a_file_of_weights_loads_with_safetensors_own_loader(tmp_path: Path) -> 
 def test_a_file_that_safetensors_wrote_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     safetensors.torch.save_model(module, str(tmp_path / "c"))
-    with pytest.raises(CheckpointError, match=r"hetmem\.save did not write: .* safetensors\.torch\.load_file"):
+    with pytest.raises(CheckpointError, match=r"hetmem\.save did not write: hetmem\.load_weights"):
         hetmem.load(tmp_path / "c", module)
 
 
@@ -313,7 +313,7 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "size": ({"a": {"shape": [1 << 62], "data_offsets": [0, 1 << 62]}}, "its header says 4611686018427387904"),
     "bytes": ({"a": {"shape": [6]}}, "a of 6 bytes lies at"),
     "negative": ({"a": {"shape": [-1], "data_offsets": [0, -1]}}, r"the shape \(-1,\)"),
-    "dtype": ({"a": {"dtype": "X"}}, "KeyError"),
+    "dtype": ({"a": {"dtype": "X"}}, "a has elements of X"),
     "dimensions": ({"a": {"shape": [1] * 100_000}}, "a has 100000 dimensions"),
     "checks": ({"a": {"shape": [6], "data_offsets": [0, 6]}}, "not one checksum for each block"),
     "no values": ({"__metadata__": {"hetmem.version": "1", "hetmem.header_crc32": ""}}, "KeyError"),

@@ -53,6 +53,12 @@ hetmem.load(path, other, fresh)
 for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
     assert torch.equal(mine, theirs)
     assert torch.equal(optimizer.state[mine]["exp_avg_sq"], fresh.state[theirs]["exp_avg_sq"])
+with torch.no_grad():
+    for parameter in other.parameters():
+        parameter.zero_()
+hetmem.load_weights(path, other)
+for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+    assert torch.equal(mine, theirs)
 print("equal")
 """
 

@@ -173,7 +173,7 @@ def test_two_thousand_extents_need_a_constant_number_of_mappings_and_descriptors
     views = [store.view(store.reserve(1)) for _ in range(2000)]
     for number, view in enumerate(views):
         view[0] = number % 251
-    assert open_files() == files
+    assert open_files() - files == Counter()  # others may close theirs meanwhile
     with open("/proc/self/maps") as maps:
         assert len(maps.readlines()) < mappings + 50
     assert [view[0] for view in views] == [number % 251 for number in range(2000)]

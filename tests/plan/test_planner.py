@@ -224,11 +224,16 @@ def test_what_hetmem_takes_of_the_thread_is_added_for_each_use_transfer_and_upda
     for costs, expected in (
         (ThreadCosts(use_seconds=0.5), (8 + 8 + 8) * 0.5),  # used in forward, asked for in backward, gradients
         (ThreadCosts(update_seconds=0.5), 8 * 0.5),
+        (ThreadCosts(chunk_seconds=0.5), 8 * 0.5),
         (ThreadCosts(transfer_seconds=0.5), (free.fetches + 8) * 0.5),  # gradients too
     ):
         result = judge(workload(), Setting(room, MIB), replace(machine, thread=costs), 1).result
         assert result.seconds - free.seconds == pytest.approx(expected)
         assert result.device_peak_bytes == free.device_peak_bytes
+    pairs = Setting(room, 2 * MIB)
+    halved = replace(machine, thread=ThreadCosts(update_seconds=0.25, chunk_seconds=0.5))
+    more = judge(workload(), pairs, halved, 1).result.seconds - judge(workload(), pairs, machine, 1).result.seconds
+    assert more == pytest.approx(8 * 0.25 + 4 * 0.5)
     resident = judge(workload(), Setting(Capacities(128 * MIB, 64 * MIB), MIB), machine, 1).result
     costs = ThreadCosts(use_seconds=0.5, transfer_seconds=0.5)
     assert (

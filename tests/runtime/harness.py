@@ -6,6 +6,7 @@ Everything is compared bit for bit. NaNs with equal bits are equal, and -0.0 is 
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -86,9 +87,18 @@ def manage(
     return managed
 
 
-def hetmem_threads() -> list[str]:
-    """The names of the threads that hetmem has started and that still run, of whichever model."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetmem-")]
+def all_hetmem_threads_end() -> bool:
+    """Whether those of every dropped model end by themselves, also of the models of earlier tests.
+
+    A model whose backward or step has raised takes up to three collections: what torch's objects hold is not seen by
+    the collector before they are gone themselves.
+    """
+
+    def none_is_left() -> bool:
+        gc.collect()
+        return not any(thread.name.startswith("hetmem-") for thread in threading.enumerate())
+
+    return comes_to_be(none_is_left)
 
 
 def comes_to_be(condition: Callable[[], bool], seconds: float = 30.0) -> bool:

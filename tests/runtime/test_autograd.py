@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import hetmem
 from hetmem.runtime import registry
@@ -19,6 +20,7 @@ from tests.runtime.harness import (
     BATCHES,
     WIDTH,
     Tower,
+    assert_same,
     assert_same_grads,
     comes_to_be,
     everywhere,
@@ -233,3 +235,17 @@ def test_hooks_of_parameters_and_modules_do_not_grow(placement: str, tmp_path: P
         optimizer.step()
         loss_of(module, BATCHES[0]).backward()
     assert hooks() == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch compiles its decompositions by `torch.jit.script`
+@everywhere
+def test_derivatives_of_forward_mode_equal_torch(placement: str, tmp_path: Path) -> None:
+    modules = pair(mlp, placement, tmp_path)
+    tangents = []
+    for module in modules:
+        with forward_ad.dual_level():
+            output = module(forward_ad.make_dual(BATCHES[0][0], BATCHES[1][0]))
+            tangents.append(forward_ad.unpack_dual(output).tangent)
+            loss_of(module, (forward_ad.make_dual(*BATCHES[2], *BATCHES[3]),)).backward()
+    assert_same(*tangents, "tangent")
+    assert_same_grads(*modules)

@@ -17,8 +17,7 @@ from tests.runtime.harness import (
     PLACEMENTS,
     Recipe,
     Tower,
-    comes_to_be,
-    hetmem_threads,
+    all_hetmem_threads_end,
     manage,
     pair,
     token_batches,
@@ -44,7 +43,7 @@ def test_collecting_a_dropped_model_joins_no_thread(
         patch.setattr(threading.Thread, "join", lambda self, timeout=None: joined.append(self.name))
         gc.collect()
     assert joined == []
-    assert comes_to_be(lambda: not hetmem_threads()), "they end by themselves"
+    assert all_hetmem_threads_end(), "they end by themselves"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,4 +87,4 @@ def test_a_model_dropped_while_updates_are_under_way_is_collected(placement: str
     weight = failed()
     gc.collect()
     assert weight() is None
-    assert comes_to_be(lambda: not hetmem_threads()), "they end by themselves"
+    assert all_hetmem_threads_end(), "they end by themselves"

@@ -12,6 +12,7 @@ import os
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,17 @@ from torch import nn
 import hetmem
 from hetmem.errors import ManageError
 from tests.runtime.harness import (
+    BATCHES,
     WIDTH,
     Block,
     Tower,
+    all_hetmem_threads_end,
     assert_same,
     assert_same_grads,
     assert_same_weights,
     both,
     comes_to_be,
     everywhere,
-    hetmem_threads,
     manage,
     mlp,
     pair,
@@ -122,8 +124,7 @@ def open_files(directory: Path) -> list[str]:
 
 @everywhere
 def test_release_gives_an_ordinary_module_that_trains_on_with_the_same_bits(placement: str, tmp_path: Path) -> None:
-    gc.collect()
-    assert comes_to_be(lambda: not hetmem_threads()), "those of dropped models end by themselves, and close their files"
+    assert all_hetmem_threads_end(), "those of dropped models end by themselves, and close their files"
     others = set(threading.enumerate())
     modules = pair(mlp, placement, tmp_path)
     assert bool(open_files(tmp_path)) == (placement == "nvme")
@@ -162,8 +163,7 @@ def test_a_released_module_can_be_managed_again(placement: str, tmp_path: Path) 
 
 @everywhere
 def test_dropping_model_and_optimizer_frees_threads_and_files(placement: str, tmp_path: Path) -> None:
-    gc.collect()
-    assert comes_to_be(lambda: not hetmem_threads()), "those of dropped models end by themselves"
+    assert all_hetmem_threads_end(), "those of dropped models end by themselves"
     module = manage(mlp(), placement, tmp_path)
     optimizer = hetmem.AdamW(module.parameters())
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_dropping_model_and_optimizer_frees_threads_and_files(placement: str, tm
     del module, optimizer
     gc.collect()
     assert [reference() for reference in watched] == [None, None, None]
-    assert comes_to_be(lambda: not hetmem_threads())
+    assert all_hetmem_threads_end()
     assert open_files(tmp_path) == []
     assert not any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
 
@@ -209,3 +209,32 @@ def test_pickled_models_come_back_equal(placement: str, how: str, tmp_path: Path
     loss = loaded(*token_batches(1)[0])
     loss.backward()
     assert_same(modules[0](*token_batches(1)[0]), loss, "loss")
+
+
+@everywhere
+def test_parameters_that_others_are_to_replace_stay(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    state = {name: value * 0.5 for name, value in plain.state_dict().items()}
+    for module in (managed, managed[2]):
+        with pytest.raises(ManageError, match="assign=True"):
+            module.load_state_dict({name.removeprefix("0."): value for name, value in state.items()}, assign=True)
+    assert_same_weights(plain, managed)
+    train_both(plain, managed, BATCHES)
+
+
+@everywhere
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.half])
+def test_another_dtype_is_refused_and_taken_back_or_released(
+    change: Callable[[nn.Module], nn.Module], placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    for module in (plain, managed):
+        change(module)
+    with pytest.raises(ManageError, match="release"):
+        managed(BATCHES[0][0])
+    assert_same_weights(plain, managed, "after the refusal")
+    train_both(plain.float(), managed.float(), BATCHES)
+    for module in (plain, managed):
+        change(module)
+    hetmem.release(managed)
+    assert_same_weights(plain, managed, "released")

@@ -114,9 +114,20 @@ def through_numpy(module: nn.Module) -> None:
     array[0] = 3.0
 
 
+def shared(module: nn.Module) -> None:
+    """The storages stay and get other memory, as they do when a state dict is sent to another process."""
+    module.share_memory()
+
+
+def shared_and_multiplied(module: nn.Module) -> None:
+    module.share_memory()
+    multiplied_through_data(module)
+
+
 WRITES = (
     multiplied, copied, one_element, moving_average, loaded, loaded_by_assignment_of_data, initialised, through_detach,
-    through_a_view, foreach, as_a_vector, through_data, multiplied_through_data, through_numpy,
+    through_a_view, foreach, as_a_vector, through_data, multiplied_through_data, through_numpy, shared,
+    shared_and_multiplied,
 )  # fmt: skip
 
 

@@ -1,0 +1,139 @@
+"""Fine-tune a pretrained Hugging Face model that is larger than the device.
+
+    python examples/03_finetune_transformers.py                       a tiny Llama that it makes itself: some seconds
+    python examples/03_finetune_transformers.py --model DIR --text notes.txt --output tuned \\
+        --device-memory 20GiB --host-memory 100GiB --nvme-memory 500GiB --nvme-dir /mnt/nvme
+
+DIR is what `huggingface_hub.snapshot_download` or `save_pretrained` leaves: a config and weights in safetensors. The
+model is built with its parameters at home from the start and filled file by file, so host memory never holds it twice.
+What is trained is saved so that `from_pretrained` reads it. Needs `transformers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+import hetmem
+from hetmem.errors import HetmemError
+
+SEED, STEPS, SEQUENCE, LEARNING_RATE = 20, 20, 64, 1e-3
+TEXT = "To train a model is to be wrong a little less often. " * 40
+
+
+def tiny_model(directory: Path) -> None:
+    """A Llama that has learned nothing, over bytes, saved in bfloat16 and in several files as large models are."""
+    torch.manual_seed(SEED)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory, max_shard_size="500KB")
+
+
+def managed_model(directory: Path, budget: hetmem.Budget) -> transformers.PreTrainedModel:
+    """The model in `directory`: float32 masters on the tiers of `budget`, bfloat16 copies that compute."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+
+    # Not `from_pretrained`: that would need all of the model in host memory. Here parameters go home one by one.
+    @hetmem.managed(budget, mixed_precision=torch.bfloat16)
+    class Managed(getattr(transformers, config.architectures[0])):  # type: ignore[misc]
+        pass
+
+    with transformers.initialization.no_init_weights():  # they are about to be read
+        model: transformers.PreTrainedModel = Managed(config)
+    hetmem.load_weights(directory, model)
+    # Activations are recomputed in the backward; the method has a new name since transformers 5.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
+def batches(directory: Path, text: str) -> list[Tensor]:
+    """`text` in rows of SEQUENCE tokens, int64 [1, SEQUENCE]: the tokens of the model's tokenizer, or bytes."""
+    if (directory / "tokenizer_config.json").exists():
+        tokens = transformers.AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
+    else:
+        tokens = list(text.encode())
+    rows = torch.tensor(tokens[: len(tokens) // SEQUENCE * SEQUENCE]).view(-1, 1, SEQUENCE)
+    if not len(rows):
+        raise ValueError(f"the text has {len(tokens)} tokens, expected at least {SEQUENCE}")
+    return list(rows)
+
+
+def train(model: transformers.PreTrainedModel, rows: Sequence[Tensor], steps: int) -> list[float]:
+    """Next-token training with updates behind the backward, in the bits of plain torch; the losses."""
+    optimizer = hetmem.AdamW(model.parameters(), lr=LEARNING_RATE, overlap="backward")
+    losses = []
+    for step in range(steps):
+        row = rows[step % len(rows)].to(model.device)
+        loss = model(input_ids=row, labels=row, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        print(f"step {step + 1:4}  loss {losses[-1]:.3f}", flush=True)
+    return losses
+
+
+def save(model: transformers.PreTrainedModel, directory: Path) -> None:
+    """What `from_pretrained` reads, streamed: weights in float32, and the config."""
+    directory.mkdir(parents=True, exist_ok=True)
+    hetmem.save(directory / "model.safetensors", model)
+    model.config.save_pretrained(directory)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="directory of a pretrained model (default: a tiny one, made here)")
+    parser.add_argument("--text", type=Path, help="what it learns, UTF-8 (default: a sentence)")
+    parser.add_argument("--output", type=Path, help="where the result is saved (default: nowhere)")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--device-memory", default="8MiB")
+    parser.add_argument("--host-memory", default="24MiB")
+    parser.add_argument("--nvme-memory", default="64MiB")
+    parser.add_argument("--nvme-dir", help="default: a temporary directory")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example; 0, or 2 with a message where something is missing."""
+    options = parse_arguments(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = options.model or Path(scratch, "tiny")
+        try:
+            if options.model is None:
+                tiny_model(directory)
+            budget = hetmem.Budget(
+                device=options.device_memory,
+                host=options.host_memory,
+                nvme=options.nvme_memory,
+                nvme_dir=options.nvme_dir or scratch,
+            )
+            model = managed_model(directory, budget)
+            text = TEXT if options.text is None else options.text.read_text("utf-8")
+            train(model, batches(directory, text), options.steps)
+            print(hetmem.report(model))
+            if options.output is not None:
+                save(model, options.output)
+        except (HetmemError, OSError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Hooks of a module that survive pickling and copying, as hooks of nothing."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+
+class Hooked(Protocol):
+    """Who is told."""
+
+    def before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """`module` is about to run. Returns what to call it with, if not this."""
+
+    def after_forward(self, module: torch.nn.Module, output: Any) -> None:
+        """`module` has returned or raised."""
+
+    def before_state_dict(self) -> None:
+        """Weights are to be read, or written over."""
+
+    def before_assignment(self) -> None:
+        """Other parameters are to take the place of the module's."""
+
+
+class BeforeForward:
+    """A forward pre-hook."""
+
+    def __init__(self, hooked: Hooked | None = None) -> None:
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        hooked = self._hooked()
+        if hooked is not None:
+            return hooked.before_forward(module, args, kwargs)
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class AfterForward:
+    """The forward hook beside it."""
+
+    def __init__(self, hooked: Hooked | None = None) -> None:
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        hooked = self._hooked()
+        if hooked is not None:
+            hooked.after_forward(module, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class BeforeStateDict:
+    """A pre-hook of state dicts, and of loading them, beside these."""
+
+    def __init__(self, hooked: Hooked | None = None) -> None:
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+
+    def __call__(self, *args: Any) -> None:
+        hooked = self._hooked()
+        if hooked is not None:
+            hooked.before_state_dict()
+            if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
+                hooked.before_assignment()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,170 @@
+"""Parameters on the device for the length of each operator that uses them: a function mode, and what it knows of torch.
+
+Note "operator faults": outside operators a parameter is its home. The mode looks at the arguments of each torch
+function: a managed parameter is bound to its device copy for that one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.runtime.gradients import GradientSink
+from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.saved import SavedTensors
+from hetmem.runtime.segments import in_backward
+
+
+def _getters(names: str) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name)}
+
+
+_TENSOR: Any = torch.Tensor
+_METADATA: set[Any] = {
+    *_getters(
+        "shape requires_grad grad grad_fn is_leaf layout ndim is_sparse is_quantized is_meta is_mkldnn "
+        "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
+        "_base _grad"
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            "size dim numel nelement ndimension storage_offset register_hook "
+            "register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ is_same_size retain_grad"
+        ).split()
+    ),
+    _TENSOR.grad.__set__,
+    _TENSOR.requires_grad.__set__,
+    torch.numel,
+    torch.is_same_size,
+}
+"""What is asked of a parameter without touching its elements."""
+
+_LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
+"""What a stand-in, which takes no memory, would say wrongly."""
+
+_PLACES = {
+    *_getters("device is_cuda is_cpu"),
+    torch.Tensor.get_device,
+}
+"""What says where a parameter is: for operators, on the device."""
+
+_DTYPE = _TENSOR.dtype.__get__
+_IS_FLOATING = {torch.Tensor.is_floating_point, torch.is_floating_point}
+_SET_DATA = _TENSOR.data.__set__
+_GET_DATA = _TENSOR.data.__get__
+
+
+def _writes(func: Any) -> bool:
+    """Whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
+    name: str = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """What `func` may write to: the first of `args`, but all where it has several outputs, as `_fused_adam_` has."""
+    if not _writes(func):
+        return ()
+    return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
+
+
+class OperatorFaults(TorchFunctionMode):
+    """Binds managed parameters to their device copies for the length of each operator that uses them."""
+
+    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors) -> None:
+        super().__init__()
+        self._saved = saved
+        self._runtime = runtime
+        self._gradients = gradients
+        self._by_id = runtime.bindings.by_id
+        self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._runtime.memory.streams:
+            return self._stand_by(func, types, args, kwargs)
+        used: list[ManagedParameter] = []
+        self._find(args, used)
+        if kwargs:
+            self._find(kwargs.values(), used)
+        if not used:
+            result = self._run(func, args, kwargs)
+            self._runtime.notice_writes_to_views()
+            return result
+        if func in _LAYOUT:
+            return func(used[0].home, *args[1:], **kwargs)
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        if func == _DTYPE:
+            return used[0].chunk.compute_dtype
+        if func in _IS_FLOATING:
+            return used[0].chunk.compute_dtype.is_floating_point
+        if func == _SET_DATA:
+            return self._set_data(used[0], args[1])
+        if func in _PLACES:
+            return func(self._stand_in, *args[1:], **kwargs)
+        if in_backward():
+            self._gradients.recompute_with(used)
+        self._runtime.use(getattr(func, "__name__", str(func)), used)
+        over_others = self._saved.enter_over_others()
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            if over_others:
+                self._saved.leave()
+            written: list[ManagedParameter] = []
+            self._find(_writes_to(func, args, kwargs), written)
+            self._runtime.end_use(used, untracked=func == _GET_DATA, writes=bool(written))
+
+    def _stand_by(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The model is whole on the device, where operators find it, until there is no memory for one of them."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if _writes(func) or "out" in kwargs:
+                raise
+            self._runtime.out_of_memory()
+            if not self._runtime.memory.streams:
+                raise self._explained(error) from None
+        return self.__torch_function__(func, types, args, kwargs)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            if _writes(func) or "out" in kwargs:
+                raise self._explained(error) from None
+            self._runtime.out_of_memory()
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise self._explained(error) from None
+
+    def _explained(self, error: Exception) -> Exception:
+        """`error`, which also says who holds what."""
+        if self._runtime.refusal:
+            error.args = (f"{error}\n{self._runtime.refusal}",)
+        return error
+
+    def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
+        """Add the managed parameters among `values` (lists and tuples within included) to `used`, each once."""
+        by_id = self._by_id
+        for value in values:
+            managed = by_id.get(id(value))
+            if managed is not None:
+                if managed not in used:
+                    used.append(managed)
+            elif type(value) in (list, tuple):
+                self._find(value, used)
+
+    def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` within a forward: the value goes home."""
+        with torch.no_grad():
+            self._runtime.data_set(managed, value)

@@ -1,0 +1,153 @@
+"""Checkpoints and hooks of the user see what autograd saves in hetmem's place: weights among it stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tests.runtime.harness import (
+    WIDTH,
+    Recipe,
+    assert_same,
+    everywhere,
+    loss_of,
+    manage,
+    pair,
+    streamed,
+    train_both,
+    vector_batches,
+)
+
+BATCHES = vector_batches(3, 4, WIDTH)
+MIXED = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+class Normed(nn.Module):
+    """A frozen norm, whose weight autograd saves as it is, within a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.part = nn.Sequential(nn.LayerNorm(WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, self.first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.pairs
+@everywhere
+@MIXED
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_frozen_norm_is_recomputed_and_differentiated_on_the_device(
+    placement: str, mixed: torch.dtype | None, reentrant: bool, tmp_path: Path
+) -> None:
+    modules = pair(partial(Normed, reentrant), placement, tmp_path, mixed_precision=mixed)
+    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def kept() -> AbstractContextManager[None]:
+    """Hooks that keep the very tensor they are given."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+class Around(nn.Module):
+    """The user's hooks are around a part of the forward."""
+
+    def __init__(self, hooks: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.layers, self.hooks = layers(), hooks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.hooks():
+            x = self.layers[1](self.layers[0](x))
+        return self.layers[2](x)
+
+
+@pytest.mark.pairs
+@everywhere
+@MIXED
+@pytest.mark.parametrize("hooks", [kept, save_on_cpu])
+def test_hooks_of_the_user_around_a_part_change_no_bit(
+    placement: str, mixed: torch.dtype | None, hooks: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    modules = pair(partial(Around, hooks), placement, tmp_path, mixed_precision=mixed)
+    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+
+
+@streamed
+@MIXED
+def test_hooks_of_the_user_around_the_model_change_no_bit(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    modules = pair(layers, placement, tmp_path, mixed_precision=mixed)
+    with kept():
+        train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+
+
+@streamed
+def test_hooks_of_the_user_see_the_weights_as_parameters_that_are_equal(placement: str, tmp_path: Path) -> None:
+    seen: list[list[torch.Tensor]] = []
+    for module in pair(layers, placement, tmp_path):
+        found: list[torch.Tensor] = []
+        with saved_tensors_hooks(lambda tensor, found=found: found.append(tensor) or tensor, lambda tensor: tensor):
+            loss_of(module, BATCHES[0]).backward()
+        seen.append(found)
+    assert len(seen[0]) == len(seen[1])
+    for left, right in zip(*seen, strict=True):
+        assert (type(left), left.requires_grad) == (type(right), right.requires_grad)
+        assert_same(left, right, "saved")
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_managed_model_within_another_saves_its_weights_itself(frozen: bool, tmp_path: Path) -> None:
+    """As a teacher does that its student asks: neither is a part of the other."""
+
+    class Student(nn.Module):
+        def __init__(self, teacher: nn.Module) -> None:
+            super().__init__()
+            self.layer, self.ask = nn.Linear(WIDTH, WIDTH), [teacher]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            return x + self.ask[0](x)
+
+    def teacher() -> nn.Module:
+        return layers().requires_grad_(not frozen)
+
+    teachers = pair(teacher, "host", tmp_path)
+    students = [Student(teachers[0]), Student(teachers[1])]
+    students[1].load_state_dict(students[0].state_dict())
+    manage(students[1], "host", tmp_path)
+    train_both(*students, BATCHES)
+    for left, right in zip(*(model.parameters() for model in teachers), strict=True):
+        assert_same(left.grad, right.grad, "gradient of the teacher")
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.pairs
+@everywhere
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_hook_of_the_user_edits_a_gradient_at_home_within_a_checkpoint(
+    placement: str, reentrant: bool, tmp_path: Path
+) -> None:
+    modules = pair(partial(Normed, reentrant), placement, tmp_path)
+    for module in modules:
+        module.part[1].weight.register_post_accumulate_grad_hook(_halve)
+    train_both(*modules, BATCHES)

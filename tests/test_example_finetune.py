@@ -1,0 +1,65 @@
+"""The third example: a pretrained model trains in plain torch's bits and saves what `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import hetmem
+from tests.runtime.harness import Mixed, assert_same, assert_same_weights
+
+transformers = pytest.importorskip("transformers")
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "03_finetune_transformers.py"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    """The example as a module; its file name is no identifier, so it cannot be imported by name."""
+    spec = importlib.util.spec_from_file_location("example_03_finetune_transformers", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_trains_as_plain_torch_does_and_saves_what_others_read(example: ModuleType, tmp_path: Path) -> None:
+    example.tiny_model(tmp_path / "tiny")
+    budget = hetmem.Budget(device="8MiB", host="24MiB", nvme="64MiB", nvme_dir=tmp_path)
+    managed = example.managed_model(tmp_path / "tiny", budget)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype=torch.float32).train()
+    assert_same_weights(plain, managed, "loaded")
+    rows = example.batches(tmp_path / "tiny", example.TEXT)
+    losses = example.train(managed, rows, STEPS)
+
+    reference, optimizer = Mixed(plain, torch.bfloat16), torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    for step, loss in enumerate(losses):
+        row = rows[step]
+        expected = reference.backward(lambda module, row=row: module(input_ids=row, labels=row).loss)
+        assert expected.item() == loss
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(plain, managed, "trained")
+
+    example.save(managed, tmp_path / "tuned")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32)
+    for (name, expected), got in zip(plain.named_parameters(), read.parameters(), strict=True):
+        assert_same(expected, got, name)
+
+
+def test_it_says_what_is_missing(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--device-memory", "64KiB"]) == 2
+    assert "DeviceOutOfMemoryError" in capsys.readouterr().err
+    (tmp_path / "short").write_text("short")
+    assert example.main(["--text", str(tmp_path / "short")]) == 2
+    assert "the text has 5 tokens, expected at least 64" in capsys.readouterr().err
+    assert example.main(["--model", str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err
