@@ -143,6 +143,21 @@ def _accumulates() -> bool:
     return hasattr(torch._C._current_autograd_node(), "variable")
 
 
+class _Paused:
+    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
+
+    __slots__ = ("_before", "_monitor")
+
+    def __init__(self, monitor: DeviceMonitor) -> None:
+        self._monitor = monitor
+
+    def __enter__(self) -> None:
+        self._before, self._monitor.paused = self._monitor.paused, True
+
+    def __exit__(self, *_: object) -> None:
+        self._monitor.paused = self._before
+
+
 def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
     """A storage has died. Weak: the finalizer lives as long as the storage and must not keep a model alive."""
     alive = monitor()

@@ -68,7 +68,8 @@ def test_with_the_chunk_size_it_names_training_works() -> None:
 
 
 def test_a_model_kept_whole_on_the_device_is_streamed_with_the_share_it_names() -> None:
-    budget, batch = hetmem.Budget(device="2100KiB", host="8MiB"), torch.ones(640, WIDTH)
+    """With room in host memory it would have left by itself."""
+    budget, batch = hetmem.Budget(device="2100KiB", host="64KiB"), torch.ones(640, WIDTH)
     message = told(budget, batch, chunk_bytes="16KiB")
     share = number(r"set Budget\(device_chunks=(\d+)\)", message)
     train(hetmem.Budget(device="2100KiB", host="8MiB", device_chunks=share), batch, chunk_bytes="16KiB")
