@@ -11,10 +11,13 @@ import torch
 import hetmem
 from hetmem.errors import StoreError
 from hetmem.optim.scaling import LossScale
+from hetmem.optim.undo import UndoLog
+from hetmem.runtime import registry
 from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
-from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, vector_batches
+from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, token_batches, vector_batches
+from tests.runtime.test_share import build, moved, room
 
 
 @pytest.fixture
@@ -96,3 +99,37 @@ def test_a_write_that_hangs_in_backward_leaves_no_staging_slot_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_while_the_disk_hangs(tmp_path, FaultyDisk(), Hang("write"), monkeypatch)
+
+
+def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was read anew there, so the step failed however often it was repeated."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2)
+    monkeypatch.setattr(UndoLog, "make_room", lambda *_: None)  # what could be taken back would not move either
+    plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="speculative", max_grad_norm=1e6)
+    held = [parameter.detach() for parameter in managed.parameters()]  # what somebody holds does not move
+    for number, batch in enumerate(token_batches(3)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        if number == 2:
+            held.clear()
+            disk.fault = lambda verb, at, nbytes: EIO(verb, at, nbytes) if (verb, nbytes) == ("read", 4096) else nbytes
+            (stepper,) = right._steppers.values()
+            stepper.begin()
+            looks = [part.look for progress in stepper._progress.values() for part in progress.parts if part.look]
+            assert looks
+            assert all(isinstance(look.moved.exception(), StoreError) for look in looks)
+            disk.fault = healthy
+            share = registry.of_module(managed).share
+            share._idle_seen = -1  # it has tried before
+            share.grow()
+            assert moved(managed)
+        right.step()
+        assert_same_weights(plain, managed)
+        for optimizer in (left, right):
+            optimizer.zero_grad()
