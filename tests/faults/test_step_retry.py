@@ -16,6 +16,7 @@ from hetmem.runtime import registry
 from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
+from tests.optim.test_graphs import Backwards
 from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, token_batches, vector_batches
 from tests.runtime.test_share import build, moved, room
 
@@ -133,3 +134,30 @@ def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_t
         assert_same_weights(plain, managed)
         for optimizer in (left, right):
             optimizer.zero_grad()
+
+
+def test_a_gradient_that_could_not_be_written_stands_in_nobody_s_way_when_chunks_are_arranged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step, which arranges them, met a copy that was newer than its home, of a gradient nobody wanted."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2)
+    plain, managed = pair(Backwards, "nvme", tmp_path)
+    plain.keeps = managed.keeps = False
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    batches = vector_batches(3, 4, 32)
+    disk.fault = lambda verb, at, nbytes: EIO(verb, at, nbytes) if verb == "write" else nbytes
+    with pytest.raises(StoreError):
+        loss_of(managed, batches[0]).backward()
+    settle(managed)
+    managed.zero_grad()
+    disk.fault = healthy
+    for optimizer in (left, right):
+        optimizer.step()
+    for batch in batches:
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss_of(module, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(plain, managed)
