@@ -78,6 +78,7 @@ class Passes:
         if store is None:
             return
         for part in parts:
+            part.look = None  # one that failed, or from before the home moved, says nothing now
             home = part.managed.chunk.homes.get(Role.GRAD) if part.at_home else None  # none: streamed, and used up
             extent = home.extent if home is not None else None
             if extent is not None and part.sample is not None:

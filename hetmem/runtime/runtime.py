@@ -357,8 +357,8 @@ class Runtime:
         return bool(self._held)
 
     def forget_copies(self) -> None:
-        """Drop every copy on every tier; nothing may be in use."""
-        self.traffic.drain()
+        """Drop every copy on every tier, those of which a write to NVMe failed once it is done; none may be in use."""
+        self.traffic.wait_until_written(home for chunk in self.chunks for home in chunk.homes.values())
         self._let_go()
         self.traffic.forget_copies()
 

@@ -11,10 +11,14 @@ import torch
 import hetmem
 from hetmem.errors import StoreError
 from hetmem.optim.scaling import LossScale
+from hetmem.optim.undo import UndoLog
+from hetmem.runtime import registry
 from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
-from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, vector_batches
+from tests.optim.test_graphs import Backwards
+from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, token_batches, vector_batches
+from tests.runtime.test_share import build, moved, room
 
 
 @pytest.fixture
@@ -96,3 +100,64 @@ def test_a_write_that_hangs_in_backward_leaves_no_staging_slot_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_while_the_disk_hangs(tmp_path, FaultyDisk(), Hang("write"), monkeypatch)
+
+
+def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was read anew there, so the step failed however often it was repeated."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2)
+    monkeypatch.setattr(UndoLog, "make_room", lambda *_: None)  # what could be taken back would not move either
+    plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="speculative", max_grad_norm=1e6)
+    held = [parameter.detach() for parameter in managed.parameters()]  # what somebody holds does not move
+    for number, batch in enumerate(token_batches(3)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        if number == 2:
+            held.clear()
+            disk.fault = lambda verb, at, nbytes: EIO(verb, at, nbytes) if (verb, nbytes) == ("read", 4096) else nbytes
+            (stepper,) = right._steppers.values()
+            stepper.begin()
+            looks = [part.look for progress in stepper._progress.values() for part in progress.parts if part.look]
+            assert looks
+            assert all(isinstance(look.moved.exception(), StoreError) for look in looks)
+            disk.fault = healthy
+            share = registry.of_module(managed).share
+            share._idle_seen = -1  # it has tried before
+            share.grow()
+            assert moved(managed)
+        right.step()
+        assert_same_weights(plain, managed)
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+
+
+def test_a_gradient_that_could_not_be_written_stands_in_nobody_s_way_when_chunks_are_arranged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step, which arranges them, met a copy that was newer than its home, of a gradient nobody wanted."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2)
+    plain, managed = pair(Backwards, "nvme", tmp_path)
+    plain.keeps = managed.keeps = False
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    batches = vector_batches(3, 4, 32)
+    disk.fault = lambda verb, at, nbytes: EIO(verb, at, nbytes) if verb == "write" else nbytes
+    with pytest.raises(StoreError):
+        loss_of(managed, batches[0]).backward()
+    settle(managed)
+    managed.zero_grad()
+    disk.fault = healthy
+    for optimizer in (left, right):
+        optimizer.step()
+    for batch in batches:
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss_of(module, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(plain, managed)
