@@ -22,21 +22,6 @@ from torch.utils._pytree import tree_leaves
 from hetmem.errors import DeviceAccessError
 
 
-class _Paused:
-    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
-
-    __slots__ = ("_before", "_monitor")
-
-    def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
-
-    def __enter__(self) -> None:
-        self._before, self._monitor.paused = self._monitor.paused, True
-
-    def __exit__(self, *_: object) -> None:
-        self._monitor.paused = self._before
-
-
 class DeviceMonitor(TorchDispatchMode):
     """Counts the live bytes of every tensor that operators make or meet, except chunk memory.
 
