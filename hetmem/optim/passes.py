@@ -13,7 +13,7 @@ import torch
 
 from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.optim.kernels import Task, square_sum_tasks
-from hetmem.optim.overlap import Overlap
+from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, sample_of
 from hetmem.optim.rule import ParameterUpdate, Streamable
@@ -68,9 +68,27 @@ class Passes:
 
     def _see_gradients(self, progress: Progress, job: Job) -> None:
         """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
+        self._notice_disturbance(progress, job.opened)
         for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
             part.version = part.gradient._version
             part.sample = sample_of(self._flat_gradient(part, job.opened))
+
+    def see_what_is_left(self, progress: Progress) -> None:
+        """The backward is over: the user finds streamed gradients that the update of `progress` has still to read."""
+        for part in progress.parts:
+            if part.sample is None and part.managed.parameter.grad is part.gradient:
+                part.version = part.gradient._version
+                part.sample = sample_of(self._flat_gradient(part, {}))
+
+    def _notice_disturbance(self, progress: Progress, opened: Opened) -> None:
+        """Whether streamed gradients of `progress` that were seen are as they were."""
+        if self._optimizer.gradients is not Gradients.STREAMED or self._interception.segments.in_backward:
+            return
+        for part in progress.parts:
+            if part.sample is not None and part.managed.parameter.grad is part.gradient:
+                at, bits = part.sample
+                same = bits == bits_at(self._flat_gradient(part, opened), at)
+                progress.disturbed |= not same or part.version != part.gradient._version
 
     def look_at(self, parts: Iterable[Part]) -> None:
         """Begin to read what `unscaled` looks at, where it lies on NVMe: one by one, each would cost a whole access."""
@@ -221,6 +239,9 @@ class Passes:
             chunk.homes[role].written = True
         self._runtime.statistics.updated_bytes[progress.way] += progress.nbytes
         self._count_versions(progress)
+        gradients = chunk.homes.get(Role.GRAD)
+        if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
+            self._notice_disturbance(progress, {})
         self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
 
     def take_back(self, progress: Progress) -> None:

@@ -48,7 +48,8 @@ class Part:
 @dataclass(slots=True, eq=False)
 class Progress:
     """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `saving`: what
-    it changes is on its way to `saved`, which must not be given back before."""
+    it changes is on its way to `saved`, which must not be given back before. `disturbed`: somebody wrote to its
+    streamed gradients before it had read them."""
 
     chunk: Chunk
     parts: list[Part]
@@ -57,6 +58,7 @@ class Progress:
     scale: float = 1.0
     saved: Saved | None = None
     saving: bool = False
+    disturbed: bool = False
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     way: Way = Way.HOST
     """Where its update was queued for."""

@@ -86,6 +86,13 @@ class Stepper:
             self._begin_early(managed.chunk)
         self._updates.pump()
 
+    def backward_over(self) -> None:
+        """See `Watcher`. Some streamed gradients are used up, and whoever clips the others clips by a wrong norm."""
+        if self._optimizer.gradients is Gradients.STREAMED:
+            for progress in self._progress.values():
+                if progress.begun:
+                    self._passes.see_what_is_left(progress)
+
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`, which may be updated already."""
         progress = self._progress.get(managed.chunk)
@@ -277,7 +284,7 @@ class Stepper:
             used_up = self._optimizer.gradients is Gradients.STREAMED
             for part in progress.parts:
                 kept = part.managed.parameter.grad is part.gradient and self._passes.unscaled(part)
-                if not (used_up or kept) or writes.changed(part.managed):
+                if not (used_up or kept) or progress.disturbed or writes.changed(part.managed):
                     raise self._changed(progress)
 
     def _changed(self, progress: Progress) -> RuntimeError:

@@ -32,6 +32,9 @@ class Watcher(Protocol):
     def arrived(self, managed: ManagedParameter) -> None:
         """It is on its way home: `Traffic.arriving` says whether it is there."""
 
+    def backward_over(self) -> None:
+        """The backward is over, and its gradients are where the user finds them."""
+
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`. Raises if that is not what the forward has used any more."""
 
@@ -148,6 +151,8 @@ class GradientSink:
                 if managed.parameter.grad is None:
                     managed.parameter.grad = previous
         self._arrive()
+        for watcher in self.watchers:
+            watcher.backward_over()
 
     def _arrive(self) -> None:
         """Everything that was sent is at home, also on NVMe."""

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.optim.updates import Updates
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import OVERLAPS, adamw, one
 from tests.runtime.harness import (
     STREAMED,
+    WIDTH,
     assert_same_weights,
     budget,
     loss_of,
+    manage,
     mlp,
     pair,
     vector_batches,
@@ -125,3 +128,28 @@ def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
         norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
         right.step()
         assert right.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("write", ["counted", "uncounted", "clipped"])
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_streamed_gradients_that_are_written_to_before_their_update_are_not_stepped_in_silence(
+    place: str, write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of the others are used up by then: what is left has another norm."""
+    managed = manage(mlp(), place, tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward", gradients="streamed")
+    first, second = vector_batches(2, 4, WIDTH)
+    one(managed, first, optimizer)
+    optimizer.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "pump", lambda _: None)  # they are queued, and have not begun
+        loss_of(managed, second).backward()
+    left = [parameter for parameter in managed.parameters() if parameter.grad is not None]
+    assert left
+    if write == "clipped":
+        torch.nn.utils.clip_grad_norm_(left, 1e-3)
+    for parameter in left if write != "clipped" else ():
+        gradient = parameter.grad if write == "counted" else parameter.grad.data
+        gradient.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"changed after their update had begun during backward .*max_grad_norm="):
+        optimizer.step()
