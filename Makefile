@@ -21,7 +21,7 @@ demo: $(STAMP)  ## train a small model whose weights do not fit the device
 	$(RUN) examples/01_train_gpt.py $(ARGS)
 
 test: $(STAMP)  ## run the tests
-	$(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --max-worker-restart 0 \
+	$(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --max-worker-restart 0 \
 	    -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
 
 lint: $(STAMP) typecheck  ## check style, format and types

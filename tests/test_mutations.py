@@ -124,7 +124,7 @@ MUTATIONS = {
     ),
     "update before the gradients have arrived": Mutation(
         "optim/updates.py",
-        " or self._traffic.arriving(self._queue[0].chunk)",
+        "self._traffic.arriving(chunk) or ",
         "",
         "tests/optim/test_overlap.py::test_gradients_that_arrive_behind_the_backward_are_waited_for",
     ),
