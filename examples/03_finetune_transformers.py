@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 import hetmem
 from hetmem.errors import HetmemError
@@ -53,7 +54,7 @@ def managed_model(directory: Path, budget: hetmem.Budget) -> transformers.PreTra
     class Managed(getattr(transformers, config.architectures[0])):  # type: ignore[misc]
         pass
 
-    with transformers.initialization.no_init_weights():  # they are about to be read
+    with no_init_weights():  # they are about to be read
         model: transformers.PreTrainedModel = Managed(config)
     hetmem.load_weights(directory, model)
     # Activations are recomputed in the backward; the method has a new name since transformers 5.
