@@ -19,6 +19,7 @@ from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.cache import CopyState
+from hetmem.plan.commands import Command
 from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
@@ -74,6 +75,8 @@ class Traffic:
         self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
         self._gradients: Counter[Chunk] = Counter()
         self._jobs = 0
+        self._unfetched: set[tuple[int, Tier]] = set()
+        """Copies that were asked for to be overwritten, of which the events do not know yet."""
         self.updating: set[Chunk] = set()
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._at_work: set[Worker] = set()
@@ -121,9 +124,7 @@ class Traffic:
         if missing:
             self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
         start = time.perf_counter() if missing else 0.0
-        if not load and self.residency.state(block, tier) is None:  # no fetch will tell of it
-            self._events.copies.append(CopyChange(time.perf_counter(), block, tier, True))
-        commands = self.residency.acquire(block, tier, load=load)
+        commands = self._acquire(block, tier, load=load)
         try:
             self.execute(commands, urgent=block)
             while self.residency.state(block, tier) is not CopyState.VALID:
@@ -134,6 +135,7 @@ class Traffic:
         except BaseException:
             self._abandon(block, tier)
             raise
+        self._tell_of(block, tier)
         if missing:
             self._events.faults.append(Fault(start, block, time.perf_counter() - start))
         return self.residency.place(block, tier)
@@ -245,7 +247,7 @@ class Traffic:
             assert home.block is not None
             self._tracer.host_use(home.block, reads=load)
             self.residency.reach((home.block,), Tier.HOST)
-            self.execute(self.residency.acquire(home.block, Tier.HOST, load=load))
+            self.execute(self._acquire(home.block, Tier.HOST, load=load))
 
     def role_is_there(self, chunk: Chunk, role: Role) -> bool:
         """Whether what `ask_role` asked for has come, and `asked_role` has it."""
@@ -268,6 +270,7 @@ class Traffic:
         if home.tier is not Tier.NVME:
             return chunk.flat(role)
         assert home.block is not None
+        self._tell_of(home.block, Tier.HOST)
         return self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
@@ -494,9 +497,22 @@ class Traffic:
     def _abandon(self, block: int, tier: Tier) -> None:
         state = self.residency.state(block, tier)
         if state is CopyState.WAITING:
+            self._unfetched.discard((block, tier))
             self.residency.withdraw(block, tier)
         elif state is not None and self.residency.uses(block, tier):
+            self._tell_of(block, tier)
             self.release(block, tier)
+
+    def _acquire(self, block: int, tier: Tier, *, load: bool) -> list[Command]:
+        if not load and self.residency.state(block, tier) is None:
+            self._unfetched.add((block, tier))
+        return self.residency.acquire(block, tier, load=load)
+
+    def _tell_of(self, block: int, tier: Tier) -> None:
+        """A copy is there. Where it is to be overwritten, no fetch has told of it."""
+        if (block, tier) in self._unfetched:
+            self._unfetched.discard((block, tier))
+            self._events.copies.append(CopyChange(time.perf_counter(), block, tier, True))
 
 
 def param_block(managed: ManagedParameter) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import re
 import threading
@@ -16,6 +15,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError, StoreError
+from tests.runtime.harness import all_hetmem_threads_end
 
 ROOMY = hetmem.Budget(device="8MiB", host="32MiB", device_chunks="2MiB")
 
@@ -226,7 +226,7 @@ class Interrupter(nn.Module):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_an_interrupt_in_a_step_leaves_parameters_readable_and_training_can_go_on(where: str, tmp_path: Path) -> None:
-    gc.collect()  # the threads of models that earlier tests dropped
+    assert all_hetmem_threads_end()
     interrupter = Interrupter()
     plain = nn.Sequential(*mlp(), interrupter, *mlp())
     model = copy.deepcopy(plain)

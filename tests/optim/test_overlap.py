@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,13 @@ def test_gradients_that_are_zeroed_in_place_stay_right(placement: str, tmp_path:
 
 
 @pytest.mark.parametrize("placement", STREAMED)
-def test_the_next_forward_runs_while_updates_do(placement: str, tmp_path: Path) -> None:
-    """Nothing but forwards, backwards and steps, so that nothing waits for a step's end."""
+def test_the_next_forward_runs_while_updates_do(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but forwards, backwards and steps, so that nothing waits for a step's end. Each update takes a while."""
+    begin = WorkerPool.begin
+    late = partial(time.sleep, 0.005)
+    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after=None: begin(pool, [*tasks, late], after))
     plain, managed = pair(Tower, placement, tmp_path)
     left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
