@@ -14,14 +14,13 @@ import pytest
 
 from hetmem.optim import workers
 from hetmem.optim.workers import WorkerPool
-from tests.runtime.harness import comes_to_be
+from tests.runtime.harness import all_hetmem_threads_end
 
 
 @pytest.fixture(autouse=True)
 def no_threads_of_earlier_tests() -> None:
     """Optimizers that earlier tests dropped end their threads when they are collected."""
-    gc.collect()
-    assert comes_to_be(lambda: not workers_alive())
+    assert all_hetmem_threads_end()
 
 
 def workers_alive() -> list[str]:

@@ -90,7 +90,7 @@ def manage(
 def all_hetmem_threads_end() -> bool:
     """Whether those of every dropped model end by themselves, also of the models of earlier tests.
 
-    A model whose backward or step has raised takes up to three collections: what torch's objects hold is not seen by
+    A model whose backward or step has raised may take three collections: what torch's objects hold is not seen by
     the collector before they are gone themselves.
     """
 
