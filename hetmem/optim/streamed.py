@@ -26,13 +26,11 @@ from hetmem.memory.device import Device
 from hetmem.memory.views import Memory
 from hetmem.optim.rule import Streamed
 from hetmem.plan.links import Link
+from hetmem.plan.streaming import SLOTS
 from hetmem.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
     from hetmem.optim.updates import Job, Opened
-
-SLOTS = 2
-"""Chunks on the device at a time: while one is sent home, the next one is brought."""
 
 Updated = list[tuple[ManagedParameter, Streamed]]
 
@@ -83,6 +81,10 @@ class StreamedUpdates:
         """Of each slot; 0 if there are none."""
         slots = [*self._free, *(one.slot for one in self._running)]
         return slots[0].nbytes if slots else 0
+
+    def idle_bytes(self) -> int:
+        """See `plan.share`; what slots take is not idle."""
+        return self._runtime.memory.idle_bytes(self._runtime.non_model_peak_bytes)
 
     def take_slots(self, nbytes: int) -> bool:
         """Have slots of `nbytes` each, where there are none; False if the device's allocator has no memory."""

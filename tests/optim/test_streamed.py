@@ -14,9 +14,9 @@ import hetmem
 from hetmem.optim import streamed
 from hetmem.optim.kernels.streamed import adamw_but_tail, equals_host, tail_of
 from hetmem.optim.kernels.update import AdamWStep, update_by_torch
-from hetmem.optim.places import spread
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.links import Link
+from hetmem.plan.streaming import Fitting, spread
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
 from tests.optim.machines import GB, SLOW_HOST
@@ -191,18 +191,18 @@ def test_the_part_that_is_streamed_makes_the_slowest_as_fast_as_it_can_be(tmp_pa
     largest = max(4 * chunk.numel for chunk in runtime_of(managed).chunks)
     assert abs(step["streamed"] - 7 / 11 * weight_bytes(managed)) <= largest
     assert step["streamed"] + step["host"] == weight_bytes(managed)
-    places = next(iter(optimizer._steppers.values()))._places
-    before, places._moved_bytes = set(places._chosen), -1
+    share = next(iter(optimizer._steppers.values()))._places.share
+    before, share._home_bytes = share.chosen, -1
     train(managed, optimizer, 1)
-    assert places._moved_bytes != -1
-    assert places._chosen == before  # what streaming sends home is no gradient
+    assert share._home_bytes != -1
+    assert share.chosen == before  # what streaming sends home is no gradient
 
 
 def test_a_part_of_chunks_is_spread_evenly_among_them() -> None:
-    chunks: Any = [type("Chunk", (), {"numel": 10})() for _ in range(12)]
+    chunks = [Fitting(number, 10, 160) for number in range(12)]
     chosen = spread(chunks, 1 / 3)
-    assert [chunk in chosen for chunk in chunks] == 4 * [False, True, False]
-    assert spread(chunks, 1.0) == set(chunks)
+    assert [number in chosen for number in range(12)] == 4 * [False, True, False]
+    assert spread(chunks, 1.0) == set(range(12))
     assert spread(chunks, 0.0) == set()
 
 

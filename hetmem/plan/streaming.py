@@ -1,0 +1,124 @@
+"""The streamed share: which chunks' states are sent to the device for their update, and the slots that takes there.
+
+A run and a plan of it both ask here, step by step, and so choose alike. Pure: bytes in; numbers of chunks out. How much
+is streamed is `plan.balance`'s; here are the facts it needs, the slots, and which chunks make up that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetmem.plan.balance import streamed_part, update_costs
+from hetmem.plan.hardware import HardwareProfile
+from hetmem.units import round_up
+
+SLOTS = 2
+"""Chunks on the device at a time: while one is sent home, the next one is brought."""
+
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Chunk `number`, all of which can be updated on the device: its elements, and the bytes of all its roles."""
+
+    number: int
+    numel: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the choice depends on beside the link: the chunks that fit, in order, the elements of those that live on the
+    device, and the bytes of an element's copy as operators see it, and of the one at home (0 if there is none)."""
+
+    fitting: Sequence[Fitting]
+    resident_elements: int
+    copy_bytes: int
+    home_copy_bytes: int
+
+
+class Slots(Protocol):
+    """Memory of the device that states are brought to."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of each of `SLOTS` slots; 0 if there are none."""
+        ...
+
+    def idle_bytes(self) -> int:
+        """What nobody would ever use of the device, slots counted as used."""
+        ...
+
+    def take_slots(self, nbytes: int) -> bool:
+        """Have slots of at least `nbytes` each; False if there is no memory."""
+        ...
+
+    def give_slots_back(self) -> None:
+        """Have none."""
+
+
+class StreamedShare:
+    """The choice for one optimizer's chunks; `chosen` are their numbers.
+
+    It is made between a backward and the updates of a step, once two steps have shown what crosses the link, and again
+    when homes have moved to the device or back, or slots had to go.
+    """
+
+    def __init__(self, hardware: HardwareProfile, slots: Slots) -> None:
+        self._hardware, self._slots = hardware, slots
+        self._sent_home: int | None = None
+        self._home_bytes = -1
+        self.chosen: frozenset[int] = frozenset()
+
+    def look(self, sent_home: int, moved_bytes: int, facts: Callable[[], Facts]) -> None:
+        """`sent_home` bytes of gradients have gone to the host in all steps so far; homes that have moved to the device,
+        and slots, take `moved_bytes` there."""
+        before, self._sent_home = self._sent_home, sent_home
+        home_bytes = moved_bytes - SLOTS * self._slots.slot_bytes
+        if home_bytes == self._home_bytes and (self._slots.slot_bytes or not self.chosen):
+            return
+        found = facts()
+        if before is None:  # room for them, before homes take it
+            self._have_slots(found.fitting)
+            return
+        self._home_bytes = home_bytes
+        part = self._part(found, sent_home - before) if found.fitting else 0.0
+        here = part > 0 and self._have_slots(found.fitting)
+        self.chosen = spread(found.fitting, part) if here else frozenset()
+        if not self.chosen:
+            self._slots.give_slots_back()
+
+    def _have_slots(self, fitting: Sequence[Fitting]) -> bool:
+        """Slots for the largest of `fitting`, in memory of the device that is idle."""
+        nbytes = round_up(max((chunk.nbytes for chunk in fitting), default=0), _ALIGNMENT)
+        held = self._slots.slot_bytes
+        if held >= nbytes:
+            return bool(nbytes)
+        return self._slots.idle_bytes() + SLOTS * held >= SLOTS * nbytes and self._slots.take_slots(nbytes)
+
+    def _part(self, found: Facts, sent_home: int) -> float:
+        """Of the chunks that fit, the part to be streamed. All copies have room: only those that are renewed cross."""
+        away = sum(chunk.numel for chunk in found.fitting)
+        elements = away + found.resident_elements
+        costs = update_costs(
+            self._hardware,
+            elements,
+            copy_bytes=found.copy_bytes,
+            gradient_bytes=sent_home / away,
+            home_copy_bytes=found.home_copy_bytes,
+        )
+        return streamed_part(costs, found.resident_elements / elements)
+
+
+def spread(chunks: Sequence[Fitting], part: float) -> frozenset[int]:
+    """So great a `part` of `chunks`, by elements, evenly among them: both places are busy all the time."""
+    due, chosen = 0.0, set()
+    for chunk in chunks:
+        due += part * chunk.numel
+        if due >= chunk.numel / 2:
+            due -= chunk.numel
+            chosen.add(chunk.number)
+    return frozenset(chosen)
