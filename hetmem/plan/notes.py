@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from hetmem.plan.placement import Capacities, NoRoom
+from hetmem.plan.placement import Capacities, Ground, NoRoom
+from hetmem.plan.share import idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import STEP, Moment, SegmentTrace, Tier, TraceBook
 from hetmem.units import format_size
@@ -35,16 +36,15 @@ class Peaks:
 class Notes:
     """The segments and moments of one run, and what chunks may take of the device at each.
 
-    `home_bytes` are homes on the device, `kept_bytes` gradients that stay there. Without slots (`streams` is False)
-    nothing is limited.
+    `home_bytes` are homes on the device, and what else stays there beside copies; `kept_bytes` gradients that do.
+    Without slots on the device nothing is limited.
     """
 
-    def __init__(
-        self, traffic: SimulatedTraffic, capacities: Capacities, slot_bytes: int, slots: int, home_bytes: int
-    ) -> None:
-        self._traffic, self._capacities, self._slot_bytes = traffic, capacities, slot_bytes
-        self._streams = slots > 0
-        self._limit = slots
+    def __init__(self, traffic: SimulatedTraffic, capacities: Capacities, ground: Ground, home_bytes: int) -> None:
+        self._traffic, self._capacities, self._slot_bytes = traffic, capacities, ground.slot_bytes
+        self._streams = ground.device_slots > 0
+        self._limit = ground.device_slots
+        self._copy_bytes = sum(chunk.span for chunk in ground.chunks) * ground.slot_bytes
         self.home_bytes = home_bytes
         self.kept_bytes = 0
         self.peaks = Peaks()
@@ -122,6 +122,12 @@ class Notes:
     def chunk_bytes(self) -> int:
         """What chunks take of the device now, homes and copies."""
         return self._traffic.residency.used_slots(Tier.DEVICE) * self._slot_bytes + self.home_bytes
+
+    def idle_bytes(self) -> int:
+        """See `plan.share`."""
+        capacities = self._capacities
+        usable = capacities.device_bytes - capacities.device_fragment_bytes
+        return idle_bytes(usable, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes)
 
     def grew(self, live_bytes: int) -> None:
         """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.

@@ -19,10 +19,12 @@ from hetmem.plan.notes import BACKWARD, FORWARD, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
-from hetmem.plan.share import Candidate, choose, idle_bytes
+from hetmem.plan.share import Candidate, choose
 from hetmem.plan.simulator import SimulatedTraffic
+from hetmem.plan.streamed import StreamedUpdates, crossing_bytes, facts_of, fits
+from hetmem.plan.streaming import SLOTS, StreamedShare
 from hetmem.plan.trace import STEP, Tier
-from hetmem.plan.updates import Staged, Update, Updates
+from hetmem.plan.updates import Crossing, Staged, Update, Updates
 from hetmem.plan.workload import Event, Kind, Phase, Workload
 
 UPDATE_BYTES = 28
@@ -47,13 +49,18 @@ class StepResult:
     """Homes that have moved to the device by now, by the tier that they left and by role."""
     device_updates: float
     """The share of the trained elements whose update runs on the device, where their states live."""
+    streamed_updates: float
+    """That of those whose states are sent there for it."""
+    update_slot_bytes: int
+    """What that takes of the device."""
 
 
 class Rehearsal:
     """A run in the making. `step()` is one optimizer step; the steps before the last learn what comes next.
 
     `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
-    from the second step on.
+    from the second step on. `streamed`: states are sent to the device for their update as by a run that is given
+    `hardware`.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Rehearsal:
         policy: EvictionPolicy | None = None,
         prefetch: Prefetch | None = None,
         overlapped: bool = False,
+        streamed: bool = False,
     ) -> None:
         self._workload, self._arrangement = workload, arrangement
         self._capacities, self._hardware, self._micro_batches = capacities, hardware, micro_batches
@@ -78,7 +86,7 @@ class Rehearsal:
         self._register()
         homes = ((chunk, role) for role, chunks in arrangement.homes.items() for chunk in chunks)
         on_device = sum(ground.home_bytes(*home) for home in homes) if ground.resident else 0
-        self._notes = Notes(self._traffic, capacities, ground.slot_bytes, ground.device_slots, on_device)
+        self._notes = Notes(self._traffic, capacities, ground, on_device)
         self._seconds = [
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
             for event in workload.events
@@ -90,7 +98,10 @@ class Rehearsal:
         self._arriving: Counter[int] = Counter()  # in a chunk
         self._overlapped = overlapped
         self._begun: set[int] = set()
-        self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged)
+        self._streamed = StreamedUpdates(self._traffic, self._notes)
+        self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
+        able = streamed and not (ground.resident or ground.uses_nvme)
+        self._share = StreamedShare(hardware, self._streamed) if able else None
         self._compute = 0.0
         self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
         self._moved: dict[str, dict[str, int]] = {}
@@ -123,7 +134,7 @@ class Rehearsal:
         before = {name: (link.load.bytes, link.load.seconds) for name, link in traffic.links.items()}
         counts = traffic.residency.counts
         fetches, faults = sum(counts.fetches.values()), counts.faults[Tier.DEVICE]
-        self._compute = self._updates.seconds = 0.0
+        self._compute = self._updates.seconds = self._streamed.seconds = 0.0
         self._arrivals.clear()
         self._begun.clear()
         try:
@@ -140,7 +151,8 @@ class Rehearsal:
             name: (link.load.bytes - before[name][0], link.load.seconds - before[name][1])
             for name, link in traffic.links.items()
         }
-        terms = {"compute": self._compute, "update": self._updates.seconds, **{n: s for n, (_, s) in load.items()}}
+        update = self._updates.seconds + self._streamed.seconds
+        terms = {"compute": self._compute, "update": update, **{n: s for n, (_, s) in load.items()}}
         return StepResult(
             traffic.now - start,
             traffic.stall_seconds - stalled,
@@ -153,14 +165,16 @@ class Rehearsal:
             counts.faults[Tier.DEVICE] - faults,
             traffic.events - events,
             {tier: dict(roles) for tier, roles in self._moved.items()},
-            self._device_updates(),
+            self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
+            self._part_of({chunk for chunk in self._begun if self._streams(chunk)}),
+            SLOTS * self._streamed.slot_bytes,
         )
 
-    def _device_updates(self) -> float:
-        homes, elements = self._arrangement.homes["param"], self._arrangement.elements
+    def _part_of(self, chunks: set[int]) -> float:
+        """The share of the trained elements that lie in `chunks`."""
+        elements, chunk_of = self._arrangement.elements, self._arrangement.chunk_of
         trained = {index: elements[index] for index in self._workload.trainable}
-        here = (n for index, n in trained.items() if homes[self._arrangement.chunk_of[index]] is Tier.DEVICE)
-        return sum(here) / max(1, sum(trained.values()))
+        return sum(n for index, n in trained.items() if chunk_of[index] in chunks) / max(1, sum(trained.values()))
 
     def _event(self, index: int, event: Event) -> None:
         self._gone += event.let_go
@@ -286,19 +300,16 @@ class Rehearsal:
 
     def _fill_idle(self) -> None:
         """As `runtime.share`."""
-        arrangement, capacities = self._arrangement, self._capacities
+        arrangement = self._arrangement
         if arrangement.ground.resident or not self._blocks or not self._notes.knows_a_backward():
             return
-        copies = sum(chunk.span for chunk in arrangement.ground.chunks) * arrangement.ground.slot_bytes
-        usable = capacities.device_bytes - capacities.device_fragment_bytes
-        idle = idle_bytes(usable, capacities.chunk_cap_bytes, self._notes.peaks.other, self._notes.home_bytes + copies)
         homes, trainable = arrangement.homes, self._workload.trainable
         chunks = [
             chunk
             for chunk in homes["exp_avg"]
             if homes["param"][chunk] is not Tier.DEVICE and trainable & set(arrangement.ground.chunks[chunk].parameters)
         ]
-        chosen = [chunks[at] for at in choose([self._candidate(chunk) for chunk in chunks], idle)]
+        chosen = [chunks[at] for at in choose([self._candidate(chunk) for chunk in chunks], self._notes.idle_bytes())]
         for chunk in chosen:
             for role in (role for role in ROLES if chunk in homes.get(role, {})):
                 home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
@@ -310,6 +321,18 @@ class Rehearsal:
                 left[role] = left.get(role, 0) + nbytes
         moved = {role: {**at, **{chunk: Tier.DEVICE for chunk in chosen if chunk in at}} for role, at in homes.items()}
         self._arrangement = replace(arrangement, homes=moved)
+
+    def _choose_streamed(self) -> None:
+        """As `optim.places`."""
+        if self._share is not None and self._notes.knows_a_backward():
+            sent_home = self._traffic.device_to_host.load.bytes - self._streamed.sent_home_bytes
+            self._share.look(sent_home, self._notes.home_bytes, lambda: facts_of(self._arrangement, self._workload))
+
+    def _streams(self, chunk: int) -> bool:
+        """Whether the states of `chunk` are sent to the device for its update."""
+        if self._share is None or chunk not in self._share.chosen or not self._streamed.slot_bytes:
+            return False
+        return fits(self._arrangement, self._workload, chunk) and self._usual.keys() >= self._members(chunk)
 
     def _candidate(self, chunk: int) -> Candidate:
         at = {role: tiers[chunk] for role, tiers in self._arrangement.homes.items() if chunk in tiers}
@@ -323,6 +346,7 @@ class Rehearsal:
     def _optimize(self) -> None:
         self._notes.begin(STEP)
         self._updates.finish()
+        self._choose_streamed()
         self._fill_idle()
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
             members = self._members(chunk)
@@ -342,20 +366,30 @@ class Rehearsal:
         whole = len(members) == len(ground.chunks[chunk].parameters)
         cast = self._workload.mixed_precision and not copies and whole and not in_backward
         by_the_caller = hardware.host_to_device.by_the_caller
-        on_device = here and not by_the_caller
+        streams = self._streams(chunk)
+        on_device = streams or (here and not by_the_caller)
         update = Update(
             self._blocks.get(self._operand(chunk)),
             tuple(self._staged(chunk, whole=whole)),
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
             nbytes / hardware.device.bytes_per_second if on_device else 0.0,
-            keeps_copy=cast and (here or by_the_caller),
+            keeps_copy=cast and (here or by_the_caller) and not streams,
             ready=lambda: not self._arriving[chunk],
+            crossing=self._crossing(chunk) if streams else None,
         )
         self._updates.add(update)
         if update.had_copy and update.keeps_copy and not here:  # the update writes it, and its bytes cross the link
             nbytes_of_copy = self._arrangement.numels[chunk] * ground.compute_itemsize
             self._traffic.host_to_device.load.bytes += nbytes_of_copy
+
+    def _crossing(self, chunk: int) -> Crossing:
+        """All but the 16-bit copy, which is made there, comes to the device; all but the gradient goes home."""
+        arrangement = self._arrangement
+        return Crossing(
+            crossing_bytes(arrangement, chunk, "compute"),
+            crossing_bytes(arrangement, chunk, "grad"),
+        )
 
     def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
         """What the update of `chunk` opens; `whole`: of all its parameters."""
@@ -377,6 +411,7 @@ def rehearse(
     policy: EvictionPolicy | None = None,
     prefetch: Prefetch | None = None,
     overlapped: bool = False,
+    streamed: bool = False,
     steps: int = 4,
 ) -> StepResult:
     """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`."""
@@ -389,6 +424,7 @@ def rehearse(
         policy=policy,
         prefetch=prefetch,
         overlapped=overlapped,
+        streamed=streamed,
     )
     result = run.step()
     for _ in range(steps - 1):

@@ -34,19 +34,33 @@ SMALL_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class LinkQueue:
-    """A link as a queue of transfers at `rate`, and what it has carried."""
+    """A link as a queue of transfers at `rate`, and what it has carried.
+
+    `beside`: the link of the other direction, and the bytes per second that are left while that one is busy too. The
+    transfer that was queued first is taken to keep its rate, so that both together never have more.
+    """
 
     rate: Rate
     load: LinkUse = field(default_factory=LinkUse)
     free_at: float = 0.0
+    beside: tuple[LinkQueue, float] | None = None
 
     def send(self, now: float, nbytes: int) -> float:
         """Queue a transfer; returns when it ends."""
         seconds = self.rate.seconds(nbytes)
         self.load.bytes += nbytes
         self.load.seconds += seconds
-        self.free_at = max(now, self.free_at) + seconds
+        start = max(now, self.free_at)
+        if self.beside is not None and self.beside[0].free_at > start:
+            seconds = self._seconds_beside(seconds, self.beside[0].free_at - start, self.beside[1])
+        self.free_at = start + seconds
         return self.free_at
+
+    def _seconds_beside(self, alone: float, busy: float, left: float) -> float:
+        """What lasts `alone` seconds alone, where the other direction is `busy` for the first ones."""
+        slower = min(1.0, left / self.rate.bytes_per_second)
+        done = busy * slower
+        return alone / slower if done >= alone else busy + alone - done
 
 
 class Worker(Protocol):
@@ -81,10 +95,12 @@ class SimulatedTraffic:
         self.events = 0
         self.host_to_device = LinkQueue(hardware.host_to_device)
         self.device_to_host = LinkQueue(hardware.device_to_host)
+        self._share_the_link(hardware.both_ways_bytes_per_second)
         self.nvme_read = LinkQueue(hardware.nvme_read)
         self.nvme_write = LinkQueue(hardware.nvme_write)
         self._transfer_seconds = hardware.thread.transfer_seconds
         self.on_device: set[int] = set()
+        self._near: int | None = None
         self._cast = Rate(hardware.device.bytes_per_second)
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
@@ -103,6 +119,14 @@ class SimulatedTraffic:
             Link.NVME_READ.value: self.nvme_read,
             Link.NVME_WRITE.value: self.nvme_write,
         }
+
+    def _share_the_link(self, both_ways: float) -> None:
+        """Where the two directions together reach less than each alone would add up to."""
+        up, down = self.host_to_device, self.device_to_host
+        if both_ways < up.rate.bytes_per_second + down.rate.bytes_per_second:
+            least = 0.1 * both_ways  # a direction is never shut out
+            up.beside = (down, max(least, both_ways - down.rate.bytes_per_second))
+            down.beside = (up, max(least, both_ways - up.rate.bytes_per_second))
 
     def add(self, block: Block, nbytes: int) -> int:
         """Register `block`; returns its number."""
@@ -172,12 +196,22 @@ class SimulatedTraffic:
             self.execute(self.residency.invalidate(operand, Tier.DEVICE))
         return found
 
-    def end_update(self, operand: int | None, *, renew: bool) -> None:
-        """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again."""
+    def end_update(self, operand: int | None, *, renew: bool, near: bool = False) -> None:
+        """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again, made of what is
+        there already if that is `near`."""
         if operand is not None:
+            self._near = operand if near else None
             self.execute(self.residency.resume(operand))
             if renew:
                 self.execute(self.residency.prefetch(operand, Tier.DEVICE))
+            self._near = None
+
+    def copy_beside(self, link: LinkQueue, nbytes: int, done: Callable[[], None], then_seconds: float = 0.0) -> None:
+        """Send `nbytes` that are no block's over `link`; `done` is called when they are there and what is computed
+        behind them in their stream has taken `then_seconds`."""
+        self.now += self._transfer_seconds
+        link.free_at = link.send(self.now, nbytes) + then_seconds
+        self.later(link.free_at, done)
 
     def move_in(self, block: int, home: Block, nbytes: int) -> None:
         """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
@@ -301,7 +335,7 @@ class SimulatedTraffic:
         else:
             link = self.host_to_device if command.target is Tier.DEVICE else self.nvme_read
         nbytes = self.sizes[command.block]
-        if command.block in self.on_device:
+        if command.block in self.on_device or command.block == self._near:
             self.now += self._cast.seconds(nbytes)
             self.execute(self.residency.done(command))
             return

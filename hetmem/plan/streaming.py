@@ -74,7 +74,7 @@ class StreamedShare:
         self.chosen: frozenset[int] = frozenset()
 
     def look(self, sent_home: int, moved_bytes: int, facts: Callable[[], Facts]) -> None:
-        """`sent_home` bytes of gradients have gone to the host in all steps so far; homes that have moved to the device,
+        """`sent_home` bytes of gradients went to the host in all steps so far; homes that have moved to the device,
         and slots, take `moved_bytes` there."""
         before, self._sent_home = self._sent_home, sent_home
         home_bytes = moved_bytes - SLOTS * self._slots.slot_bytes

@@ -2,7 +2,7 @@
 
 What an update needs from NVMe is brought to host memory, the host's workers compute it, and all goes back; reads for
 the next one and writes of the last one go on meanwhile, and so may a backward. Pure. It knows blocks and seconds, and
-neither chunks nor gradients.
+neither chunks nor gradients. Those on the device with states brought there are `plan.streamed`'s.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from hetmem.plan.cache import CopyState
 from hetmem.plan.simulator import SimulatedTraffic
@@ -31,13 +32,21 @@ class Staged:
     ahead: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What of a chunk is brought to the device for its update, and what of it goes home again."""
+
+    there_bytes: int
+    home_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Update:
     """The update of a chunk, and what it takes: `thread_seconds` of the thread that trains, then `host_seconds` of all
     the host's workers together, or `device_seconds`.
 
     `operand`: the block whose copy on the device it makes old, unless it `keeps_copy`. `ready`: whether its gradients
-    are at home.
+    are at home. `crossing`: given where states come to the device for it.
     """
 
     operand: int | None
@@ -47,15 +56,41 @@ class Update:
     device_seconds: float
     keeps_copy: bool
     ready: Callable[[], bool]
+    crossing: Crossing | None = None
     had_copy: bool = False
+
+
+class Elsewhere(Protocol):
+    """Makes updates that are not made here; see `plan.streamed`. It calls `ended` after each one."""
+
+    ended: Callable[[], None]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or under way."""
+        ...
+
+    def add(self, update: Update) -> None:
+        """Queue `update`."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
 
 
 class Updates:
     """The updates of one optimizer, in order, by the workers of `cores` cores; `opened` is told what it uses in host
-    memory. `seconds` are those that something was computed."""
+    memory. `seconds` are those that something was computed. `streamed` has those with a `crossing`."""
 
-    def __init__(self, traffic: SimulatedTraffic, cores: int, opened: Callable[[int], None]) -> None:
-        self._traffic, self._cores, self._opened = traffic, cores, opened
+    def __init__(
+        self,
+        traffic: SimulatedTraffic,
+        cores: int,
+        opened: Callable[[int], None],
+        streamed: Elsewhere | None = None,
+    ) -> None:
+        self._traffic, self._cores, self._opened, self._streamed = traffic, cores, opened, streamed
+        if streamed is not None:
+            streamed.ended = self.pump
         self._queue: deque[Update] = deque()
         self._opening: Update | None = None
         self._running = 0
@@ -68,18 +103,25 @@ class Updates:
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or under way."""
-        return not (self._queue or self._opening or self._running)
+        here = not (self._queue or self._opening or self._running)
+        return here and (self._streamed is None or self._streamed.idle)
 
     def add(self, update: Update) -> None:
         """Queue `update`; until it is over nothing fetches its operand."""
         update.had_copy = self._traffic.begin_update(update.operand, keep_copy=update.keeps_copy)
-        self._queue.append(update)
+        if update.crossing is None:
+            self._queue.append(update)
+        else:
+            assert self._streamed is not None
+            self._streamed.add(update)
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
         if self._pumping or self.idle:
             return
         self._pumping = True
+        if self._streamed is not None:
+            self._streamed.pump()
         while (update := self._next()) is not None:
             self._run(update)
         self._pumping = False
