@@ -98,6 +98,7 @@ class Rehearsal:
         self._arriving: Counter[int] = Counter()  # in a chunk
         self._overlapped = overlapped
         self._begun: set[int] = set()
+        self._sent: set[int] = set()
         self._streamed = StreamedUpdates(self._traffic, self._notes)
         self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
         able = streamed and not (ground.resident or ground.uses_nvme)
@@ -137,6 +138,7 @@ class Rehearsal:
         self._compute = self._updates.seconds = self._streamed.seconds = 0.0
         self._arrivals.clear()
         self._begun.clear()
+        self._sent.clear()
         try:
             for _ in range(self._micro_batches):
                 for index, event in enumerate(self._workload.events):
@@ -166,7 +168,7 @@ class Rehearsal:
             traffic.events - events,
             {tier: dict(roles) for tier, roles in self._moved.items()},
             self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
-            self._part_of({chunk for chunk in self._begun if self._streams(chunk)}),
+            self._part_of(self._sent),
             SLOTS * self._streamed.slot_bytes,
         )
 
@@ -367,6 +369,7 @@ class Rehearsal:
         cast = self._workload.mixed_precision and not copies and whole and not in_backward
         by_the_caller = hardware.host_to_device.by_the_caller
         streams = self._streams(chunk)
+        self._sent |= {chunk} if streams else set()
         on_device = streams or (here and not by_the_caller)
         update = Update(
             self._blocks.get(self._operand(chunk)),
