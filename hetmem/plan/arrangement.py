@@ -22,6 +22,7 @@ from hetmem.plan.placement import (
     place_copies,
     survey,
 )
+from hetmem.plan.share import Candidate, choose
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size, round_down, round_up
@@ -122,6 +123,29 @@ def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
         numels=tuple(numels),
         chunk_of=tuple(chunk_of),
     )
+
+
+def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> list[int]:
+    """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see `plan.share`."""
+    homes, chunks = arrangement.homes, arrangement.ground.chunks
+    free = [
+        chunk
+        for chunk in homes["exp_avg"]
+        if homes["param"][chunk] is not Tier.DEVICE and workload.trainable & set(chunks[chunk].parameters)
+    ]
+    return [free[at] for at in choose([_candidate(arrangement, chunk) for chunk in free], idle)]
+
+
+def _candidate(arrangement: Arrangement, chunk: int) -> Candidate:
+    at = {role: tiers[chunk] for role, tiers in arrangement.homes.items() if chunk in tiers}
+    sizes = {role: arrangement.ground.home_bytes(chunk, role) for role in at}
+    return Candidate(sum(sizes.values()), sum(sizes[role] for role in at if at[role] is Tier.NVME))
+
+
+def moved(arrangement: Arrangement, chunks: Sequence[int]) -> Arrangement:
+    """The homes of `chunks` are on the device."""
+    homes = {role: {**at, **{c: Tier.DEVICE for c in chunks if c in at}} for role, at in arrangement.homes.items()}
+    return replace(arrangement, homes=homes)
 
 
 def check_device(workload: Workload, arrangement: Arrangement, capacities: Capacities) -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.plan.arrangement import arrange, state_bytes
-from hetmem.plan.balance import Costs, Way, best_shares, update_costs
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.largest import largest_parameters
-from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
+from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.planner import WORTH, Candidate, Setting, judged, search, tuning
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
@@ -77,8 +76,7 @@ def decide(
     if best is not None:
         others = _alternatives(variants, asked, hardware, best.result.seconds)
         overlapped = _overlapped(workload, best, hardware, micro_batches)
-        streamed = _streamed_states(workload, best, hardware)
-        advice = (*tuning(best, asked), *_faster(best, others), *overlapped, *streamed)
+        advice = (*tuning(best, asked), *_faster(best, others), *overlapped)
         return Decision(workload, micro_batches, best, {}, (), advice, others, largest)
     assert refusal is not None
     missing = _missing(workload, asked, hardware, micro_batches)
@@ -128,35 +126,6 @@ def _overlapped(workload: Workload, best: Candidate, hardware: HardwareProfile, 
         yield (
             f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
             f"{other.result.seconds:.2f} s, not {result.seconds:.2f} s"
-        )
-
-
-def _streamed_states(workload: Workload, best: Candidate, hardware: HardwareProfile) -> Iterator[str]:
-    """Whether it would be faster to send states to the device for their update, as a run does that knows the machine.
-
-    With states on NVMe the drive is what a step waits for, whoever updates them.
-    """
-    result, ground = best.result, best.arrangement.ground
-    elements = sum(workload.parameters[index].numel for index in workload.trainable)
-    away = elements * (1 - result.device_updates)
-    if ground.resident or result.bytes["nvme_read"] or not away or hardware.host_to_device.by_the_caller:
-        return
-    copy_bytes = COPY_BYTES if best.arrangement.homes.get("compute") else ground.itemsize
-    costs = update_costs(
-        hardware,
-        elements,
-        copy_bytes=copy_bytes,
-        gradient_bytes=result.bytes["device_to_host"] / away,
-        fetched_bytes=max(0.0, result.bytes["host_to_device"] / away - copy_bytes),
-    )
-    busy = {"device_memory": result.terms["compute"]}
-    today: Costs = {way: terms for way, terms in costs.items() if way is not Way.STREAMED}
-    now = best_shares(today, result.device_updates, busy)
-    then = best_shares(costs, result.device_updates, busy)
-    if then.seconds < WORTH * now.seconds:
-        yield (
-            f"not simulated: with manage(hardware=…) the states of {then.streamed:.0%} of the parameters are sent to "
-            f"the device for their update, and what binds is busy for {then.seconds:.2f} s, not {now.seconds:.2f} s"
         )
 
 

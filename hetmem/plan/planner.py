@@ -1,7 +1,8 @@
 """Searches what a run can be told to do, with the simulator as the judge, and says what is missing if nothing fits.
 
 Only what `manage` and `hetmem.AdamW` do today is planned: homes in host memory, then on NVMe, in the order of roles;
-the update where the states live; everything on the device if it fits there, or what a step leaves room for. Pure.
+the update where the states live, or on the device with states sent there; everything on the device if it fits there, or
+what a step leaves room for. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.prefetch import FARTHER, Prefetch
-from hetmem.plan.rehearsal import StepResult, rehearse
+from hetmem.plan.rehearsal import rehearse
+from hetmem.plan.result import StepResult
 from hetmem.plan.workload import Workload
 from hetmem.units import round_up
 
@@ -36,22 +38,34 @@ _PREFETCH_WORTH = 0.99
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself. `overlapped`: updates go on
-    behind the backward."""
+    behind the backward. `streamed`: it knows the machine, and so may send states to the device for their update."""
 
     capacities: Capacities
     chunk_bytes: int | None
     prefetch: Prefetch = field(default_factory=Prefetch)
     overlapped: bool = False
+    streamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """The same step with the states of a `share` of the parameters sent to the device for their update, and without."""
+
+    share: float
+    step_seconds: float
+    host_step_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run, judged. `simulated` is what was rehearsed: `arrangement`, or a coarser cut of it."""
+    """One way to run, judged. `simulated` is what was rehearsed: `arrangement`, or a coarser cut of it. `streaming`:
+    how the two ways to update compare, of which the better one was taken; None where a run would send no states."""
 
     setting: Setting
     arrangement: Arrangement
     simulated: Arrangement
     result: StepResult
+    streaming: Streaming | None = None
 
 
 def search(
@@ -69,7 +83,22 @@ def search(
             found = judged(workload, setting, hardware, micro_batches)
             if isinstance(found, Candidate) and found.result.seconds < worth * best.result.seconds:
                 best = found
-    return best, None
+    return _streamed(workload, best, hardware, micro_batches), None
+
+
+def _streamed(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Candidate:
+    """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
+    waits for, whoever updates them; a device to which the host itself copies has no link with time of its own."""
+    ground, result = best.arrangement.ground, best.result
+    if ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller:
+        return best
+    if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
+        return best
+    found = judged(workload, replace(best.setting, streamed=True), hardware, micro_batches)
+    if not isinstance(found, Candidate) or not found.result.streamed_updates:
+        return best
+    both = Streaming(found.result.streamed_updates, found.result.seconds, result.seconds)
+    return replace(found if found.result.seconds < WORTH * result.seconds else best, streaming=both)
 
 
 def first_that_fits(
@@ -102,6 +131,7 @@ def judge(
         micro_batches=micro_batches,
         prefetch=setting.prefetch,
         overlapped=setting.overlapped,
+        streamed=setting.streamed,
         steps=steps,
     )
     return Candidate(setting, arrangement, simulated, result)
@@ -206,4 +236,11 @@ def tuning(best: Candidate, asked: Setting) -> tuple[str, ...]:
     if best.setting.prefetch != asked.prefetch:
         ahead = best.setting.prefetch
         advice.append(f"run this plan (manage(plan=…)): it prefetches {ahead.uses_ahead} uses ahead")
+    if best.setting.streamed and best.streaming is not None:
+        both = best.streaming
+        advice.append(
+            f"give manage the profile of the machine, hardware=…: the states of {both.share:.0%} of the parameters "
+            f"are sent to the device for their update, and a step takes {both.step_seconds:.2f} s, not "
+            f"{both.host_step_seconds:.2f} s"
+        )
     return tuple(advice)

@@ -8,51 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from hetmem.errors import CapacityError
-from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use
+from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use, moved, to_the_device
 from hetmem.plan.cache import Block
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.notes import BACKWARD, FORWARD, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
-from hetmem.plan.share import Candidate, choose
+from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.streamed import StreamedUpdates, crossing_bytes, facts_of, fits
+from hetmem.plan.streamed import StreamedUpdates, crossing, facts_of, fits
 from hetmem.plan.streaming import SLOTS, StreamedShare
 from hetmem.plan.trace import STEP, Tier
-from hetmem.plan.updates import Crossing, Staged, Update, Updates
+from hetmem.plan.updates import Staged, Update, Updates
 from hetmem.plan.workload import Event, Kind, Phase, Workload
 
 UPDATE_BYTES = 28
 """Host memory traffic of the update of one float32 parameter: 16 bytes read, 12 written."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One step. `terms` are the busy seconds of each resource; `bytes` of each link. Peaks are of the whole run."""
-
-    seconds: float
-    stall_seconds: float
-    terms: dict[str, float]
-    bytes: dict[str, int]
-    device_peak_bytes: int
-    chunk_peak_bytes: int
-    non_model_peak_bytes: int
-    fetches: int
-    faults: int
-    events: int
-    moved_bytes: dict[str, dict[str, int]]
-    """Homes that have moved to the device by now, by the tier that they left and by role."""
-    device_updates: float
-    """The share of the trained elements whose update runs on the device, where their states live."""
-    streamed_updates: float
-    """That of those whose states are sent there for it."""
-    update_slot_bytes: int
-    """What that takes of the device."""
 
 
 class Rehearsal:
@@ -305,24 +281,17 @@ class Rehearsal:
         arrangement = self._arrangement
         if arrangement.ground.resident or not self._blocks or not self._notes.knows_a_backward():
             return
-        homes, trainable = arrangement.homes, self._workload.trainable
-        chunks = [
-            chunk
-            for chunk in homes["exp_avg"]
-            if homes["param"][chunk] is not Tier.DEVICE and trainable & set(arrangement.ground.chunks[chunk].parameters)
-        ]
-        chosen = [chunks[at] for at in choose([self._candidate(chunk) for chunk in chunks], self._notes.idle_bytes())]
-        for chunk in chosen:
-            for role in (role for role in ROLES if chunk in homes.get(role, {})):
+        chosen = to_the_device(arrangement, self._workload, self._notes.idle_bytes())
+        for chunk, (role, homes) in product(chosen, arrangement.homes.items()):
+            if chunk in homes:
                 home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
                 counts = self._steps > 0 or role in ("param", "compute", "grad")
                 nbytes = arrangement.ground.home_bytes(chunk, role)
                 self._traffic.move_in(self._blocks[role, chunk], home, nbytes * counts)
                 self._notes.home_bytes += nbytes
-                left = self._moved.setdefault(homes[role][chunk].name.lower(), {})
+                left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
-        moved = {role: {**at, **{chunk: Tier.DEVICE for chunk in chosen if chunk in at}} for role, at in homes.items()}
-        self._arrangement = replace(arrangement, homes=moved)
+        self._arrangement = moved(arrangement, chosen)
 
     def _choose_streamed(self) -> None:
         """As `optim.places`."""
@@ -335,11 +304,6 @@ class Rehearsal:
         if self._share is None or chunk not in self._share.chosen or not self._streamed.slot_bytes:
             return False
         return fits(self._arrangement, self._workload, chunk) and self._usual.keys() >= self._members(chunk)
-
-    def _candidate(self, chunk: int) -> Candidate:
-        at = {role: tiers[chunk] for role, tiers in self._arrangement.homes.items() if chunk in tiers}
-        sizes = {role: self._arrangement.ground.home_bytes(chunk, role) for role in at}
-        return Candidate(sum(sizes.values()), sum(sizes[role] for role in at if at[role] is Tier.NVME))
 
     def _members(self, chunk: int) -> set[int]:
         """The parameters of `chunk` that an update changes."""
@@ -379,20 +343,12 @@ class Rehearsal:
             nbytes / hardware.device.bytes_per_second if on_device else 0.0,
             keeps_copy=cast and (here or by_the_caller) and not streams,
             ready=lambda: not self._arriving[chunk],
-            crossing=self._crossing(chunk) if streams else None,
+            crossing=crossing(self._arrangement, chunk) if streams else None,
         )
         self._updates.add(update)
         if update.had_copy and update.keeps_copy and not here:  # the update writes it, and its bytes cross the link
             nbytes_of_copy = self._arrangement.numels[chunk] * ground.compute_itemsize
             self._traffic.host_to_device.load.bytes += nbytes_of_copy
-
-    def _crossing(self, chunk: int) -> Crossing:
-        """All but the 16-bit copy, which is made there, comes to the device; all but the gradient goes home."""
-        arrangement = self._arrangement
-        return Crossing(
-            crossing_bytes(arrangement, chunk, "compute"),
-            crossing_bytes(arrangement, chunk, "grad"),
-        )
 
     def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
         """What the update of `chunk` opens; `whole`: of all its parameters."""

@@ -15,7 +15,7 @@ from hetmem.plan.notes import Notes
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.streaming import SLOTS, Facts, Fitting
 from hetmem.plan.trace import Tier
-from hetmem.plan.updates import Update
+from hetmem.plan.updates import Crossing, Update
 from hetmem.plan.workload import Workload
 
 
@@ -107,14 +107,19 @@ def facts_of(arrangement: Arrangement, workload: Workload) -> Facts:
     if fitting:
         copy_bytes = workload.compute_itemsizes[arrangement.ground.chunks[fitting[0]].parameters[0]]
     return Facts(
-        [Fitting(chunk, arrangement.numels[chunk], crossing_bytes(arrangement, chunk)) for chunk in fitting],
+        [Fitting(chunk, arrangement.numels[chunk], _bytes(arrangement, chunk)) for chunk in fitting],
         sum(arrangement.numels[chunk] for chunk in chunks if homes["param"][chunk] is Tier.DEVICE),
         copy_bytes,
         copy_bytes if fitting and fitting[0] in homes.get("compute", {}) else 0,
     )
 
 
-def crossing_bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:
+def crossing(arrangement: Arrangement, chunk: int) -> Crossing:
+    """All of `chunk` comes to the device but the 16-bit copy, which is made there; all but the gradient goes home."""
+    return Crossing(_bytes(arrangement, chunk, "compute"), _bytes(arrangement, chunk, "grad"))
+
+
+def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:
     """Of all roles of `chunk` together, without those named."""
     roles = (role for role, homes in arrangement.homes.items() if chunk in homes and role not in but)
     return sum(arrangement.role_bytes(chunk, role) for role in roles)

@@ -12,7 +12,8 @@ from hetmem.plan.cache import CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Setting, judge
-from hetmem.plan.rehearsal import Rehearsal, StepResult
+from hetmem.plan.rehearsal import Rehearsal
+from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
 from hetmem.plan.updates import Staged, Update, Updates

@@ -1,0 +1,29 @@
+"""What a rehearsed step comes to, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step. `terms` are the busy seconds of each resource; `bytes` of each link. Peaks are of the whole run."""
+
+    seconds: float
+    stall_seconds: float
+    terms: dict[str, float]
+    bytes: dict[str, int]
+    device_peak_bytes: int
+    chunk_peak_bytes: int
+    non_model_peak_bytes: int
+    fetches: int
+    faults: int
+    events: int
+    moved_bytes: dict[str, dict[str, int]]
+    """Homes that have moved to the device by now, by the tier that they left and by role."""
+    device_updates: float
+    """The share of the trained elements whose update runs on the device, where their states live."""
+    streamed_updates: float
+    """That of those whose states are sent there for it."""
+    update_slot_bytes: int
+    """What that takes of the device."""
