@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -57,6 +58,11 @@ class RunnablePlan(Protocol):
         """The fields of a `Prefetch`; None = the default."""
         ...
 
+    @property
+    def profile(self) -> dict[str, Any] | None:
+        """The fields of the `HardwareProfile` that the run is to know; None = it needs none."""
+        ...
+
 
 def manage(
     module: ModuleT,
@@ -67,8 +73,8 @@ def manage(
     chunk_bytes: int | str | None = None,
     policy: EvictionPolicy | None = None,
     sanitize: bool = False,
-    plan: RunnablePlan | None = None,
-    hardware: HardwareProfile | None = None,
+    plan: RunnablePlan | str | os.PathLike[str] | None = None,
+    hardware: HardwareProfile | str | os.PathLike[str] | None = None,
 ) -> ModuleT:
     """Let hetmem keep the parameters of `module` within `budget`; returns that same instance.
 
@@ -84,12 +90,15 @@ def manage(
     `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB"; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
     memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
-    and `mixed_precision`. `hardware`: what this machine can do, as `hetmem.probe.probe()` measures it: then states of
+    and `mixed_precision`, or the path of its file. `hardware`: what this machine can do, as for `hetmem.plan`: the path
+    of a profile that `hetmem probe -o` wrote, the name of a shipped one, or a `HardwareProfile`. Then states of
     `hetmem.AdamW` that lie in host memory are brought to the device for their update, for as great a part of the model
-    as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are.
+    as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are,
+    unless `plan` says otherwise.
 
-    Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do (both
-    ValueErrors) and `StoreError` for a drive without room, with the module as it was.
+    Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do,
+    `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
+    module as it was.
     """
     if not isinstance(module, torch.nn.Module):
         raise ManageError(f"expected a torch.nn.Module, got {type(module).__name__}")
@@ -97,11 +106,13 @@ def manage(
     if mixed_precision not in (None, torch.bfloat16, torch.float16):
         raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {mixed_precision}")
     ahead = Prefetch()
-    if plan is not None:
+    planned = _plan(plan)
+    if planned is not None:
         if budget is not None or chunk_bytes is not None:
             raise ManageError("a plan says the budget and chunk_bytes: give manage the plan, or those, not both")
-        mixed_precision = _planned_precision(plan, mixed_precision)
-        budget, chunk_bytes, ahead = plan.budget, plan.chunk_bytes, Prefetch(**(plan.prefetch or {}))
+        mixed_precision = _planned_precision(planned, mixed_precision)
+        budget, chunk_bytes, ahead = planned.budget, planned.chunk_bytes, Prefetch(**(planned.prefetch or {}))
+    profile = _profile(hardware, planned)
     accelerator = _accelerator(device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
@@ -110,20 +121,42 @@ def manage(
     residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
     engine = TransferEngine(accelerator, memory.store)
     runtime = Runtime(memory, residency, engine, sanitize=bool(sanitize))
-    runtime.hardware = hardware
+    runtime.hardware = profile
     interception = Interception(module, runtime)
     registry.add(module, interception)
     return module
 
 
-def _planned_precision(plan: RunnablePlan, asked: torch.dtype | None) -> torch.dtype | None:
-    """What operators compute in. Raises `ManageError` for a plan that cannot be run, or not as it is asked for."""
-    if not plan.fits:
+def _plan(plan: RunnablePlan | str | os.PathLike[str] | None) -> RunnablePlan | None:
+    """`plan`, read if it is a path. Raises `ManageError` for one that cannot be run."""
+    if isinstance(plan, (str, os.PathLike)):
+        from hetmem.planning.plan import Plan  # planning costs more to import than training does
+
+        plan = Plan.load(plan)
+    if plan is not None and not plan.fits:
         raise ManageError("the plan does not fit: it says what is missing and what to do; run one that fits")
+    return plan
+
+
+def _planned_precision(plan: RunnablePlan, asked: torch.dtype | None) -> torch.dtype | None:
+    """What operators compute in. Raises `ManageError` for a plan that is not as it is asked for."""
     planned: torch.dtype | None = getattr(torch, plan.mixed_precision) if plan.mixed_precision else None
     if asked not in (None, planned):
         raise ManageError(f"the plan is for mixed_precision={planned}, got {asked}: plan again with that")
     return planned
+
+
+def _profile(
+    asked: HardwareProfile | str | os.PathLike[str] | None, plan: RunnablePlan | None
+) -> HardwareProfile | None:
+    """What the run knows of the machine: what it was told, else what its plan was made for, where that needs it."""
+    if asked is None:
+        return HardwareProfile.from_dict(plan.profile) if plan is not None and plan.profile is not None else None
+    if isinstance(asked, HardwareProfile):
+        return asked
+    from hetmem.planning import load_profile
+
+    return load_profile(asked)
 
 
 def _accelerator(device: str | torch.device | Device | None) -> Device:
@@ -147,8 +180,8 @@ def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], 
 
     Parameters go to their tiers while the module is built, so a model larger than host memory can be constructed if
     the budget has an NVMe directory: each parameter moves to a mapped file there as soon as it is registered.
-    `options` are the keywords of `manage`. Raises `ManageError` for anything but a class derived from
-    `torch.nn.Module`; an instance raises what `manage` does.
+    `options` are the keywords of `manage`; a `plan` among them says the budget in place of `budget`. Raises
+    `ManageError` for anything but a class derived from `torch.nn.Module`; an instance raises what `manage` does.
     """
 
     def decorate(cls: ClassT) -> ClassT:
@@ -184,9 +217,10 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, options: dict[
         if Building.active():
             init(self, *args, **kwargs)  # a part of a module that is being built, or a base class of it
             return
-        with Building((budget or Budget()).limits()):
+        plan = _plan(options.get("plan"))
+        with Building((budget or (Budget() if plan is None else plan.budget)).limits()):
             init(self, *args, **kwargs)
-        manage(self, budget, **options)
+        manage(self, budget, **{**options, "plan": plan})
 
     cls.__init__ = wrapper  # type: ignore[method-assign]
 

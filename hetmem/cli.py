@@ -84,7 +84,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _plan(options: argparse.Namespace) -> int:
     from hetmem import planning
 
-    profile = planning.load_profile(options.hardware or planning.DEFAULT_HARDWARE)
+    named = options.hardware or planning.DEFAULT_HARDWARE
+    profile = planning.load_profile(named)
     profile = profile.with_values(dict(_figure(text) for text in options.set or ()))
     device, host = options.device_memory, options.host_memory
     capacities = planning.Capacities(
@@ -102,6 +103,7 @@ def _plan(options: argparse.Namespace) -> int:
         chunk_bytes=chunk_bytes,
         micro_batches=options.micro_batches,
         nvme_directories=tuple(options.nvme_dir or ()),
+        profile_name=None if options.set else named,
         real=options.real,
     )
     print(plan)

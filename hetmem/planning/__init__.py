@@ -56,7 +56,8 @@ def plan(
     """What training the model that `build_model()` builds will take and how long a step will last.
 
     `batch` is what the model is called with: a tuple, a dict of keywords or one tensor (shapes count, values do not).
-    `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote; None: the h100's.
+    `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote (as for `manage`);
+    None: the h100's.
     `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
     to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
     and backwards come before a step. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and
@@ -66,6 +67,7 @@ def plan(
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, `ProfileError` for a bad profile.
     A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
     """
+    named = None if isinstance(hardware, HardwareProfile) else os.fspath(hardware or DEFAULT_HARDWARE)
     profile = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or DEFAULT_HARDWARE)
     limits = (budget or Budget()).limits()
     call = Call(build_model, batch, loss, mixed_precision)
@@ -76,6 +78,7 @@ def plan(
         chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
         micro_batches=micro_batches,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
+        profile_name=named,
         real=real,
     )
 
@@ -88,9 +91,10 @@ def plan_within(
     chunk_bytes: int | None = None,
     micro_batches: int = 1,
     nvme_directories: tuple[str, ...] = (),
+    profile_name: str | None = None,
     real: bool = False,
 ) -> Plan:
-    """As `plan`, within plain bytes: for machines that are not this one."""
+    """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`."""
     if micro_batches < 1:
         raise PlanError(f"micro_batches must be at least 1, got {micro_batches}")
     results = Results()
@@ -108,7 +112,7 @@ def plan_within(
         variants=[] if real else list(_variants(call, light, workload, micro_batches, results)),
     )
     dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
-    return plan_of(decision, capacities, hardware, activations, nvme_directories, dtype)
+    return plan_of(decision, capacities, hardware, activations, nvme_directories, dtype, profile_name)
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:

@@ -19,10 +19,12 @@ from hetmem.plan.placement import Capacities
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.trace import Tier
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 TIERS = ("device", "host", "nvme")
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
+SENT_STATES = "states sent for their update"
+"""The role of the slots on the device that states are brought to."""
 
 
 class PlanError(HetmemError, ValueError):
@@ -39,7 +41,11 @@ class Plan:
     fit). `compute_bound_rows`: the batch from which on compute binds. `missing_bytes[tier]`: what would make it fit.
     `mixed_precision` is what was asked for, the name of a dtype or None. `chunk_bytes`, `device_chunks`, `home_copies`
     and `prefetch` are what `manage(plan=…)` sets; None where the default is as good. `device_update_share`: the part of
-    the parameters that is updated on the device. `alternatives`: the same training done differently, where that fits:
+    the parameters that is updated on the device, where it lives; `streamed_update_share`: that whose states are sent
+    there for it. `streaming`: how that compares, whichever was taken: the `share` that would be sent, `step_seconds`
+    with it and `host_step_seconds` without; None where nothing would be sent. `profile`: where states are sent, what
+    the run has to know of the machine for it, as of `HardwareProfile.to_dict`; `profile_name`: the shipped profile or
+    the file that it came from, None if neither. `alternatives`: the same training done differently, where that fits:
     `advice`, `micro_batches`, `step_seconds` and `activation_bytes` of each, the fastest first.
     """
 
@@ -68,6 +74,10 @@ class Plan:
     home_copies: bool | None
     prefetch: dict[str, int] | None
     device_update_share: float
+    streamed_update_share: float
+    streaming: dict[str, float] | None
+    profile: dict[str, Any] | None
+    profile_name: str | None
     alternatives: tuple[dict[str, Any], ...]
     compute_bound_rows: int | None
     largest_parameters: int
@@ -90,6 +100,34 @@ class Plan:
     def budget(self) -> Budget:
         """The budget to run with. Raises `BudgetError` if the plan uses NVMe and names no directory."""
         return self.budget_in(*self.nvme_directories)
+
+    @property
+    def decorator(self) -> str:
+        """What to write before a model's class so that its instances run as planned, as Python.
+
+        Where keywords cannot say it all (a prefetch distance, a profile without a file), it names the plan's own file.
+        """
+        if self.prefetch is not None or (self.profile is not None and self.profile_name is None):
+            return '@hetmem.managed(plan="plan.json")'
+        keywords = {
+            "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
+            "chunk_bytes": None if self.chunk_bytes is None else _size(self.chunk_bytes),
+            "hardware": json.dumps(self.profile_name) if self.profile is not None else None,
+        }
+        said = [f"{name}={value}" for name, value in keywords.items() if value is not None]
+        return f"@hetmem.managed({', '.join([self._budget_as_written(), *said])})"
+
+    def _budget_as_written(self) -> str:
+        capacity = self.capacity_bytes
+        said = {"device": _size(capacity["device"]), "host": _size(capacity["host"])}
+        if capacity["nvme"]:
+            directories = [*self.nvme_directories] or ["/path/on/the/drive"]
+            said |= {"nvme": _size(capacity["nvme"]), "nvme_dir": json.dumps(directories)}
+        if self.device_chunks is not None:
+            said["device_chunks"] = _size(self.device_chunks)
+        if self.home_copies is not None:
+            said["home_copies"] = str(self.home_copies)
+        return f"hetmem.Budget({', '.join(f'{name}={value}' for name, value in said.items())})"
 
     def with_nvme(self, *nvme_directories: str | os.PathLike[str]) -> Plan:
         """The same plan, with its files in `nvme_directories`: a plan knows no directories of other machines."""
@@ -155,7 +193,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "fits": (bool,),
     "mixed_precision": (str, type(None)),
     "prefetch": (dict, type(None)),
-    "device_update_share": (float, int),
+    **dict.fromkeys(("device_update_share", "streamed_update_share"), (float, int)),
+    **dict.fromkeys(("streaming", "profile"), (dict, type(None))),
+    "profile_name": (str, type(None)),
     "home_copies": (bool, type(None)),
     **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
     **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, type(None))),
@@ -178,6 +218,14 @@ def _check(name: str, value: Any) -> None:
             raise PlanError(f"plan: {name}: expected uses_ahead and in_flight, whole numbers above zero, got {value!r}")
 
 
+def _size(nbytes: int) -> str:
+    """As one writes it in Python."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes and nbytes % size == 0:
+            return f'"{nbytes // size}{unit}"'
+    return str(nbytes)
+
+
 def plan_of(
     decision: Decision,
     capacities: Capacities,
@@ -185,9 +233,11 @@ def plan_of(
     activation_bytes: dict[str, int],
     nvme_directories: tuple[str, ...],
     mixed_precision: str | None,
+    profile_name: str | None = None,
 ) -> Plan:
-    """The plan that `decision` amounts to."""
+    """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
     workload, best = decision.workload, decision.candidate
+    streams = best is not None and best.setting.streamed
     roles = _roles(decision)
     compute = decision.micro_batches * workload.compute_seconds(hardware.device)
     terms = best.result.terms if best is not None else {"compute": compute}
@@ -221,6 +271,10 @@ def plan_of(
         home_copies=(best.setting.capacities if best else capacities).home_copies,
         prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
         device_update_share=best.result.device_updates if best else 0.0,
+        streamed_update_share=best.result.streamed_updates if best else 0.0,
+        streaming=asdict(best.streaming) if best and best.streaming else None,
+        profile=hardware.to_dict() if streams else None,
+        profile_name=profile_name if streams else None,
         alternatives=tuple(asdict(other) for other in decision.alternatives),
         compute_bound_rows=_compute_bound_rows(terms, workload.rows) if best else None,
         largest_parameters=decision.largest_parameters,
@@ -240,6 +294,8 @@ def _roles(decision: Decision) -> dict[str, dict[str, int]]:
     roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
     for tier, moved in best.result.moved_bytes.items():
         _move(roles[tier], moved, roles["device"])
+    if best.result.update_slot_bytes:
+        roles["device"][SENT_STATES] = best.result.update_slot_bytes
     homes = sum(roles["device"].values())
     roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
     roles["device"]["activations"] = best.result.non_model_peak_bytes

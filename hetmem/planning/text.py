@@ -60,14 +60,25 @@ def _time(plan: Plan) -> Iterator[str]:
     if any(plan.link_bytes.values()):
         ahead = plan.prefetch or asdict(Prefetch())
         yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
-    share = plan.device_update_share
-    yield f"optimizer: {share:.0%} of the parameters are updated on the device, {1 - share:.0%} by the host"
+    yield f"optimizer: {_updates(plan)}"
+    if plan.streaming is not None:
+        sent, alone = plan.streaming["step_seconds"], plan.streaming["host_step_seconds"]
+        how = f"states of {plan.streaming['share']:.0%} of the parameters sent to the device for their update"
+        yield f"judged both: {how}: {sent:.3f} s a step; updated by the host: {alone:.3f} s"
     yield f"compute binds from a batch of {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {count(plan.largest_parameters)} parameters"
     for other in plan.alternatives:
         how, memory = f"{other['step_seconds']:.3f} s a step", format_size(other["activation_bytes"])
         yield f"judged too: {other['advice']}: {how}, {memory} of activations"
-    yield from (advice if advice.startswith("not ") else f"do: {advice}" for advice in plan.advice)
+    yield from (f"do: {advice}" for advice in plan.advice)
+    yield f"write: {plan.decorator}"
+
+
+def _updates(plan: Plan) -> str:
+    """Where the parameters are updated."""
+    there, sent = plan.device_update_share, plan.streamed_update_share
+    streamed = f"{sent:.0%} there with their states sent for it, " if sent else ""
+    return f"{there:.0%} of the parameters are updated on the device, {streamed}{1 - there - sent:.0%} by the host"
 
 
 def _refusal(plan: Plan) -> Iterator[str]:
