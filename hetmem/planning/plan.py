@@ -273,7 +273,7 @@ def plan_of(
         device_update_share=best.result.device_updates if best else 0.0,
         streamed_update_share=best.result.streamed_updates if best else 0.0,
         streaming=asdict(best.streaming) if best and best.streaming else None,
-        profile=hardware.to_dict() if streams else None,
+        profile=json.loads(hardware.to_json()) if streams else None,
         profile_name=profile_name if streams else None,
         alternatives=tuple(asdict(other) for other in decision.alternatives),
         compute_bound_rows=_compute_bound_rows(terms, workload.rows) if best else None,

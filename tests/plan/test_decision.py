@@ -110,19 +110,6 @@ def slow_host(**links: Rate) -> HardwareProfile:
     return replace(HARDWARE, host=replace(HARDWARE.host, update_bytes_per_second=1e8), **links)
 
 
-def said(decision: Decision) -> bool:
-    return any(advice.startswith("not simulated: with manage(hardware=…) the states of") for advice in decision.advice)
-
-
-def test_states_sent_to_the_device_are_spoken_of_only_where_the_host_is_what_is_slow() -> None:
-    assert said(decide(workload(), ROOM, slow_host(), chunk_bytes=MIB))
-    assert not said(decide(workload(), ROOM, slow_host(device_to_host=Rate(1e6)), chunk_bytes=MIB))
-    assert not said(decide(workload(), Capacities(12 * MIB, 20 * MIB, 64 * MIB), slow_host(), chunk_bytes=MIB))
-    simulated = replace(HARDWARE.host_to_device, by_the_caller=True)
-    assert not said(decide(workload(), ROOM, slow_host(host_to_device=simulated), chunk_bytes=MIB))
-    assert not said(decide(workload(), Capacities(128 * MIB, 64 * MIB), slow_host()))
-
-
 def test_updates_behind_the_backward_are_advised_where_they_are_faster_with_both_times() -> None:
     """A backward of 0.8 s hides updates of 0.6 s; one of no time hides nothing."""
     slow = replace(slow_host(), device=replace(HARDWARE.device, matrix_flops={"float32": 1e10}))
