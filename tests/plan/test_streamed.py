@@ -15,7 +15,7 @@ from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Setting, Streaming, judge
 from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import LinkQueue, SimulatedTraffic
-from hetmem.plan.streamed import StreamedUpdates
+from hetmem.plan.streamed import StreamedUpdates, fits
 from hetmem.plan.trace import Tier
 from hetmem.plan.updates import Crossing, Update, Updates
 from hetmem.plan.workload import Workload
@@ -160,6 +160,16 @@ def test_the_part_is_the_one_that_makes_the_slowest_fastest() -> None:
 )
 def test_nothing_is_streamed_where_a_run_would_not(room: Capacities) -> None:
     assert step(room) == step(room, streamed=False)
+
+
+def test_a_run_with_a_drive_streams_nothing_also_of_chunks_that_are_whole_in_host_memory() -> None:
+    room = Capacities(128 * MIB, 127 * MIB, 256 * MIB, 48 * MIB)
+    made = arrange(workload(32), room, MIB)
+    assert any(fits(made, workload(32), chunk) for chunk in range(32))
+    result, without = (
+        judge(workload(32), Setting(room, MIB, streamed=streamed), slow_host(), 1).result for streamed in (True, False)
+    )
+    assert result == without
 
 
 def test_what_slots_leave_of_the_device_is_filled_with_homes() -> None:

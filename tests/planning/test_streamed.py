@@ -215,7 +215,7 @@ def test_the_command_line_names_the_profile_unless_figures_of_it_were_changed(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["plan", "tests.test_planning:GPT", "--input", "2x32", "--hardware", str(profile), "--chunk-bytes"]
-    command += ["128KiB", "--device-memory", "6MiB", "--host-memory", "16MiB", "-o", str(tmp_path / "plan.json")]
+    command += ["128KiB", "--device-memory", "5MiB", "--host-memory", "16MiB", "-o", str(tmp_path / "plan.json")]
     assert main(command) == 0
     first = planning.Plan.load(tmp_path / "plan.json")
     assert first.streamed_update_share > 0

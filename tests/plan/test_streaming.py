@@ -1,0 +1,89 @@
+"""The streamed share, step by step: when it is chosen, when again, and what becomes of its slots."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmem.plan.streaming import Facts, Fitting, StreamedShare, spread
+from tests.optim.machines import SLOW_HOST
+
+CHUNKS = [Fitting(number, 1000, 16382 + number) for number in range(4)]
+SLOT = 20480
+"""Of the largest, in whole pages."""
+
+
+class Slots:
+    """Two slots in `free` idle bytes."""
+
+    def __init__(self, free: int) -> None:
+        self.free, self.slot_bytes, self.given_back = free, 0, 0
+
+    def idle_bytes(self) -> int:
+        return self.free - 2 * self.slot_bytes
+
+    def take_slots(self, nbytes: int) -> bool:
+        self.slot_bytes = nbytes
+        return True
+
+    def give_slots_back(self) -> None:
+        self.given_back += self.slot_bytes > 0
+        self.slot_bytes = 0
+
+
+class Steps:
+    """A share, and the steps of a model that sends 16000 bytes of gradients home in each."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots, self.share, self.asked, self._sent = slots, StreamedShare(SLOW_HOST, slots), 0, 0
+
+    def look(self, fitting: list[Fitting], homes: int = 0) -> frozenset[int]:
+        def facts() -> Facts:
+            self.asked += 1
+            return Facts(fitting, 4000 - 1000 * len(fitting), 4, 0)
+
+        self._sent += 16000
+        self.share.look(self._sent, homes + 2 * self.slots.slot_bytes, facts)
+        return self.share.chosen
+
+
+def test_the_first_step_takes_slots_the_second_chooses_and_then_nothing_is_asked() -> None:
+    steps = Steps(Slots(2 * SLOT))
+    assert (steps.look(CHUNKS), steps.slots.slot_bytes) == (frozenset(), SLOT)
+    assert steps.look(CHUNKS) == {0, 1, 2, 3}
+    assert steps.asked == 2
+    assert steps.look([]) == {0, 1, 2, 3}
+    assert (steps.asked, steps.slots.given_back) == (2, 0)
+
+
+def test_it_is_chosen_anew_when_homes_have_moved_and_when_slots_had_to_go() -> None:
+    steps = Steps(Slots(2 * SLOT))
+    for _ in range(2):
+        steps.look(CHUNKS)
+    assert steps.look(CHUNKS[1:], homes=16000) == {1, 2, 3}
+    steps.slots.slot_bytes = 0
+    assert steps.look(CHUNKS[2:], homes=16000) == {2, 3}
+    assert (steps.asked, steps.slots.slot_bytes) == (4, SLOT)
+
+
+def test_slots_that_nothing_is_streamed_with_are_given_back() -> None:
+    steps = Steps(Slots(2 * SLOT))
+    steps.look(CHUNKS)
+    assert steps.look([]) == frozenset()
+    assert (steps.slots.slot_bytes, steps.slots.given_back) == (0, 1)
+
+
+def test_nothing_is_streamed_without_room_for_two_slots() -> None:
+    steps = Steps(Slots(2 * SLOT - 1))
+    for _ in range(3):
+        assert steps.look(CHUNKS) == frozenset()
+    assert steps.slots.slot_bytes == 0
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.floats(0, 1))
+def test_what_is_spread_is_the_part_as_nearly_as_half_a_chunk_all_along_the_way(sizes: list[int], part: float) -> None:
+    chunks = [Fitting(number, size, 0) for number, size in enumerate(sizes)]
+    chosen = spread(chunks, part)
+    for end in range(1, len(sizes) + 1):
+        wanted = part * sum(sizes[:end])
+        assert abs(sum(sizes[at] for at in range(end) if at in chosen) - wanted) <= max(sizes) / 2 + 1e-6
