@@ -71,6 +71,15 @@ def test_slots_that_nothing_is_streamed_with_are_given_back() -> None:
     steps.look(CHUNKS)
     assert steps.look([]) == frozenset()
     assert (steps.slots.slot_bytes, steps.slots.given_back) == (0, 1)
+    steps.look([])
+    assert steps.asked == 2
+
+
+def test_slots_grow_with_the_largest_chunk_into_what_is_idle_and_what_they_have() -> None:
+    steps = Steps(Slots(2 * SLOT))
+    for fitting in (CHUNKS[:1], CHUNKS[:1], CHUNKS):
+        chosen = steps.look(fitting, homes=-16000 * len(fitting))
+    assert (chosen, steps.slots.slot_bytes) == ({0, 1, 2, 3}, SLOT)
 
 
 def test_nothing_is_streamed_without_room_for_two_slots() -> None:
