@@ -5,20 +5,7 @@ Knows torch's streams and its allocator; not slots, copies or chunks.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-
-
-class SlotMemory(Protocol):
-    """Where slots come from and go to."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """1-D bytes of a device."""
-        ...
-
-    def last_use(self, memory: torch.Tensor) -> None:
-        """`memory`, which `empty` gave, is dropped next."""
 
 
 class ComputeStreams:

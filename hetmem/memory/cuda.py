@@ -20,13 +20,13 @@ import torch
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory import numa
-from hetmem.memory.compute import ComputeStreams, SlotMemory
-from hetmem.memory.device import POISON, DevicePool
+from hetmem.memory.compute import ComputeStreams
+from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.moves import Moves
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.memory.views import Memory, elements
+from hetmem.memory.views import Memory
 from hetmem.memory.ways import Ways, load_ways
 from hetmem.plan.links import Link
 from hetmem.units import format_size, parse_size
@@ -84,7 +84,7 @@ class CudaDevice:
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots that take memory when they are first used."""
-        return CudaPool(slot_bytes, slots, self.torch_device, self._compute)
+        return DevicePool(slot_bytes, slots, self.torch_device, self._compute)
 
     def allocate(self, nbytes: int) -> Memory:
         """Zeroed memory of the GPU, to be used on the current stream."""
@@ -232,65 +232,6 @@ def driver_version() -> str:
         return _DRIVER_VERSION.read_text().strip()
     except OSError:
         return "unknown"
-
-
-class CudaPool:
-    """Slots from torch's allocator, each taken when a chunk first comes to lie there and kept from then on.
-
-    Memory that was given back is safe for whoever gets it, and memory that was just taken may still be read by compute
-    that was asked for earlier; see `ComputeStreams`.
-    """
-
-    def __init__(self, slot_bytes: int, slots: int, device: torch.device, memory: SlotMemory) -> None:
-        self.slot_bytes = slot_bytes
-        self.slots = slots
-        self._device = device
-        self._allocator = memory
-        self._memory: dict[int, torch.Tensor] = {}
-
-    def held_bytes(self) -> int:
-        """Of all slots that were used and not given back."""
-        return sum(memory.numel() for memory in self._memory.values())
-
-    def prepare(self, slot: int, nbytes: int) -> bool:
-        """Take memory for `nbytes` from `slot` on, unless it is there; what was there with another length goes."""
-        span = -(-nbytes // self.slot_bytes)
-        have = self._memory.get(slot)
-        if have is not None and have.numel() == span * self.slot_bytes:
-            return False
-        for first, memory in list(self._memory.items()):
-            if first < slot + span and slot < first + memory.numel() // self.slot_bytes:
-                self._give_back(first)
-        self._memory[slot] = self._allocator.empty(span * self.slot_bytes)
-        return True
-
-    def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
-        """A tensor over what `prepare` took at `slot`."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device=self._device)
-        return elements(self._memory[slot], dtype, numel, offset_elements * dtype.itemsize)
-
-    def poison(self, slot: int, span: int) -> None:
-        """Fill with `POISON`, on the stream of compute, unless there was no memory for it."""
-        if slot in self._memory:
-            self._memory[slot].fill_(POISON)
-
-    def give_back(self, free: list[int], keep: int) -> None:
-        """To torch's allocator."""
-        excess = self.held_bytes() // self.slot_bytes - keep
-        unused = set(free)
-        for slot in sorted(self._memory, reverse=True):
-            span = self._memory[slot].numel() // self.slot_bytes
-            if excess > 0 and unused.issuperset(range(slot, slot + span)):
-                self._give_back(slot)
-                excess -= span
-
-    def _give_back(self, slot: int) -> None:
-        self._allocator.last_use(self._memory.pop(slot))
-
-    def holds(self, address: int) -> bool:
-        """Whether `address` lies in a slot."""
-        return any(0 <= address - memory.data_ptr() < memory.numel() for memory in self._memory.values())
 
 
 class CudaStreams:

@@ -1,4 +1,4 @@
-"""The accelerator's memory as a pool of slots. Here: the simulated one; it lives in host memory and acts like a GPU.
+"""An accelerator, as the runtime sees it. Here: the simulated one; it lives in host memory and acts like a GPU.
 
 It holds memory and knows link speeds; it does not know chunks, traces or which slot is taken by whom.
 """
@@ -10,14 +10,12 @@ from typing import Protocol
 
 import torch
 
+from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
-from hetmem.memory.views import Memory, elements
+from hetmem.memory.views import Memory
 from hetmem.plan.links import Link
 from hetmem.units import parse_size
-
-POISON = 0xFF
-"""The byte a freed slot is filled with under `sanitize`: NaN in every floating-point format, -1 in integers."""
 
 
 class Device(Protocol):
@@ -81,35 +79,6 @@ class Device(Protocol):
         ...
 
 
-class DevicePool(Protocol):
-    """Equal slots of device memory, by number."""
-
-    slot_bytes: int
-    slots: int
-
-    def held_bytes(self) -> int:
-        """Bytes that slots have taken of the device's memory."""
-        ...
-
-    def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
-        """A 1-D tensor over slot memory, with a storage of its own; it may reach into the slots that follow."""
-        ...
-
-    def prepare(self, slot: int, nbytes: int) -> bool:
-        """Have memory for `nbytes` from `slot` on; whether it is new, so that other compute may still be using it."""
-        ...
-
-    def poison(self, slot: int, span: int) -> None:
-        """Overwrite `span` slots so that whoever still reads them gets NaN."""
-
-    def give_back(self, free: list[int], keep: int) -> None:
-        """Return the memory of slots among `free` until at most `keep` slots hold memory."""
-
-    def holds(self, address: int) -> bool:
-        """Whether `address` lies in a slot."""
-        ...
-
-
 class SimDevice:
     """A simulated accelerator: a bounded pool in host memory, with link speeds if they are given.
 
@@ -140,8 +109,8 @@ class SimDevice:
         return f"SimDevice(memory={self.memory_bytes})"
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        """A pool of `slots` slots of `slot_bytes` each; its memory is touched only as slots are used."""
-        return SimPool(slot_bytes, slots)
+        """A pool of `slots` slots of `slot_bytes` each; its memory is taken only as slots are used."""
+        return DevicePool(slot_bytes, slots, self.torch_device, _Mappings())
 
     def allocate(self, nbytes: int) -> Memory:
         """Host memory that counts as the device's."""
@@ -187,47 +156,11 @@ class SimDevice:
         return ThreadCopier(rates, seen, finished)
 
 
-class SimPool:
-    """Slots in one mapping of host memory."""
+class _Mappings:
+    """Memory of slots from the system, taken as it is touched and returned when nobody holds it."""
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.slots = slots
-        self._mapping = Mapping(max(1, slot_bytes * slots))
-        self._touched = [False] * slots
+    def empty(self, nbytes: int) -> Memory:
+        return Mapping(nbytes).buffer(0, nbytes)
 
-    def held_bytes(self) -> int:
-        """Of the slots that were touched."""
-        return sum(self._touched) * self.slot_bytes
-
-    def flat(self, slot: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
-        """A 1-D tensor over slot memory."""
-        nbytes, offset_bytes = numel * dtype.itemsize, offset_elements * dtype.itemsize
-        first = slot + offset_bytes // self.slot_bytes
-        last = slot + max(0, offset_bytes + nbytes - 1) // self.slot_bytes
-        for index in range(first, last + 1):
-            self._touched[index] = True
-        return elements(self._mapping.buffer(slot * self.slot_bytes + offset_bytes, nbytes), dtype, numel)
-
-    def prepare(self, slot: int, nbytes: int) -> bool:
-        """It is always there, and nobody else's."""
-        return False
-
-    def poison(self, slot: int, span: int) -> None:
-        """Fill with `POISON`."""
-        self.flat(slot, torch.uint8, span * self.slot_bytes).fill_(POISON)
-
-    def give_back(self, free: list[int], keep: int) -> None:
-        """To the system."""
-        excess = sum(self._touched) - keep
-        for slot in reversed(free):
-            if excess <= 0:
-                return
-            if self._touched[slot]:
-                self._mapping.discard(slot * self.slot_bytes, self.slot_bytes)
-                self._touched[slot] = False
-                excess -= 1
-
-    def holds(self, address: int) -> bool:
-        """Whether `address` lies in the mapping."""
-        return 0 <= address - self._mapping.address < self.slot_bytes * self.slots
+    def last_use(self, memory: Memory) -> None:
+        """Nobody is late with it."""

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from hetmem.plan.order import Key, Order
 from hetmem.plan.policy import CopyFacts, EvictionPolicy
-from hetmem.plan.slots import SlotMap
+from hetmem.plan.slots import PlaceMap, SlotMap
 from hetmem.plan.trace import NEVER, Schedule, Tier
 
 
@@ -72,7 +72,8 @@ class Cache:
         self, tier: Tier, count: int, blocks: Sequence[Block], policy: EvictionPolicy, nearer: Cache | None = None
     ) -> None:
         self.tier = tier
-        self.slots = SlotMap(count)
+        self._row = SlotMap(count) if tier is Tier.HOST else None
+        self.slots = PlaceMap(count) if self._row is None else self._row
         self.limit = count
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
@@ -204,7 +205,7 @@ class Cache:
     # ---- what to give up ---------------------------------------------------------------------------------------
 
     def victims(self, span: int, spared: Collection[int]) -> list[int]:
-        """What has to go for `span` free slots in a row, by the policy's rank and without `spared`; empty if that
+        """What has to go for a place of `span` slots, by the policy's rank and without `spared`; empty if that
         cannot be done now. Dirty copies are among them: they have to be written first."""
         return self._victims(self._demand, span, None, spared)
 
@@ -256,8 +257,8 @@ class Cache:
 
     def _victims(self, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
         victims: list[int] = []
-        if span > 1 and self.slots.find(span) is None:
-            victims = self._window(order, span, most, spared)
+        if self._row is not None and span > 1 and self._row.find(span) is None:
+            victims = self._window(self._row, order, span, most, spared)
             if not victims:
                 return []
         missing = self.slots.used + span - self.limit - sum(map(self._span, victims))
@@ -267,9 +268,9 @@ class Cache:
         more = self._without_needless(more, missing)
         return victims + more if sum(map(self._span, more)) >= missing else []
 
-    def _window(self, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
+    def _window(self, slots: SlotMap, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
         """The place for `span` slots whose blocks are needed last, by the first of them that is needed again."""
-        slots, left = self.slots, dict[int, int]()
+        left: dict[int, int] = {}
         best, found = -1, None
         with closing(self._up_to_date(order).ascending(most)) as blocks:
             for key, block in blocks:
@@ -320,7 +321,6 @@ class Cache:
 
     def check(self) -> None:
         """Raise `AssertionError` where copies and slots disagree."""
-        owners = self.slots.owners()
         for block, copy in self.copies.items():
             label, home, span = self._blocks[block].label, self._blocks[block].home, self._blocks[block].span
             assert copy.uses >= copy.waiting >= 0, f"{label} has a wrong use count"
@@ -328,7 +328,7 @@ class Cache:
             assert not copy.dirty or (self.tier is Tier.HOST and copy.state is CopyState.VALID)
             assert not copy.writing or copy.dirty
             if copy.slot >= 0:
-                assert owners[copy.slot : copy.slot + span] == [block] * span, "a slot has another owner"
+                assert self.slots.has(block, copy.slot, span), "a slot has another owner"
             else:
                 assert copy.uses == copy.waiting, "a copy without a slot is in use"
         taken = sum(self._blocks[block].span for block, copy in self.copies.items() if copy.slot >= 0)

@@ -96,8 +96,12 @@ class Residency:
         return copy is not None and copy.writing
 
     def free_slots(self, tier: Tier) -> list[int]:
-        """The slots of `tier` that nobody has."""
-        return [slot for slot, owner in enumerate(self._caches[tier].slots.owners()) if owner is None]
+        """The slots, or the first ones of places, of `tier` that nobody has."""
+        return self._caches[tier].slots.free()
+
+    def allowed_slots(self, tier: Tier) -> int:
+        """How many slots of `tier` may be taken now."""
+        return self._caches[tier].limit
 
     def used_slots(self, tier: Tier) -> int:
         """Slots taken on `tier`, loads in flight included."""

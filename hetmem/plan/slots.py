@@ -1,17 +1,21 @@
 """Which slots of a pool are taken, by number. Pure; owns no memory.
 
-Slots of a pool are equal, so nothing fragments for blocks of one slot. A block with a larger span needs slots in a
-row: it lies at a multiple of its span, so that blocks of one span never leave a gap between them that none fits into
-(the roles of a chunk fit into as many times its span whatever came before). Large spans are looked for from the high
-end and single slots from the low end, which keeps the two kinds apart.
+Slots of a pool are equal, so nothing fragments for blocks of one slot. A block with a larger span needs its slots in a
+row. Where all slots are one piece of memory (`SlotMap`), it lies at a multiple of its span, so that blocks of one span
+never leave a gap between them that none fits into (the roles of a chunk fit into as many times its span whatever came
+before). Large spans are looked for from the high end and single slots from the low end, which keeps the two kinds
+apart. Where each place takes memory of its own when it is used (`PlaceMap`), each span has places of its own, enough
+for a whole pool, and only the number of slots is limited: nothing fragments, whatever is in use for however long.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class SlotMap:
-    """Occupancy of `count` slots; `used` of them are taken. The free ones are bits of one number, which makes looking
-    for a place a few operations on words."""
+    """Occupancy of `count` slots in a row; `used` of them are taken. The free ones are bits of one number, which makes
+    looking for a place a few operations on words."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -58,6 +62,76 @@ class SlotMap:
         self._free |= ((1 << span) - 1) << slot
         self.used -= span
 
-    def owners(self) -> list[int | None]:
-        """The block in each slot."""
-        return list(self._owner)
+    def has(self, block: int, slot: int, span: int) -> bool:
+        """Whether `block` has taken `span` slots from `slot` on."""
+        return self._owner[slot : slot + span] == [block] * span
+
+    def free(self) -> list[int]:
+        """The free slots, by number."""
+        return [slot for slot, owner in enumerate(self._owner) if owner is None]
+
+
+@dataclass(slots=True)
+class _Places:
+    """Those of one span: numbers from `first` on, `span` apart; the free ones are bits."""
+
+    first: int
+    span: int
+    free: int
+
+
+class PlaceMap:
+    """Occupancy of places for `count` slots; places that take `used` slots are taken. A place is named by a number that
+    no place of another span has."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.used = 0
+        self._owner: dict[int, int] = {}
+        self._numbers = 0
+        self._places: dict[int, _Places] = {}
+        self._of(1)  # has the numbers of slots
+
+    def find(self, span: int) -> int | None:
+        """A free place for `span` slots, or None: only where so many slots are not free."""
+        places = self._of(span)
+        free = places.free
+        return places.first + ((free & -free).bit_length() - 1) * span if free else None
+
+    def take(self, place: int, span: int, block: int) -> None:
+        """`block` takes `place`, of `span` slots."""
+        places = self._of(span)
+        bit = 1 << (place - places.first) // span
+        assert places.free & bit, f"place {place} is taken"
+        places.free ^= bit
+        self._owner[place] = block
+        self.used += span
+
+    def give(self, place: int, span: int) -> None:
+        """`place`, of `span` slots, becomes free."""
+        places = self._of(span)
+        places.free |= 1 << (place - places.first) // span
+        del self._owner[place]
+        self.used -= span
+
+    def has(self, block: int, place: int, span: int) -> bool:
+        """Whether `block` has taken `place`, of `span` slots."""
+        places = self._of(span)
+        return self._owner.get(place) == block and not places.free >> (place - places.first) // span & 1
+
+    def free(self) -> list[int]:
+        """The free places of spans that were asked for."""
+        return [
+            places.first + index * places.span
+            for places in self._places.values()
+            for index in range(places.free.bit_length())
+            if places.free >> index & 1
+        ]
+
+    def _of(self, span: int) -> _Places:
+        places = self._places.get(span)
+        if places is None:
+            count = self.count // span
+            places = self._places[span] = _Places(self._numbers, span, (1 << count) - 1)
+            self._numbers += count * span
+        return places

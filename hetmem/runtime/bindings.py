@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter
-from hetmem.memory.device import DevicePool
+from hetmem.memory.device_pool import DevicePool
 
 
 class Bindings:

@@ -84,11 +84,9 @@ class Carrier:
         assert finished is not None
         self._note(finished)
 
-    def mark_use(self, block: int, slot: int) -> None:
-        """What compute does with the copy of `block` in `slot` has been asked for by now."""
-        mark = self._engine.mark()
-        for index in range(slot, slot + self._residency.blocks[block].span):
-            self._compute_marks[index] = mark
+    def mark_use(self, slot: int) -> None:
+        """What compute does with the copy in `slot` has been asked for by now."""
+        self._compute_marks[slot] = self._engine.mark()
 
     def execute(self, commands: list[Command], urgent: int | None = None) -> None:
         """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
@@ -183,7 +181,7 @@ class Carrier:
         near = self.near[1] if self.near is not None and self.near[0] is chunk else None
         if home.tier is Tier.DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
             self._memory.device.copy_in(target, source if near is None else near)
-            self.mark_use(command.block, command.slot)  # if nobody uses it, what comes next must still come behind it
+            self.mark_use(command.slot)  # if nobody uses it, what comes next must still come behind it
             self.execute(self._residency.done(command))
         elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()
@@ -198,20 +196,20 @@ class Carrier:
 
     def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
         """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
-        if self._memory.device_pool.prepare(slot, chunk.compute_nbytes):
+        pool, span = self._memory.device_pool, chunk.spec.span
+        if not pool.holds_place(slot):
+            pool.give_back(self._residency.free_slots(Tier.DEVICE), self._residency.allowed_slots(Tier.DEVICE) - span)
+            pool.prepare(slot, span)
             return [self._engine.mark()]
-        slots = range(slot, slot + chunk.spec.span)
-        return [self._compute_marks[index] for index in slots if index in self._compute_marks]
+        return [self._compute_marks[slot]] if slot in self._compute_marks else []
 
     def _drop(self, command: Drop) -> None:
         chunk, _ = self.chunk_of_block[command.block]
-        span = self._residency.blocks[command.block].span
         if command.tier is Tier.DEVICE:
             self._bindings.close_device(chunk)
             if self._sanitize:
-                self._memory.device_pool.poison(command.slot, span)
-                for index in range(command.slot, command.slot + span):
-                    self._compute_marks[index] = self._engine.mark()
+                self._memory.device_pool.poison(command.slot)
+                self.mark_use(command.slot)
 
 
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:

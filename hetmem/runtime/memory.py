@@ -14,7 +14,8 @@ import torch
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.memory import views
 from hetmem.memory.chunk import Chunk, Home, Role
-from hetmem.memory.device import Device, DevicePool
+from hetmem.memory.device import Device
+from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block

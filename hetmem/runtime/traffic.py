@@ -150,7 +150,7 @@ class Traffic:
         """Also of a copy that was superseded while it was in use: what comes to lie there must not come too early."""
         slot = self.residency.slot_taken(block, Tier.DEVICE)
         if slot >= 0 and self.engine.ordered:
-            self.carrier.mark_use(block, slot)
+            self.carrier.mark_use(slot)
 
     def limit_device(self, slots: int, *, before: int) -> None:
         """Chunks may have `slots` slots of the device from now on; what is less than `before` is given back."""

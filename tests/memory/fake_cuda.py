@@ -7,6 +7,7 @@ before. Nothing here knows hetmem, so its own calls of `torch.cuda` are what is 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -223,6 +224,7 @@ def current_stream(device: Any = None) -> Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` as on a machine with one GPU."""
+    gc.collect()  # models of earlier tests are told of refusals too, as long as they live
     fake = FakeCuda()
 
     class Cudart:

@@ -14,7 +14,8 @@ from torch import nn
 import hetmem
 from hetmem.errors import ManageError
 from hetmem.memory.compute import ComputeStreams
-from hetmem.memory.cuda import CudaDevice, CudaPool, CudaStreams
+from hetmem.memory.cuda import CudaDevice, CudaStreams
+from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Finished, Job
@@ -110,11 +111,11 @@ def test_the_report_says_that_torch_casts_and_that_memory_is_not_page_locked(
 
 def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(cuda: FakeCuda, tmp_path: Path) -> None:
     """24 KiB of 96 go to other things, 3 % to what an allocator wastes, so 4 slots of 16 KiB are left."""
-    pools: list[CudaPool] = []
+    pools: list[DevicePool] = []
 
     class Counted(CpuCuda):
-        def pool(self, slot_bytes: int, slots: int) -> CudaPool:
-            pools.append(CudaPool(slot_bytes, slots, self.torch_device, HostSlots()))
+        def pool(self, slot_bytes: int, slots: int) -> DevicePool:
+            pools.append(DevicePool(slot_bytes, slots, self.torch_device, HostSlots()))
             return pools[-1]
 
     cuda.peak = lambda: 24 * 1024 + sum(pool.held_bytes() for pool in pools)
@@ -184,7 +185,8 @@ def test_slots_are_of_the_default_stream_s_memory_whatever_stream_is_current(
     device, side = CpuCuda(), Stream()
     pool = device.pool(64, 4)
     with torch.cuda.stream(side):
-        assert pool.prepare(0, 64) and pool.prepare(1, 128)
+        pool.prepare(0, 1)
+        pool.prepare(4, 2)
         assert cuda.current is side
     assert taken_on == [cuda.default] * 2
 
@@ -194,17 +196,16 @@ def test_memory_of_a_slot_that_another_stream_used_is_handed_out_after_that_is_d
     device, side = CpuCuda(), Stream()
     pool, streams = device.pool(64, 4), CudaStreams(device.torch_device, device._compute)
     for slot in (0, 1):
-        pool.prepare(slot, 64)
-    first, second = (pool.flat(slot, torch.uint8, 64).data_ptr() for slot in (0, 1))
+        pool.prepare(slot, 1)
+    first = pool.flat(0, torch.uint8, 64).data_ptr()
     pool.give_back([1], keep=1)
     assert cuda.kept == [], "nobody else was seen to compute"
     with torch.cuda.stream(side):
         streams.mark()
-    pool.prepare(0, 128)
-    assert cuda.kept == [(first, side)] and second not in dict(cuda.kept)
-    third = pool.flat(0, torch.uint8, 64).data_ptr()
-    pool.give_back([0, 1], keep=0)
-    assert cuda.kept == [(first, side), (third, side)]
+    pool.prepare(4, 2)
+    large = pool.flat(4, torch.uint8, 128).data_ptr()
+    pool.give_back([0, 4], keep=0)
+    assert cuda.kept == [(large, side), (first, side)]
 
 
 def test_zeroed_memory_is_zeroed_for_the_stream_that_asked(cuda: FakeCuda) -> None:
@@ -302,14 +303,15 @@ def test_what_a_first_forward_in_inference_mode_takes_serves_training_too(
 
 
 def test_slots_are_taken_when_used_and_given_back_whole() -> None:
-    pool = CudaPool(64, 8, torch.device("cpu"), HostSlots())
+    pool = DevicePool(64, 8, torch.device("cpu"), HostSlots())
     assert pool.held_bytes() == 0
-    assert pool.prepare(0, 100) and not pool.prepare(0, 128)
-    assert pool.prepare(2, 64)
-    first = pool.flat(0, torch.float32, 4, 28)
+    pool.prepare(8, 2)
+    pool.prepare(2, 1)
+    assert pool.holds_place(8) and not pool.holds_place(9)
+    first = pool.flat(8, torch.float32, 4, 28)
     assert first.untyped_storage().nbytes() == 16 and pool.holds(first.data_ptr()) and pool.held_bytes() == 192
-    assert pool.prepare(1, 64), "the two slots that lay there are gone"
-    assert pool.held_bytes() == 128
-    pool.give_back([1], keep=0)
+    pool.give_back([0, 2, 8], keep=1)
     assert pool.held_bytes() == 64 and pool.holds(pool.flat(2, torch.uint8, 1).data_ptr())
+    pool.give_back([2], keep=1)
+    assert pool.holds_place(2), "no more than was asked for"
     assert pool.flat(5, torch.float16, 0).numel() == 0

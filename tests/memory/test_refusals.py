@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.cuda import CudaPool
+from hetmem.memory.device_pool import DevicePool
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.runtime.harness import (
     Recipe,
@@ -66,12 +66,12 @@ class Machine(CpuCuda):
     def __init__(self, fake: FakeCuda) -> None:
         super().__init__()
         self.fake = fake
-        self.pools: list[CudaPool] = []
+        self.pools: list[DevicePool] = []
         self.most = 0
         fake.peak = self.peak
 
-    def pool(self, slot_bytes: int, slots: int) -> CudaPool:
-        self.pools.append(CudaPool(slot_bytes, slots, self.torch_device, HostSlots()))
+    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
+        self.pools.append(DevicePool(slot_bytes, slots, self.torch_device, HostSlots()))
         return self.pools[-1]
 
     def held(self) -> int:
@@ -180,21 +180,23 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     assert runtime._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
 
 
-class Short(CudaPool):
+class Short(DevicePool):
     """Has no memory for a slot as often as `refusals` says."""
 
     refusals = 0
 
-    def prepare(self, slot: int, nbytes: int) -> bool:
+    def holds_place(self, place: int) -> bool:
+        return not self.refusals and super().holds_place(place)
+
+    def prepare(self, place: int, span: int) -> None:
         if self.refusals:
             self.refusals -= 1
-            self._memory.pop(slot, None)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().prepare(slot, nbytes)
+        super().prepare(place, span)
 
 
 class ShortMachine(Machine):
-    def pool(self, slot_bytes: int, slots: int) -> CudaPool:
+    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         self.pools.append(Short(slot_bytes, slots, self.torch_device, HostSlots()))
         return self.pools[-1]
 

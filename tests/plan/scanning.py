@@ -10,6 +10,7 @@ from collections.abc import Collection
 from hetmem.plan.cache import Cache, CopyState
 from hetmem.plan.policy import CopyFacts
 from hetmem.plan.residency import Residency
+from hetmem.plan.slots import SlotMap
 from hetmem.plan.supply import Supply
 from hetmem.plan.trace import NEVER, Tier
 
@@ -124,11 +125,11 @@ def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
 
 
 def scan_victims(cache: Cache, span: int, ranks: Ranks) -> list[int]:
-    """Which of the ranked blocks have to go for `span` free slots in a row; empty if that cannot be done now."""
+    """Which of the ranked blocks have to go for a place of `span` slots; empty if that cannot be done now."""
     victims: list[int] = []
-    if span > 1 and cache.slots.find(span) is None:
-        places = reversed(range(cache.slots.count // span))
-        windows = [cache.slots.inside(place, span) for place in places]
+    row = cache.slots
+    if span > 1 and isinstance(row, SlotMap) and row.find(span) is None:
+        windows = [row.inside(place, span) for place in reversed(range(row.count // span))]
         windows = [window for window in windows if all(block in ranks for block in window)]
         if not windows:
             return []

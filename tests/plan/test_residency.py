@@ -289,11 +289,29 @@ def test_taking_back_a_reload_leaves_the_stale_copy_to_its_user() -> None:
 
 
 def test_a_large_block_takes_the_place_whose_blocks_are_needed_last() -> None:
+    r = residency(NVME, NVME, NVME, NVME, Block("large", NVME, span=2), host=4)
+    for block in range(4):
+        visit(r, block, HOST)
+    assert r.expect(HOST, Schedule([(3,), (1,), (0,), (2,)], periodic=False)) == []
+    assert r.acquire(4, HOST) == [Drop(0, HOST, 0), Drop(1, HOST, 1), read(4, 0)]
+
+
+def test_a_large_block_takes_the_slots_of_those_that_are_needed_last_wherever_they_lie_on_the_device() -> None:
     r = residency(HOST, HOST, HOST, HOST, Block("large", HOST, span=2), device=4)
     for block in range(4):
         visit(r, block, DEVICE)
     assert r.expect(DEVICE, Schedule([(3,), (1,), (0,), (2,)], periodic=False)) == []
-    assert r.acquire(4, DEVICE) == [Drop(0, DEVICE, 0), Drop(1, DEVICE, 1), up(4, 0)]
+    assert r.acquire(4, DEVICE) == [Drop(2, DEVICE, 2), Drop(0, DEVICE, 0), up(4, 4)]
+    assert (r.used_slots(DEVICE), r.free_slots(DEVICE)) == (4, [0, 2, 6])
+
+
+def test_blocks_in_use_leave_a_large_one_all_the_room_that_they_do_not_take_on_the_device() -> None:
+    r = residency(*[HOST] * 6, Block("large", HOST, span=3), device=6)
+    for block in range(6):
+        visit(r, block, DEVICE)
+    for block in (0, 2, 4):
+        bring(r, block, DEVICE)
+    assert r.acquire(6, DEVICE) == [*(Drop(block, DEVICE, block) for block in (1, 3, 5)), up(6, 6)]
 
 
 def test_a_large_block_waits_for_the_dirty_ones_in_its_place() -> None:
@@ -393,7 +411,7 @@ def test_a_waiting_request_goes_before_any_prefetch() -> None:
     bring(r, 0, DEVICE)
     assert use(r, 1, DEVICE) == []
     assert r.expect(DEVICE, Schedule([(2,), (0,)])) == r.prefetch(2, DEVICE) == [], "not even into the free slot"
-    assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(1, 0)]
+    assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(1, 2)]
 
 
 def test_what_no_schedule_names_is_prefetched_into_free_slots_only() -> None:

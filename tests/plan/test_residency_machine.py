@@ -122,7 +122,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency = self.make()
         for block in blocks:
             self.residency.add(block)
-        self.world = World(blocks, {tier: [None] * count for tier, count in self.slots.items()})
+        numbers = {DEVICE: device * 4, HOST: host}  # each span has places of its own on the device
+        self.world = World(blocks, {tier: [None] * count for tier, count in numbers.items()})
         self.world.newest = [0] * len(blocks)
         self.world.home = [0] * len(blocks)
         self.asked: list[Use] = []

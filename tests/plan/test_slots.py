@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.plan.slots import SlotMap
+from hetmem.plan.slots import PlaceMap, SlotMap
 
 
 @given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
@@ -28,7 +28,8 @@ def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(count: int,
             at, width = places.pop(span % len(places))
             slots.give(at, width)
             owners[at : at + width] = [None] * width
-        assert slots.owners() == owners
+        assert slots.free() == [at for at, owner in enumerate(owners) if owner is None]
+        assert all(slots.has(owner, at, 1) for at, owner in enumerate(owners) if owner is not None)
         assert slots.used == count - owners.count(None)
 
 
@@ -62,3 +63,35 @@ def test_taking_a_taken_slot_is_an_error() -> None:
     slots.take(1, 2, 0)
     with pytest.raises(AssertionError, match="slot 2 is taken"):
         slots.take(2, 1, 1)
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 23)), max_size=60))
+def test_places_of_their_own_never_fragment(count: int, steps: list[tuple[int, int]]) -> None:
+    """As long as so many slots are free there is a place, whatever was taken and given before; no two share a slot."""
+    places = PlaceMap(count)
+    taken: dict[int, tuple[int, int]] = {}
+    for block, (span, pick) in enumerate(steps):
+        found = places.find(span)
+        assert found is not None or places.used + span > count
+        if found is not None and places.used + span <= count:
+            assert found in places.free() and not any(
+                at < found + span and found < at + s for at, (s, _) in taken.items()
+            )
+            places.take(found, span, block)
+            taken[found] = span, block
+        if pick % 2 and taken:
+            at = sorted(taken)[pick % len(taken)]
+            places.give(at, taken.pop(at)[0])
+        assert all(places.has(owner, at, s) for at, (s, owner) in taken.items())
+        assert not taken.keys() & set(places.free())
+        assert places.used == sum(s for s, _ in taken.values())
+
+
+def test_taking_a_taken_place_is_an_error() -> None:
+    places = PlaceMap(6)
+    place = places.find(3)
+    assert place is not None
+    places.take(place, 3, 0)
+    assert places.has(0, place, 3) and not places.has(1, place, 3)
+    with pytest.raises(AssertionError, match=f"place {place} is taken"):
+        places.take(place, 3, 1)

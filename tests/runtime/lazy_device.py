@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from hetmem.memory.cuda import CudaPool
-from hetmem.memory.device import DevicePool, SimDevice
+from hetmem.memory.device import SimDevice
+from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.memory.views import Memory
@@ -94,7 +94,7 @@ class LazyDevice(SimDevice):
     """Acts like a GPU whose copies are late, with a GPU's pool over the memory of the CPU."""
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return CudaPool(slot_bytes, slots, self.torch_device, HostSlots())
+        return DevicePool(slot_bytes, slots, self.torch_device, HostSlots())
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         self.streams = LazyStreams()
