@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import hetmem
-from tests.runtime.harness import assert_same_states, assert_same_weights, loss_of
+from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "speculative", "forward")
 overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
@@ -69,6 +68,5 @@ class Twins:
 
 
 def twins(modules: tuple[nn.Module, nn.Module], **options: Any) -> Twins:
-    """With AdamW on both sides of a `pair`; `options` are of the managed one's."""
-    plain, managed = modules
-    return Twins(plain, managed, adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, **options))
+    """With `adamws` on both sides of a `pair`."""
+    return Twins(*modules, *adamws(*modules, **options))

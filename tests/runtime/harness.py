@@ -206,6 +206,12 @@ def reference(
     return backward if mixed is None else Mixed(plain, mixed).backward
 
 
+def adamws(plain: nn.Module, managed: nn.Module, **options: Any) -> tuple[torch.optim.AdamW, hetmem.AdamW]:
+    """The optimizers of a `pair`; the managed one's with `options`."""
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    return left, hetmem.AdamW(managed.parameters(), lr=1e-2, **options)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How `train_both` trains."""
