@@ -132,19 +132,19 @@ MUTATIONS = {
         "optim/undo.py",
         "        for role, memory in self.buffers.items():\n",
         "        for role, memory in () if back else self.buffers.items():\n",
-        "tests/optim/test_overlap.py::test_clipping_equals_a_clip_of_plain_gradients",
+        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients",
     ),
     "count an undone step": Mutation(
         "optim/progress.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
-        "tests/optim/test_overlap.py::test_an_overflow_skips_one_step_and_changes_nothing_else",
+        "tests/optim/test_clipping.py::test_an_overflow_skips_one_step_and_changes_nothing_else",
     ),
     "clip by nothing": Mutation(
         "optim/offloaded.py",
         "return unscale * clip_factor(self.grad_norm, self.max_grad_norm)",
         "return unscale",
-        "tests/optim/test_overlap.py::test_clipping_equals_a_clip_of_plain_gradients",
+        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients",
     ),
     "leave parameters in staging at the end of a step": Mutation(
         "optim/stepper.py",
@@ -162,7 +162,7 @@ MUTATIONS = {
         "runtime/gradients.py",
         "if written or _staged_differs(runtime, chunk, taken):",
         "if written:",
-        "tests/optim/test_overlap.py::test_the_gradient_scaler_of_torch_works",
+        "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works",
     ),
     "update twice when a failed step is repeated": Mutation(
         "optim/stepper.py",

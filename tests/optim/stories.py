@@ -1,17 +1,25 @@
-"""What the stories of `tests.optim` have in common: models, halves of them, and one step."""
+"""What the stories of `tests.optim` have in common: twins of a model and their optimizers, halves of them, one step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from tests.runtime.harness import (
-    loss_of,
-)
+from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "speculative", "forward")
+overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
+
+TRAILING: dict[str, Any] = {"overlap": "forward", "max_grad_norm": 1e9}
+"""Every update waits for a norm, which clips nothing: all of them trail behind the step."""
+
+trailing = pytest.mark.parametrize("options", [TRAILING, {"overlap": "forward"}], ids=["all", "last"])
+"""All updates, or only those that the backward has begun and left."""
 
 
 def small() -> nn.Sequential:
@@ -35,3 +43,33 @@ def one(module: nn.Module, batch: Any, *optimizers: Any) -> None:
         optimizer.step()
     for optimizer in optimizers:
         optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Twins:
+    """A model twice, plain and managed, each with an optimizer: what is done to one is done to the other."""
+
+    plain: Any
+    managed: Any
+    left: Any
+    right: Any
+
+    @property
+    def sides(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """The plain model and its optimizer, then the managed one and its own."""
+        return (self.plain, self.left), (self.managed, self.right)
+
+    def train(self, batches: Iterable[Any]) -> None:
+        """Nothing is looked at, so that what trails behind a step still does after the last one."""
+        for batch in batches:
+            for module, optimizer in self.sides:
+                one(module, batch, optimizer)
+
+    def assert_same(self) -> None:
+        assert_same_weights(self.plain, self.managed)
+        assert_same_states(self.left, self.right)
+
+
+def twins(modules: tuple[nn.Module, nn.Module], **options: Any) -> Twins:
+    """With `adamws` on both sides of a `pair`."""
+    return Twins(*modules, *adamws(*modules, **options))

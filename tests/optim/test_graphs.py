@@ -5,88 +5,67 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import hetmem
-from tests.optim.stories import OVERLAPS, adamw, one
+from tests.optim.stories import Twins, one, overlaps, twins
 from tests.runtime.harness import (
-    STREAMED,
     assert_same_states,
     assert_same_weights,
     loss_of,
     mlp,
     pair,
+    streamed,
     vector_batches,
 )
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_a_parameter_unfrozen_while_gradients_accumulate(overlap: str, placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
-    for module in (plain, managed):
+    modules = pair(mlp, placement, tmp_path)
+    for module in modules:
         module[2].weight.requires_grad_(False)
+    both = twins(modules, overlap=overlap)
     batches = vector_batches(6, 4, 64)
     for step in range(6):
-        if step == 3:
-            for module in (plain, managed):
-                module[2].weight.requires_grad_(True)
-        for module, optimizer in ((plain, left), (managed, right)):
+        for module, optimizer in both.sides:
+            module[2].weight.requires_grad_(step >= 3)
             for batch in batches[step : step + 2]:
                 loss_of(module, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert_same_weights(plain, managed)
+        assert_same_weights(both.plain, both.managed)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_weight_whose_value_is_needed_after_its_gradient(overlap: str, tmp_path: Path) -> None:
-    """Either torch's bits or an error; never the new weights."""
-
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(64, 64)
-            self.weight = nn.Parameter(torch.randn(64, 64) / 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            x = torch.tanh(x @ self.weight.detach())
-            return x @ self.weight
-
-    plain, managed = pair(Late, "host", tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
-    for batch in vector_batches(5, 4, 64):
-        try:
-            one(managed, batch, right)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)  # noqa: PT017
-            return
-        one(plain, batch, left)
-        assert_same_weights(plain, managed)
-
-
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_a_graph_of_the_gradients_does_not_disturb_updates(overlap: str, placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
+    both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for step, batch in enumerate(vector_batches(5, 4, 64)):
-        for module, optimizer in ((plain, left), (managed, right)):
+        for module, optimizer in both.sides:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of the cycle that this makes
                 loss_of(module, batch).backward(create_graph=step == 3)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_weights(plain, managed)
-    assert_same_states(left, right)
+    both.assert_same()
+
+
+class Late(nn.Module):
+    """A weight whose value is needed when its gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def frozen(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.first(x)) @ self.weight
 
 
 class Frozen(nn.Module):
@@ -98,32 +77,38 @@ class Frozen(nn.Module):
         return torch.tanh(x @ self.weight.detach())
 
 
-class Recomputed(nn.Module):
+class Recomputed(Late):
     """A block that is computed once more within backward uses a weight whose gradient is complete by then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(64, 64)
-        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
         self.block = Frozen(self.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.block, self.first(x), use_reentrant=False) @ self.weight
+    def frozen(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_weight_that_is_used_again_within_backward(overlap: str, tmp_path: Path) -> None:
-    """Either torch's bits or an error; never the new weights."""
-    plain, managed = pair(Recomputed, "host", tmp_path)
-    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+def assert_never_of_the_new_weights(both: Twins, error: str) -> None:
+    """Either torch's bits, or what says `error`."""
     for batch in vector_batches(5, 4, 64):
         try:
-            one(managed, batch, right)
-        except RuntimeError as error:
-            assert "overlap" in str(error)  # noqa: PT017
+            one(both.managed, batch, both.right)
+        except RuntimeError as raised:
+            assert error in str(raised)  # noqa: PT017
             return
-        one(plain, batch, left)
-        assert_same_weights(plain, managed)
+        one(both.plain, batch, both.left)
+        assert_same_weights(both.plain, both.managed)
+
+
+@overlaps
+def test_a_weight_whose_value_is_needed_after_its_gradient(overlap: str, tmp_path: Path) -> None:
+    both = twins(pair(Late, "host", tmp_path), overlap=overlap)
+    assert_never_of_the_new_weights(both, "modified by an inplace operation")
+
+
+@overlaps
+def test_a_weight_that_is_used_again_within_backward(overlap: str, tmp_path: Path) -> None:
+    assert_never_of_the_new_weights(twins(pair(Recomputed, "host", tmp_path), overlap=overlap), "overlap")
 
 
 class Scaled(nn.Module):
@@ -136,24 +121,19 @@ class Scaled(nn.Module):
         return self.layers(x) * self.scale
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 def test_states_of_a_single_number_are_undone_and_made_again(placement: str, tmp_path: Path) -> None:
     """They look like a step count."""
-    plain, managed = pair(Scaled, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="speculative", max_grad_norm=1e-2)
+    both = twins(pair(Scaled, placement, tmp_path), overlap="speculative", max_grad_norm=1e-2)
     for batch in vector_batches(5, 4, 64):
-        loss_of(managed, batch).backward()
-        right.step()
-        right.zero_grad()
-        loss_of(plain, batch).backward()
-        for parameter in plain.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(1e-2 / (right.grad_norm + 1e-6))
-        left.step()
-        left.zero_grad()
-        assert_same_states(left, right)
-    assert_same_weights(plain, managed)
+        one(both.managed, batch, both.right)
+        loss_of(both.plain, batch).backward()
+        for parameter in both.plain.parameters():
+            parameter.grad.mul_(1e-2 / (both.right.grad_norm + 1e-6))
+        both.left.step()
+        both.left.zero_grad()
+        assert_same_states(both.left, both.right)
+    assert_same_weights(both.plain, both.managed)
 
 
 class Backwards(nn.Module):
@@ -172,15 +152,13 @@ class Backwards(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 def test_weights_stay_where_they_are_while_views_of_their_copies_are_held(placement: str, tmp_path: Path) -> None:
     """They traded places in the first step, and what the views had held was released as somebody else's."""
-    plain, managed = pair(Backwards, placement, tmp_path)
-    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    both = twins(pair(Backwards, placement, tmp_path))
     for batch in vector_batches(4, 4, 32):
-        one(plain, batch, left)
-        one(managed, batch, right)
-        assert_same_weights(plain, managed)
-        for module in (plain, managed):
+        both.train([batch])
+        assert_same_weights(both.plain, both.managed)
+        for module, _ in both.sides:
             module.keeps = False
             module.kept.clear()

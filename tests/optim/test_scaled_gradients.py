@@ -12,36 +12,35 @@ from torch import nn
 import hetmem
 from hetmem.optim.updates import Updates
 from tests.faults.disk import FaultyDisk
-from tests.optim.stories import OVERLAPS, adamw, one
+from tests.optim.stories import adamw, one, overlaps, twins
 from tests.runtime.harness import (
-    STREAMED,
     WIDTH,
     assert_same_weights,
     budget,
+    everywhere,
     loss_of,
     manage,
     mlp,
     pair,
+    streamed,
     vector_batches,
 )
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_gradients_are_as_large_as_they_are(overlap: str, placement: str, tmp_path: Path) -> None:
     """Gradients of more than a megabyte go home on another thread."""
     build = lambda: nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600))  # noqa: E731
     room = budget(placement, tmp_path, device_chunks="16MiB", host="64MiB" if placement == "host" else "16MiB")
-    plain, managed = pair(build, room, tmp_path, chunk_bytes=None)
-    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    both = twins(pair(build, room, tmp_path, chunk_bytes=None), overlap=overlap)
     for batch in vector_batches(4, 2, 600):
-        one(plain, batch, left)
-        one(managed, batch, right)
-        assert_same_weights(plain, managed)
+        both.train([batch])
+        assert_same_weights(both.plain, both.managed)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_the_gradient_scaler_of_torch_works_or_is_refused(overlap: str, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     optimizers: Any = (
@@ -85,8 +84,8 @@ def test_a_scaler_writes_gradients_while_those_before_are_read_ahead(
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("placement", ["resident", *STREAMED])
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@everywhere
+@overlaps
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])
 def test_clipping_gradients_that_are_not_finite_does_what_torch_does(
     value: float, overlap: str, placement: str, tmp_path: Path
@@ -109,7 +108,7 @@ def test_clipping_gradients_that_are_not_finite_does_what_torch_does(
         assert torch.equal(expected.nan_to_num(), got.nan_to_num()), name
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
     overlap: str, placement: str, tmp_path: Path

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from torch import nn
 
 import hetmem
-from tests.optim.stories import OVERLAPS, adamw, halves, one, small
+from tests.optim.stories import Twins, adamw, halves, one, overlaps, small, trailing, twins
 from tests.runtime.harness import (
-    STREAMED,
     assert_same,
     assert_same_states,
     assert_same_weights,
     loss_of,
     mlp,
     pair,
+    step_in_backward,
+    streamed,
     vector_batches,
 )
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_two_optimizers_share_chunks(overlap: str, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(small, placement, tmp_path)
     left = [adamw(part) for part in halves(plain)]
@@ -38,20 +38,20 @@ def test_two_optimizers_share_chunks(overlap: str, placement: str, tmp_path: Pat
         assert_same_states(expected, got)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_an_optimizer_of_some_parameters_leaves_the_gradients_of_others_alone(
     overlap: str, placement: str, tmp_path: Path
 ) -> None:
     plain, managed = pair(small, placement, tmp_path)
     left, right = adamw(halves(plain)[0]), hetmem.AdamW(halves(managed)[0], lr=1e-2, overlap=overlap)
+    both = Twins(plain, managed, left, right)
     for batch in vector_batches(4, 4, 40):
-        one(plain, batch, left)
-        one(managed, batch, right)
+        both.train([batch])
         assert_same_weights(plain, managed)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 def test_undoing_a_trial_keeps_what_another_optimizer_did_to_the_chunk(placement: str, tmp_path: Path) -> None:
     plain, managed = pair(small, placement, tmp_path)
     trial = hetmem.AdamW(halves(managed)[0], lr=1e-2, overlap="speculative", max_grad_norm=1e-3)
@@ -71,65 +71,51 @@ def test_undoing_a_trial_keeps_what_another_optimizer_did_to_the_chunk(placement
         assert_same_weights(plain, managed)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-def test_updates_go_on_when_their_optimizer_is_dropped(placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+@streamed
+@trailing
+def test_updates_go_on_when_their_optimizer_is_dropped(options: dict[str, Any], placement: str, tmp_path: Path) -> None:
+    plain, managed = modules = pair(mlp, placement, tmp_path)
     batches = vector_batches(3, 4, 64)
-    for batch in batches:
-        one(plain, batch, left)
-        one(managed, batch, right)
-    del right
+    twins(modules, **options).train(batches)
     gc.collect()
     assert_same(loss_of(plain, batches[0]), loss_of(managed, batches[0]), "loss")
     assert_same_weights(plain, managed)
 
 
-def test_two_optimizers_get_by_with_staging_for_one(tmp_path: Path) -> None:
+@trailing
+def test_two_optimizers_get_by_with_staging_for_one(options: dict[str, Any], tmp_path: Path) -> None:
     """What one has read ahead for a step that trails must not keep the other from its own."""
     plain, managed = pair(lambda: nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]), "nvme", tmp_path)
-    (a, b), (c, d) = halves(plain), halves(managed)
-    left = [adamw(a), adamw(b)]
-    right = [
-        hetmem.AdamW(c, lr=1e-2, overlap="forward", max_grad_norm=1e9),
-        hetmem.AdamW(d, lr=1e-2),
-    ]
+    left = [adamw(part) for part in halves(plain)]
+    first, second = halves(managed)
+    right = [hetmem.AdamW(first, lr=1e-2, **options), hetmem.AdamW(second, lr=1e-2)]
     for batch in vector_batches(8, 4, 64):
         one(plain, batch, *left)
         one(managed, batch, *right)
     assert_same_weights(plain, managed)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, placement: str, tmp_path: Path) -> None:
     """The pattern of torch's tutorial: hooks step as soon as a gradient is there."""
-    plain, managed = pair(mlp, placement, tmp_path)
-    handles = []
-    for module, make in ((plain, adamw), (managed, lambda p: hetmem.AdamW(p, lr=1e-2, overlap=overlap))):
-        optimizers = {parameter: make([parameter]) for parameter in module.parameters()}
-
-        def step(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        handles += [parameter.register_post_accumulate_grad_hook(step) for parameter in module.parameters()]
+    plain, managed = modules = pair(mlp, placement, tmp_path)
+    _, theirs = step_in_backward(plain, adamw)
+    optimizers, ours = step_in_backward(managed, partial(hetmem.AdamW, lr=1e-2, overlap=overlap))
     for batch in vector_batches(4, 4, 64):
-        losses = [loss_of(module, batch) for module in (plain, managed)]
+        losses = [loss_of(module, batch) for module in modules]
         assert_same(*losses, "loss")
         for loss in losses:
             loss.backward()
-    for optimizer in managed[0].weight._post_accumulate_grad_hooks.values():
-        for each in (getattr(optimizer, "__defaults__", None) or [{}])[0].values():
-            each.synchronize()
+    for optimizer in optimizers:
+        optimizer.synchronize()
     assert_same_weights(plain, managed)
-    for handle in handles:  # the collector does not look into them: parameter, hook and optimizer hold each other
+    for handle in theirs + ours:  # the collector does not look into them: each hook and its optimizer hold the other
         handle.remove()
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_one_of_two_models_is_released(overlap: str, placement: str, tmp_path: Path) -> None:
     """The optimizer goes on with the other one, as long as the first has no gradients."""
     pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
@@ -144,9 +130,7 @@ def test_one_of_two_models_is_released(overlap: str, placement: str, tmp_path: P
             optimizer.step()
             optimizer.zero_grad()
     hetmem.release(pairs[0][1])
-    for batch in batches[3:]:
-        one(pairs[1][0], batch, left)
-        one(pairs[1][1], batch, right)
+    Twins(*pairs[1], left, right).train(batches[3:])
     for plain, managed in pairs:
         assert_same_weights(plain, managed)
     assert_same_states(left, right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,32 @@ import pytest
 import torch
 
 import hetmem
-from tests.optim.stories import OVERLAPS, adamw, one
+from hetmem.optim.updates import Updates
+from tests.optim.stories import Twins, adamw, one, overlaps, trailing, twins
 from tests.runtime.harness import (
-    STREAMED,
-    Mixed,
     Tower,
     assert_same,
-    assert_same_states,
     assert_same_weights,
     loss_of,
     mlp,
     pair,
+    precisions,
+    reference,
+    streamed,
     token_batches,
     vector_batches,
 )
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(placement: str, tmp_path: Path) -> None:
+@streamed
+@trailing
+def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(
+    options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
     """Either torch's bits, or an error that says what to do."""
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+    both = twins(pair(mlp, placement, tmp_path), **options)
     for batch in vector_batches(4, 4, 64):
-        for module, optimizer in ((plain, left), (managed, right)):
+        for module, optimizer in both.sides:
             try:
                 loss_of(module, batch).backward()
             except RuntimeError as error:
@@ -41,120 +44,148 @@ def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(placement:
                 return
             optimizer.step()
             module.zero_grad(set_to_none=False)
-    assert_same_weights(plain, managed)
+    assert_same_weights(both.plain, both.managed)
 
 
-@pytest.mark.parametrize("placement", STREAMED)
+@streamed
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_updates_that_trail_into_inference_mode(kind: str, placement: str, tmp_path: Path) -> None:
+@trailing
+def test_updates_that_trail_into_inference_mode(
+    options: dict[str, Any], kind: str, placement: str, tmp_path: Path
+) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     if kind == "adamw":
-        left: Any = adamw(plain.parameters())
-        right: Any = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+        both = twins((plain, managed), **options)
     else:
         left = torch.optim.NAdam(plain.parameters(), lr=1e-2)
-        right = hetmem.optim.offload(
-            torch.optim.NAdam, managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9
-        )
+        right = hetmem.optim.offload(torch.optim.NAdam, managed.parameters(), lr=1e-2, **options)
+        both = Twins(plain, managed, left, right)
     for batch in vector_batches(3, 4, 64):
-        for module, optimizer in ((plain, left), (managed, right)):
+        for module, optimizer in both.sides:
             one(module, batch, optimizer)
             with torch.inference_mode():
                 module(*batch)
-    assert_same_weights(plain, managed)
-    assert_same_states(left, right)
+    both.assert_same()
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-def test_loading_weights_while_updates_trail(placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
-    first = copy.deepcopy(plain.state_dict())
+@streamed
+@trailing
+def test_loading_weights_while_updates_trail(options: dict[str, Any], placement: str, tmp_path: Path) -> None:
+    both = twins(pair(mlp, placement, tmp_path), **options)
+    first = copy.deepcopy(both.plain.state_dict())
     for batch in vector_batches(4, 4, 64):
-        for module, optimizer in ((plain, left), (managed, right)):
+        for module, optimizer in both.sides:
             one(module, batch, optimizer)
             module.load_state_dict(first)
-    assert_same_weights(plain, managed)
-    assert_same_states(left, right)
+    both.assert_same()
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-def test_the_state_dict_of_a_part_waits_for_updates_too(placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
+@streamed
+@trailing
+def test_the_state_dict_of_a_part_waits_for_updates_too(
+    options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    both = twins(pair(mlp, placement, tmp_path), **options)
     for batch in vector_batches(4, 4, 64):
-        one(plain, batch, left)
-        one(managed, batch, right)
-        assert_same_weights(plain[2], managed[2])
+        both.train([batch])
+        assert_same_weights(both.plain[2], both.managed[2])
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_a_copy_of_the_model_has_the_weights_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
+    both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for batch in vector_batches(3, 4, 64):
-        one(plain, batch, left)
-        one(managed, batch, right)
-        right.synchronize()
-        assert_same_weights(plain, copy.deepcopy(managed))
+        both.train([batch])
+        both.right.synchronize()
+        assert_same_weights(both.plain, copy.deepcopy(both.managed))
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_parameters_read_directly_are_those_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
+    both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for batch in vector_batches(3, 4, 64):
-        one(plain, batch, left)
-        one(managed, batch, right)
-        right.synchronize()
-        for expected, got in zip(plain.parameters(), managed.parameters(), strict=True):
+        both.train([batch])
+        both.right.synchronize()
+        for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):
             assert_same(expected, got, "parameter")
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@streamed
+@overlaps
 def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9)
-    for batch in vector_batches(3, 4, 64):
-        one(plain, batch, left)
-        one(managed, batch, right)
+    before = twins((plain, managed), overlap=overlap, max_grad_norm=1e9)
+    before.train(vector_batches(3, 4, 64))
     hetmem.release(managed)
-    assert_same_weights(plain, managed)
-    assert_same_states(left, right)
+    before.assert_same()
     later = adamw(managed.parameters())
-    later.load_state_dict(right.state_dict())
+    later.load_state_dict(before.right.state_dict())
     for group in later.param_groups:  # torch takes options from the checkpoint, which does not have this one
         group["fused"] = True
-    for batch in vector_batches(3, 4, 64):
-        one(plain, batch, left)
-        one(managed, batch, later)
+    Twins(plain, managed, before.left, later).train(vector_batches(3, 4, 64))
     assert_same_weights(plain, managed)
 
 
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_forward_on_homes_sees_no_update_that_trails(mixed: torch.dtype | None, tmp_path: Path) -> None:
+@precisions
+@trailing
+def test_a_forward_on_homes_sees_no_update_that_trails(
+    options: dict[str, Any], mixed: torch.dtype | None, tmp_path: Path
+) -> None:
     """All on the device: operators see homes, or what is cast of them."""
-    plain, managed = pair(Tower, "resident", tmp_path, mixed_precision=mixed)
-    left = adamw(plain.parameters())
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", max_grad_norm=1e9)
-    masters = Mixed(plain, mixed) if mixed is not None else None
+    both = twins(pair(Tower, "resident", tmp_path, mixed_precision=mixed), **options)
+    backward = reference(both.plain, mixed)
     for batch in token_batches(4):
-        if masters is not None:
-            expected = masters.backward(lambda module, batch=batch: loss_of(module, batch))
-        else:
-            expected = loss_of(plain, batch)
-            expected.backward()
-        got = loss_of(managed, batch)
+        expected, got = backward(partial(loss_of, batch=batch)), loss_of(both.managed, batch)
         got.backward()
         assert_same(expected, got, "loss")
-        for optimizer in (left, right):
+        for _, optimizer in both.sides:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@streamed
+@pytest.mark.parametrize("gradients", ["visible", "streamed"])
+def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
+    gradients: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if none came to an end while the step goes on."""
+    both = twins(pair(mlp, placement, tmp_path), overlap="forward", gradients=gradients)
+    batches = vector_batches(4, 4, 64)
+    both.train(batches[:2])
+    for batch in batches[2:]:
+        for module in (both.plain, both.managed):
+            loss_of(module, batch).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(Updates, "finish", _must_not_be_waited_for)
+            both.right.step()
+        both.left.step()
+        both.left.zero_grad()
+        assert all(parameter.grad is None for parameter in both.managed.parameters())
+    both.right.synchronize()
+    both.assert_same()
+
+
+def _must_not_be_waited_for(_: Updates) -> None:
+    raise AssertionError("the step waits")
+
+
+@streamed
+def test_a_streamed_gradient_that_was_scaled_before_its_update_is_refused_by_the_step(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its update runs only after the step."""
+    _, managed = pair(mlp, placement, tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", gradients="streamed")
+    batches = vector_batches(2, 4, 64)
+    one(managed, batches[0], optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "_may_open", lambda _: False)
+        loss_of(managed, batches[1]).backward()
+        left = [parameter.grad for parameter in managed.parameters() if parameter.grad is not None]
+        assert left
+        for gradient in left:
+            gradient.numpy()[...] *= 0.5  # counts no version
+        with pytest.raises(RuntimeError, match="changed after their update had begun"):
+            optimizer.step()

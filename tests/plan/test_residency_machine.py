@@ -1,18 +1,15 @@
 """Residency under random events, against a model of what every slot and every home really contains.
 
-The model carries commands out on version numbers: a block's home and its copies each hold the number of the write
-they come from. A `Write` in flight leaves the home torn, a `Fetch` in flight its slot, a `Drop` its slot poisoned; the
-source of a transfer must not change from the command to its answer, at whatever moment in between bytes may move.
-Answers come in any order and may be failures. The rules keep to what the runtime promises (it waits for a copy in
-flight before it overwrites what that is read from), so whatever breaks is the residency's fault. Every choice of what
-to give up is compared with that of `tests.plan.scanning`.
+The model is that of `tests.plan.world`. Answers come in any order and may be failures. The rules keep to what the
+runtime promises (it waits for a copy in flight before it overwrites what that is read from), so whatever breaks is the
+residency's fault. Every choice of what to give up is compared with that of `tests.plan.scanning`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,16 +24,13 @@ from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Schedule, Tier
 from tests.plan.scanning import compare
+from tests.plan.world import UNDEFINED, World
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
-TORN = -1  # a home while it is written
-UNDEFINED = -2  # a copy that its user is about to overwrite
 LOADING = (CopyState.WAITING, CopyState.LOADING)
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"NextUse": NextUse, "LRU": LRU, "FIFO": FIFO}
 spans = st.sampled_from([1, 1, 1, 2, 3])
 MANY = 300  # answers; a residency that asks for more without any new event never settles
-
-Content = tuple[int, int] | None  # (block, version); None is poison
 
 
 @dataclass(eq=False)
@@ -47,46 +41,6 @@ class Use:
     tier: Tier
     load: bool
     slot: int = -1
-
-
-@dataclass
-class InFlight:
-    """A command without an answer, and what it reads."""
-
-    command: Fetch | Write
-    source_slot: int
-    value: Content = None
-
-
-@dataclass
-class World:
-    """Slots and homes with their contents."""
-
-    blocks: list[Block]
-    memory: dict[Tier, list[Content]]
-    newest: list[int] = field(default_factory=list)
-    home: list[int] = field(default_factory=list)
-    in_flight: list[InFlight] = field(default_factory=list)
-
-    def span(self, block: int, slot: int) -> slice:
-        return slice(slot, slot + self.blocks[block].span)
-
-    def read(self, tier: Tier, block: int, slot: int) -> Content:
-        """What the slots of `block` contain, if they agree."""
-        contents = set(self.memory[tier][self.span(block, slot)])
-        assert len(contents) == 1, f"the slots of block {block} differ: {contents}"
-        return contents.pop()
-
-    def fill(self, tier: Tier, block: int, slot: int, version: int) -> None:
-        self.memory[tier][self.span(block, slot)] = [(block, version)] * self.blocks[block].span
-
-    def source(self, flight: InFlight) -> Content:
-        command = flight.command
-        if isinstance(command, Write):
-            return self.read(HOST, command.block, command.slot)
-        if command.source is self.blocks[command.block].home:
-            return command.block, self.home[command.block]
-        return self.read(HOST, command.block, flight.source_slot)
 
 
 class ResidencyMachine(RuleBasedStateMachine):
@@ -145,32 +99,12 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.note_arrivals()
 
     def begin_command(self, command: Command) -> None:
-        world = self.world
         if isinstance(command, Drop):
             held = [use for use in self.asked if (use.block, use.tier) == (command.block, command.tier)]
             assert not [use for use in held if use.slot >= 0], f"{command} of a copy in use"
-            content = world.read(command.tier, command.block, command.slot)
-            assert content is not None, f"{command} of an empty slot"
-            assert content[0] == command.block, f"{command} of a slot that holds {content}"
-            world.memory[command.tier][world.span(command.block, command.slot)] = [None] * self.span(command.block)
-            return
-        target = command.target if isinstance(command, Fetch) else NVME
-        for flight in world.in_flight:
-            other = flight.command.target if isinstance(flight.command, Fetch) else NVME
-            assert (flight.command.block, other) != (command.block, target), f"{command} is in flight already"
-        flight = InFlight(command, -1)
-        if isinstance(command, Fetch):
-            if command.source is HOST and world.blocks[command.block].home is NVME:
-                flight.source_slot = self.residency.slot(command.block, HOST)
-            flight.value = world.source(flight)
-            before = set(world.memory[target][world.span(command.block, command.slot)])
-            assert all(content is None or content[0] == command.block for content in before), f"{command}: slot taken"
-            world.fill(target, command.block, command.slot, TORN)
+            self.world.drop(command)
         else:
-            flight.value = world.source(flight)
-            world.home[command.block] = TORN
-        assert flight.value == (command.block, world.newest[command.block]), f"{command} moves old bytes"
-        world.in_flight.append(flight)
+            self.world.begin(command, self.residency)
 
     def note_arrivals(self) -> None:
         for use in self.asked:
@@ -288,14 +222,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.in_flight)
     @rule(which=st.integers(0, 7), fails=st.sampled_from([False, False, False, True]))
     def answer(self, which: int, fails: bool) -> None:
-        world = self.world
-        flight = world.in_flight.pop(which % len(world.in_flight))
-        command = flight.command
-        if not fails and isinstance(command, Write):
-            world.home[command.block] = world.newest[command.block]
-        elif not fails and isinstance(command, Fetch):
-            assert flight.value is not None
-            world.fill(command.target, command.block, command.slot, flight.value[1])
+        command = self.world.end(which % len(self.world.in_flight), fails)
         self.event("failed" if fails else "done", command)
         if not fails:
             return

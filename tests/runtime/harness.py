@@ -26,6 +26,7 @@ PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
 everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
 streamed = pytest.mark.parametrize("placement", STREAMED)
+precisions = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 
 WIDTH = 64
 """Of `mlp` and the models made for one test: a square layer of this width is one chunk of `CHUNK` bytes."""
@@ -192,6 +193,25 @@ class Mixed:
         return loss
 
 
+def reference(
+    plain: nn.Module, mixed: torch.dtype | None
+) -> Callable[[Callable[[nn.Module], torch.Tensor]], torch.Tensor]:
+    """One forward and backward of what is right, given the loss of a module: `Mixed.backward`, or `plain`'s own."""
+
+    def backward(loss_of: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
+        loss = loss_of(plain)
+        loss.backward()
+        return loss
+
+    return backward if mixed is None else Mixed(plain, mixed).backward
+
+
+def adamws(plain: nn.Module, managed: nn.Module, **options: Any) -> tuple[torch.optim.AdamW, hetmem.AdamW]:
+    """The optimizers of a `pair`; the managed one's with `options`."""
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    return left, hetmem.AdamW(managed.parameters(), lr=1e-2, **options)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How `train_both` trains."""
@@ -226,17 +246,13 @@ def train_both(
         torch.optim.AdamW(recipe.groups(plain), lr=recipe.lr, fused=True),
         hetmem.AdamW(recipe.groups(managed), lr=recipe.lr),
     )
-    mixed = Mixed(plain, recipe.mixed) if recipe.mixed else None
+    backward = reference(plain, recipe.mixed)
     feed = iter([batches[i % len(batches)] for i in range(recipe.steps * recipe.accumulation)])
     for step in range(recipe.steps):
         for micro in range(recipe.accumulation):
             batch, where = next(feed), f"step {step}.{micro}"
             state = torch.get_rng_state()
-            if mixed:
-                expected = mixed.backward(lambda module, batch=batch: loss(module, batch))
-            else:
-                expected = loss(plain, batch)
-                expected.backward()
+            expected = backward(lambda module, batch=batch: loss(module, batch))
             after = torch.get_rng_state()
             torch.set_rng_state(state)
             got = loss(managed, batch)
@@ -257,6 +273,18 @@ def train_both(
             optimizer.zero_grad(set_to_none=recipe.set_to_none)
         assert_same_grads(plain, managed, f"step {step} zeroed")
     return left, right
+
+
+def step_in_backward(module: nn.Module, make: Callable[[list[nn.Parameter]], Any]) -> tuple[list[Any], list[Any]]:
+    """An optimizer for each parameter, which steps as soon as its gradient is there; the hooks that do it."""
+    optimizers = {parameter: make([parameter]) for parameter in module.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in optimizers]
+    return list(optimizers.values()), hooks
 
 
 class Block(nn.Module):
@@ -334,6 +362,19 @@ def pair(
         torch.manual_seed(0)
         modules.append(build())
     return modules[0], manage(modules[1], placement, directory, **options)
+
+
+def assert_trains_alike(
+    build: Callable[[], nn.Module],
+    placement: str,
+    directory: Path,
+    mixed: torch.dtype | None = None,
+    *,
+    loss: Callable[[nn.Module, Any], torch.Tensor] = loss_of,
+) -> None:
+    """`train_both` with a model of vectors of `WIDTH`, in the precision `mixed`."""
+    modules = pair(build, placement, directory, mixed_precision=mixed)
+    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed), loss=loss)
 
 
 BATCHES = vector_batches(4, 4, WIDTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.runtime.harness import (
     manage,
     mlp,
     pair,
+    step_in_backward,
     train_both,
     vector_batches,
 )
@@ -196,14 +198,7 @@ def test_an_optimizer_in_the_backward_steps_as_in_torch(placement: str, tmp_path
     """One plain optimizer per parameter, stepped by post-accumulate hooks: torch's own recipe to save memory."""
     modules = pair(mlp, placement, tmp_path)
     for module in modules:
-        optimizers = {p: torch.optim.SGD([p], lr=0.5) for p in module.parameters()}
-
-        def step(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
+        step_in_backward(module, partial(torch.optim.SGD, lr=0.5))
     for batch in BATCHES:
         losses = both(modules, lambda module, batch=batch: loss_of(module, batch))
         assert_same(*losses, "loss")

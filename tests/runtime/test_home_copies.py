@@ -16,7 +16,8 @@ from hetmem.memory.chunk import Role
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from tests.faults.disk import EIO, FaultyDisk, healthy, once, settle
-from tests.optim import test_overlap as overlaps
+from tests.optim import test_clipping as clipping
+from tests.optim.stories import overlaps
 from tests.runtime import test_user_writes as writes
 from tests.runtime.harness import (
     CHUNK,
@@ -133,7 +134,7 @@ def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
 @pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("overlap", overlaps.OVERLAPS)
+@overlaps
 def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_path: Path) -> None:
     plain, managed = pair(Tower, room(place, tmp_path), tmp_path, mixed_precision=BF16)
     optimizers = (
@@ -146,13 +147,13 @@ def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_
 
 
 @on_nvme
-@pytest.mark.parametrize("overlap", overlaps.OVERLAPS)
+@overlaps
 def test_clipping_equals_a_clip_of_plain_gradients(overlap: str, place: str, tmp_path: Path) -> None:
-    overlaps.test_clipping_equals_a_clip_of_plain_gradients(overlap, BF16, room(place, tmp_path), tmp_path)
+    clipping.test_clipping_equals_a_clip_of_plain_gradients(overlap, BF16, room(place, tmp_path), tmp_path)
 
 
 @everywhere
-@pytest.mark.parametrize("overlap", overlaps.OVERLAPS)
+@overlaps
 def test_a_step_that_is_taken_back_takes_copies_back(overlap: str, place: str, tmp_path: Path) -> None:
     """Of float16, with an overflow."""
     torch.manual_seed(0)
@@ -179,7 +180,7 @@ def test_the_gradient_scaler_of_torch_works_in_float16(place: str, tmp_path: Pat
         scalers[1].scale(loss_of(managed, batch)).backward()
         for module, optimizer, scaler in zip((plain, managed), (left, right), scalers, strict=True):
             if index == 3:
-                overlaps.poison(module)
+                clipping.poison(module)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

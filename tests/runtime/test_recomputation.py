@@ -15,17 +15,16 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 
 from tests.runtime.harness import (
     WIDTH,
-    Recipe,
     assert_same_weights,
+    assert_trains_alike,
     everywhere,
     loss_of,
     pair,
+    precisions,
     streamed,
     train_both,
     vector_batches,
 )
-
-MIXED = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 class Again(torch.autograd.Function):
@@ -47,22 +46,22 @@ class Again(torch.autograd.Function):
         return None, *(arg.grad for arg in args)
 
 
+non_reentrant: Callable[..., torch.Tensor] = partial(checkpoint, use_reentrant=False)
+
+
 def late(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
     """Without an early stop, as `checkpoint` has it by default."""
     with set_checkpoint_early_stop(False):
-        return checkpoint(function, *args, use_reentrant=False)  # type: ignore[no-any-return]
+        return non_reentrant(function, *args)
 
 
 def nested(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
-    def inner(*args: torch.Tensor) -> torch.Tensor:
-        return checkpoint(function, *args, use_reentrant=False)  # type: ignore[no-any-return]
-
-    return checkpoint(inner, *args, use_reentrant=False)  # type: ignore[no-any-return]
+    return non_reentrant(partial(non_reentrant, function), *args)
 
 
 WAYS: dict[str, Callable[..., torch.Tensor]] = {
     "reentrant": partial(checkpoint, use_reentrant=True),
-    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "non-reentrant": non_reentrant,
     "late": late,
     "nested": nested,
     "of the user": Again.apply,
@@ -93,13 +92,12 @@ class Bare(nn.Module):
 
 @pytest.mark.pairs
 @everywhere
-@MIXED
+@precisions
 @ways
 def test_a_function_finds_weights_where_the_forward_did(
     way: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
-    modules = pair(partial(Bare, WAYS[way]), placement, tmp_path, mixed_precision=mixed)
-    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+    assert_trains_alike(partial(Bare, WAYS[way]), placement, tmp_path, mixed)
 
 
 class Turned(nn.Module):
@@ -124,14 +122,13 @@ class Positions(nn.Module):
 
 
 @streamed
-@MIXED
+@precisions
 @ways
 def test_a_module_gets_the_inputs_that_the_forward_gave_it(
     way: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
     """Only what the user hands to the model itself is cast."""
-    modules = pair(partial(Positions, WAYS[way]), placement, tmp_path, mixed_precision=mixed)
-    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+    assert_trains_alike(partial(Positions, WAYS[way]), placement, tmp_path, mixed)
 
 
 def layers() -> nn.Sequential:
@@ -141,7 +138,7 @@ def layers() -> nn.Sequential:
 
 @pytest.mark.pairs
 @everywhere
-@MIXED
+@precisions
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "nested"])
 @pytest.mark.parametrize("parts", [1, 2], ids=["whole", "in parts"])
 def test_a_checkpoint_around_the_model_changes_no_bit(
@@ -151,11 +148,12 @@ def test_a_checkpoint_around_the_model_changes_no_bit(
         (x,) = batch
         x = x.clone().requires_grad_()
         if parts == 1:
-            return WAYS[way](module, x).float().square().mean()
-        return checkpoint_sequential(module, parts, x, use_reentrant=way == "reentrant").float().square().mean()
+            output = WAYS[way](module, x)
+        else:
+            output = checkpoint_sequential(module, parts, x, use_reentrant=way == "reentrant")
+        return output.float().square().mean()
 
-    modules = pair(layers, placement, tmp_path, mixed_precision=mixed)
-    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed), loss=loss)
+    assert_trains_alike(layers, placement, tmp_path, mixed, loss=loss)
 
 
 @streamed
@@ -191,13 +189,12 @@ class Derived(nn.Module):
 @everywhere
 @ways
 def test_a_backward_within_a_forward_finds_weights(way: str, placement: str, tmp_path: Path) -> None:
-    modules = pair(partial(Derived, WAYS[way]), placement, tmp_path)
-    train_both(*modules, vector_batches(3, 4, WIDTH))
+    assert_trains_alike(partial(Derived, WAYS[way]), placement, tmp_path)
 
 
 @pytest.mark.pairs
 @everywhere
-@MIXED
+@precisions
 @ways
 def test_hooks_of_the_user_find_parameters_at_home(
     way: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
@@ -233,11 +230,11 @@ def test_a_recomputation_that_raises_leaves_a_model_that_trains_on(way: str, pla
     for module in modules:
         part, calls = module.part, []
 
-        def fails(x: torch.Tensor, part: Any = part, calls: list[int] = calls) -> torch.Tensor:
+        def fails(x: torch.Tensor, part: Callable[..., torch.Tensor] = part, calls: Any = calls) -> torch.Tensor:
             calls.append(0)
             if len(calls) == 2:
                 raise KeyError("again")
-            return part(x)  # type: ignore[no-any-return]
+            return part(x)
 
         module.part = fails
         with pytest.raises(KeyError):

@@ -17,17 +17,18 @@ from tests.runtime.harness import (
     WIDTH,
     Recipe,
     assert_same,
+    assert_trains_alike,
     everywhere,
     loss_of,
     manage,
     pair,
+    precisions,
     streamed,
     train_both,
     vector_batches,
 )
 
 BATCHES = vector_batches(3, 4, WIDTH)
-MIXED = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 class Normed(nn.Module):
@@ -45,13 +46,12 @@ class Normed(nn.Module):
 
 @pytest.mark.pairs
 @everywhere
-@MIXED
+@precisions
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_a_frozen_norm_is_recomputed_and_differentiated_on_the_device(
     placement: str, mixed: torch.dtype | None, reentrant: bool, tmp_path: Path
 ) -> None:
-    modules = pair(partial(Normed, reentrant), placement, tmp_path, mixed_precision=mixed)
-    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+    assert_trains_alike(partial(Normed, reentrant), placement, tmp_path, mixed)
 
 
 def layers() -> nn.Module:
@@ -78,17 +78,16 @@ class Around(nn.Module):
 
 @pytest.mark.pairs
 @everywhere
-@MIXED
+@precisions
 @pytest.mark.parametrize("hooks", [kept, save_on_cpu])
 def test_hooks_of_the_user_around_a_part_change_no_bit(
     placement: str, mixed: torch.dtype | None, hooks: Callable[[], AbstractContextManager[None]], tmp_path: Path
 ) -> None:
-    modules = pair(partial(Around, hooks), placement, tmp_path, mixed_precision=mixed)
-    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+    assert_trains_alike(partial(Around, hooks), placement, tmp_path, mixed)
 
 
 @streamed
-@MIXED
+@precisions
 def test_hooks_of_the_user_around_the_model_change_no_bit(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:

@@ -1,0 +1,164 @@
+"""Clipping and loss scaling while updates overlap: the bits of plain gradients that were clipped or scaled."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.optim.kernels import square_sum
+from hetmem.optim.workers import WorkerPool
+from tests.optim.stories import OVERLAPS, overlaps
+from tests.runtime.harness import (
+    Recipe,
+    Tower,
+    adamws,
+    assert_same,
+    assert_same_states,
+    assert_same_weights,
+    everywhere,
+    loss_of,
+    manage,
+    pair,
+    precisions,
+    streamed,
+    token_batches,
+    train_both,
+)
+
+
+@pytest.mark.pairs
+@everywhere
+@precisions
+@overlaps
+def test_clipping_equals_a_clip_of_plain_gradients(
+    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    """The norm of some steps is below the limit and of others above it, so that trials are kept and undone. A weight
+    decay of nothing and SGD's sensitivity are not there, so the moments are compared: they see the factor."""
+    plain, managed = pair(Tower, placement, tmp_path, mixed_precision=mixed)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    probe = copy.deepcopy(plain)
+    norms = []
+    for batch in token_batches(6):
+        probe.zero_grad()
+        loss_of(probe, batch).backward()
+        norms.append(square_sum(WorkerPool(1), [p.grad.flatten() for p in probe.parameters() if p.grad is not None]))
+    limit = sorted(norms)[2] ** 0.5
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=limit)
+    clipped = []
+
+    def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        gradients = [p.grad for p in plain.parameters() if p.grad is not None]
+        norm = square_sum(WorkerPool(2), [gradient.flatten() for gradient in gradients]) ** 0.5
+        assert norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=1e-5)
+        factor = limit / (norm + 1e-6)
+        clipped.append(factor < 1)
+        for gradient in gradients:
+            gradient.mul_(min(1.0, factor))
+
+    left.register_step_pre_hook(clip)
+    feed = token_batches(6)
+    for step in range(6):
+        recipe = Recipe(steps=1, mixed=mixed, set_to_none=True)
+        train_both(plain, managed, [feed[step]], recipe, optimizers=(left, right))
+    assert True in clipped, "nothing was clipped"
+    assert False in clipped, "everything was clipped"
+
+
+@streamed
+def test_the_norm_does_not_depend_on_overlap(placement: str, tmp_path: Path) -> None:
+    seen = []
+    for overlap in OVERLAPS:
+        torch.manual_seed(0)
+        module = manage(Tower(), placement, tmp_path)
+        optimizer = hetmem.AdamW(module.parameters(), overlap=overlap, max_grad_norm=1.0)
+        norms = []
+        for batch in token_batches(4):
+            optimizer.zero_grad()
+            loss_of(module, batch).backward()
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+        seen.append(norms)
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+def poison(module: nn.Module) -> None:
+    """One gradient is infinite, as an overflow leaves it."""
+    parameter = next(iter(module.parameters()))
+    assert parameter.grad is not None
+    parameter.grad.view(-1)[0] = float("inf")
+
+
+@everywhere
+@overlaps
+def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, placement: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = manage(Tower(), placement, tmp_path, mixed_precision=torch.float16)
+    scale = hetmem.optim.LossScale(2.0**10, growth_interval=2)
+    optimizer = hetmem.AdamW(module.parameters(), lr=1e-2, overlap=overlap, loss_scale=scale)
+    batches = token_batches(6)
+
+    def step(batch: Any, factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        (optimizer.scale(loss_of(module, batch)) * factor).backward()
+        optimizer.step()
+
+    for batch in batches[:3]:
+        step(batch)
+    assert (scale.value, scale.skipped) == (2.0**11, 0)
+    before = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    step(batches[3], factor=float("inf"))
+    after = (module.state_dict(), optimizer.state_dict())
+    assert (scale.value, scale.skipped) == (2.0**10, 1)
+    for name in before[0]:
+        assert_same(before[0][name], after[0][name], name)
+    for index, state in before[1]["state"].items():
+        for name, value in state.items():
+            assert_same(value, after[1]["state"][index][name], f"{name} of {index}")
+    step(batches[4])
+    assert scale.skipped == 1
+    assert any(not torch.equal(before[0][name], value) for name, value in module.state_dict().items())
+
+
+@everywhere
+@pytest.mark.parametrize("overlap", ["off", "speculative"])
+def test_unscaling_gives_the_bits_of_unscaled_gradients(overlap: str, placement: str, tmp_path: Path) -> None:
+    """A power of two: nothing is rounded by it, unless a gradient leaves float32's range."""
+    plain, managed = pair(Tower, placement, tmp_path)
+    left, right = adamws(plain, managed, overlap=overlap, loss_scale=2.0**12)
+    for batch in token_batches(4):
+        for module, optimizer in ((plain, left), (managed, right)):
+            optimizer.zero_grad()
+            loss = loss_of(module, batch)
+            (loss if module is plain else right.scale(loss)).backward()
+            optimizer.step()
+        assert_same_weights(plain, managed)
+        assert_same_states(left, right)
+
+
+@everywhere
+def test_the_gradient_scaler_of_torch_works(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(Tower, placement, tmp_path)
+    optimizers = adamws(plain, managed)
+    skipped = 0
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
+    for index, batch in enumerate(token_batches(6)):
+        for module, optimizer, scaler in zip((plain, managed), optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(module, batch)).backward()
+            if index == 3:
+                poison(module)
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped += scaler.get_scale() < scale
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same_weights(plain, managed)
+        assert_same_states(*optimizers)
+    assert skipped == 2

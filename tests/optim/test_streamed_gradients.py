@@ -1,0 +1,99 @@
+"""Gradients that are gone behind the backward: the bits of visible ones, and the memory of a few chunks."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.runtime import registry
+from tests.runtime.harness import (
+    Tower,
+    adamws,
+    assert_same,
+    assert_same_states,
+    assert_same_weights,
+    budget,
+    everywhere,
+    loss_of,
+    manage,
+    pair,
+    precisions,
+    reference,
+    streamed,
+    token_batches,
+    vector_batches,
+)
+
+
+def train_apart(
+    plain: nn.Module, managed: nn.Module, optimizers: Any, batches: list[Any], mixed: torch.dtype | None = None
+) -> None:
+    """As `train_both`, which looks at gradients; here they are gone after backward."""
+    backward = reference(plain, mixed)
+    for step, batch in enumerate(batches):
+        expected = backward(partial(loss_of, batch=batch))
+        got = loss_of(managed, batch)
+        got.backward()
+        assert_same(expected, got, f"step {step} loss")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed, f"step {step}")
+        assert_same_states(*optimizers, f"step {step}")
+
+
+@pytest.mark.pairs
+@everywhere
+@precisions
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_streamed_gradients_give_the_bits_of_visible_ones(
+    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    room: Any = placement
+    if placement == "nvme":
+        room = budget("nvme", tmp_path, host="256KiB", device_chunks="256KiB")
+    plain, managed = pair(Tower, room, tmp_path, mixed_precision=mixed)
+    left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+    train_apart(plain, managed, (left, right), token_batches(5), mixed)
+
+
+def test_streamed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> None:
+    plain = nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)])
+    managed = manage(copy.deepcopy(plain), "host", tmp_path)
+    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    train_apart(plain, managed, (left, right), vector_batches(4, 4, 64))
+    chunks = len(registry.of_module(managed).runtime.chunks)
+    visible = 16 * 4096 * chunks / sum(p.numel() for p in plain.parameters())
+    streamed = hetmem.report(managed).to_dict()["bytes_per_parameter"]
+    assert streamed == pytest.approx(visible * (12 + 4 * 6 / chunks) / 16)
+    assert all(parameter.grad is None for parameter in managed.parameters())
+
+
+class Halves(nn.Module):
+    """Two halves that run in turns, in whatever order: a batch says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.halves[i](x) for i in which.tolist()]).sum(0)
+
+
+@streamed
+def test_streamed_gradients_of_chunks_that_never_complete_have_homes_too(placement: str, tmp_path: Path) -> None:
+    room: Any = placement
+    if placement == "nvme":
+        room = budget("nvme", tmp_path, host="512KiB", device_chunks="256KiB")
+    plain, managed = pair(Halves, room, tmp_path, chunk_bytes="64KiB")
+    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    inputs = [batch[0] for batch in vector_batches(6, 4, 64)]
+    turns = [torch.tensor(which) for which in ([0], [1], [0, 1], [1], [0], [1, 0])]
+    train_apart(plain, managed, (left, right), list(zip(inputs, turns, strict=True)))
