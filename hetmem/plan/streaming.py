@@ -19,6 +19,10 @@ SLOTS = 2
 
 _ALIGNMENT = 4096
 
+_LARGE = 8
+"""Chunks with more than so many times the bytes of the middle one (an embedding) are updated on the host: slots for them
+would take memory that homes of many others fill."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
@@ -81,13 +85,15 @@ class StreamedShare:
         if home_bytes == self._home_bytes and (self._slots.slot_bytes or not self.chosen):
             return
         found = facts()
+        sent = _but_large(found.fitting)
         if before is None:  # room for them, before homes take it
-            self._have_slots(found.fitting)
+            self._have_slots(sent)
             return
         self._home_bytes = home_bytes
-        part = self._part(found, sent_home - before) if found.fitting else 0.0
-        here = part > 0 and self._have_slots(found.fitting)
-        self.chosen = spread(found.fitting, part) if here else frozenset()
+        part = self._part(found, sent_home - before) if sent else 0.0
+        here = part > 0 and self._have_slots(sent)
+        part *= sum(chunk.numel for chunk in found.fitting) / max(1, sum(chunk.numel for chunk in sent))
+        self.chosen = spread(sent, min(1.0, part)) if here else frozenset()
         if not self.chosen:
             self._slots.give_slots_back()
 
@@ -111,6 +117,12 @@ class StreamedShare:
             home_copy_bytes=found.home_copy_bytes,
         )
         return streamed_part(costs, found.resident_elements / elements)
+
+
+def _but_large(fitting: Sequence[Fitting]) -> list[Fitting]:
+    """`fitting` without those that need slots too large; see `_LARGE`."""
+    middle = sorted(chunk.nbytes for chunk in fitting)[len(fitting) // 2] if fitting else 0
+    return [chunk for chunk in fitting if chunk.nbytes <= _LARGE * middle]
 
 
 def spread(chunks: Sequence[Fitting], part: float) -> frozenset[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetmem.plan.hardware import Rate
 from hetmem.plan.streaming import Facts, Fitting, StreamedShare, spread
 from tests.optim.machines import SLOW_HOST
 
@@ -87,6 +90,31 @@ def test_nothing_is_streamed_without_room_for_two_slots() -> None:
     for _ in range(3):
         assert steps.look(CHUNKS) == frozenset()
     assert steps.slots.slot_bytes == 0
+
+
+def test_one_chunk_much_larger_than_the_others_takes_no_slots_and_is_the_hosts() -> None:
+    for most, chosen in ((8, {0, 1, 2}), (9, {0, 1})):
+        large = [Fitting(0, 1000, 16384), Fitting(1, 1000, 16384), Fitting(2, 2000, most * 16384)]
+        steps = Steps(Slots(2 * 9 * SLOT))
+        for _ in range(2):
+            found = steps.look(large)
+        assert found == chosen
+        assert steps.slots.slot_bytes == (16384 if most == 9 else 8 * 16384)
+
+
+def test_what_large_chunks_do_not_take_the_others_do() -> None:
+    """7/11 of all: where half of the elements are left, all of those."""
+    rate = Rate(8e6)
+    host = replace(SLOW_HOST.host, update_bytes_per_second=7e6)
+    on = replace(SLOW_HOST, host=host, host_to_device=rate, device_to_host=rate, both_ways_bytes_per_second=1e9)
+    chunks = [*(Fitting(number, 1000, 16384) for number in range(11)), Fitting(11, 11000, 10 * 16384)]
+    for fitting, chosen in ((chunks[:11], 7), (chunks, 11)):
+        share = StreamedShare(on, Slots(1 << 20))
+        for step in (1, 2):
+            share.look(
+                4 * sum(chunk.numel for chunk in fitting) * step, 0, lambda fitting=fitting: Facts(fitting, 0, 4, 0)
+            )
+        assert len(share.chosen) == chosen
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.floats(0, 1))
