@@ -20,7 +20,7 @@ SLOTS = 2
 _ALIGNMENT = 4096
 
 _LARGE = 8
-"""Chunks with more than so many times the bytes of the middle one (an embedding) are updated on the host: slots for them
+"""Chunks of more than so many times the bytes of the middle one (an embedding) are updated on the host: slots for them
 would take memory that homes of many others fill."""
 
 
@@ -93,7 +93,7 @@ class StreamedShare:
         part = self._part(found, sent_home - before) if sent else 0.0
         here = part > 0 and self._have_slots(sent)
         part *= sum(chunk.numel for chunk in found.fitting) / max(1, sum(chunk.numel for chunk in sent))
-        self.chosen = spread(sent, min(1.0, part)) if here else frozenset()
+        self.chosen = spread(sent, part) if here else frozenset()
         if not self.chosen:
             self._slots.give_slots_back()
 
@@ -126,7 +126,8 @@ def _but_large(fitting: Sequence[Fitting]) -> list[Fitting]:
 
 
 def spread(chunks: Sequence[Fitting], part: float) -> frozenset[int]:
-    """So great a `part` of `chunks`, by elements, evenly among them: both places are busy all the time."""
+    """So great a `part` of `chunks` (all of them from 1 on), by elements, evenly among them: both places are busy all
+    the time."""
     due, chosen = 0.0, set()
     for chunk in chunks:
         due += part * chunk.numel
