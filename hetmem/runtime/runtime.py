@@ -96,7 +96,7 @@ class Runtime:
         if before is not None:
             self.tracer.book.follows(before, key)
         with self.unwatched():
-            self.traffic.poll()
+            self.traffic.pending.poll()
             self.expect(key)
 
     def expect(self, key: Hashable) -> None:
@@ -105,7 +105,7 @@ class Runtime:
             self.traffic.execute(self.traffic.residency.expect(tier, schedule))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
-        self.traffic.poll()
+        self.traffic.pending.poll()
         live = self._look_at_allocator() if self.tracer.measured else self.memory.buffer_bytes
         expected = self.tracer.moment(operator, blocks, live)
         self._let_homes_go(expected if self.memory.device.watched else self._room_seen)
@@ -306,7 +306,7 @@ class Runtime:
             self._let_homes_go(self._room_seen)
             before = self._limit
             self.traffic.limit_device(0, before=before)
-            self.traffic.drain()
+            self.traffic.pending.drain()
             self.traffic.give_back_free()
             self.traffic.limit_device(before, before=before)
             self.memory.device.peak_bytes()  # what was given back by this is no peak of anything else
