@@ -173,9 +173,8 @@ class Updates:
         if not self._queue or len(self._opening) + len(self._running) >= _AT_ONCE:
             return False
         chunk = self._queue[0].chunk
-        if self._traffic.gradients.arriving(chunk) or any(
-            job.chunk is chunk for job in (*self._opening, *self._running)
-        ):
+        under_way = any(job.chunk is chunk for job in (*self._opening, *self._running))
+        if under_way or self._traffic.gradients.arriving(chunk):
             return False
         last = self._opening[-1] if self._opening else None  # those before it had places when it opened
         return last is None or all(self._traffic.role_has_place(last.chunk, role) for role in last.roles)
