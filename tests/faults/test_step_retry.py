@@ -13,7 +13,7 @@ from hetmem.errors import StoreError
 from hetmem.optim.scaling import LossScale
 from hetmem.optim.undo import UndoLog
 from hetmem.runtime import registry
-from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once, settle
+from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
 from tests.optim.test_graphs import Backwards
@@ -29,13 +29,13 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
 @pytest.mark.parametrize("call", range(0, 66, 6))
 @pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=["EIO", "full"])
 def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
-    training: Training, fault: object, call: int
+    training: Training, fault: Fault, call: int
 ) -> None:
     batch = next(training.batches)
     for module in (training.plain, training.managed):
         loss_of(module, batch).backward()
     training.left.step()
-    training.disk.fault = once(call, fault)  # type: ignore[arg-type]
+    training.disk.fault = once(call, fault)
     try:
         training.right.step()
     except StoreError:

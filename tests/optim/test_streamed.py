@@ -289,8 +289,7 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
     optimizers = adamws(plain, managed, overlap="backward")
     train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
     runtime = runtime_of(managed)
-    norm: Any = managed.blocks[1].norm  # type: ignore[union-attr]
-    hook = norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
+    hook = managed.blocks[1].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
     before = updated(managed)
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     after = updated(managed)
@@ -307,8 +306,8 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
 class Failing:
     """Makes the transfers of a class fail: all from the `first` on, `times` of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type, first: int, times: int) -> None:
-        self.seen, original = 0, kind.__call__  # type: ignore[operator]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: Any, first: int, times: int) -> None:
+        self.seen, original = 0, kind.__call__
 
         def call(work: Any) -> None:
             self.seen += 1
