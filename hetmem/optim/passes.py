@@ -74,11 +74,13 @@ class Passes:
             part.sample = sample_of(self._flat_gradient(part, job.opened))
 
     def see_what_is_left(self, progress: Progress) -> None:
-        """The backward is over: the user finds streamed gradients that the update of `progress` has still to read."""
+        """The backward is over: the user finds gradients that the update of `progress` has still to read. All have
+        arrived, which counts a version."""
         for part in progress.parts:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
-                part.sample = sample_of(self._flat_gradient(part, {}))
+                if self._optimizer.gradients is Gradients.STREAMED:
+                    part.sample = sample_of(self._flat_gradient(part, {}))
 
     def _notice_disturbance(self, progress: Progress, opened: Opened) -> None:
         """Whether streamed gradients of `progress` that were seen are as they were."""

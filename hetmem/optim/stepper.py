@@ -88,10 +88,9 @@ class Stepper:
 
     def backward_over(self) -> None:
         """See `Watcher`. Some streamed gradients are used up, and whoever clips the others clips by a wrong norm."""
-        if self._optimizer.gradients is Gradients.STREAMED:
-            for progress in self._progress.values():
-                if progress.begun:
-                    self._passes.see_what_is_left(progress)
+        for progress in self._progress.values():
+            if progress.begun:
+                self._passes.see_what_is_left(progress)
 
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`, which may be updated already."""
@@ -154,7 +153,7 @@ class Stepper:
     # ---- within a step -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The step begins: the backward, if one ran, is over, and what was begun in it gets done."""
+        """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
         self._interception.reset()
         self._interception.segments.begin_step()
         self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
@@ -163,7 +162,8 @@ class Stepper:
             for progress in self._progress.values():
                 if not progress.begun and progress.saved is None:  # else `_check_untouched` sees it
                     self._notice_written(progress.chunk)
-            self._carry_out()
+            if not self._trails:
+                self._carry_out()
         self._places.choose(self._optimizer.groups_by_parameter())
 
     def square_sums(self, chunks: Work) -> list[Sums]:
@@ -187,7 +187,7 @@ class Stepper:
                     self._passes.take_back(progress)
                 if not progress.begun:
                     self._add_update(progress, grad_scale)
-            if self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams:
+            if self._trails:
                 self._use_up_gradients()
                 self._updates.pump()
             else:
@@ -223,6 +223,11 @@ class Stepper:
         """What was done belongs to a step that is not tried again."""
         self._end()
         self._arrivals.clear()
+
+    @property
+    def _trails(self) -> bool:
+        """Whether updates go on after the step."""
+        return self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams
 
     def _carry_out(self, homes: Iterable[Home] = ()) -> None:
         """All that is queued is computed, and `homes` are written. Other states are at home after `synchronize`."""
@@ -281,10 +286,12 @@ class Stepper:
         begun = [progress for progress in self._progress.values() if progress.begun]
         self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
         for progress in begun:
-            used_up = self._optimizer.gradients is Gradients.STREAMED
             for part in progress.parts:
-                kept = part.managed.parameter.grad is part.gradient and self._passes.unscaled(part)
-                if not (used_up or kept) or progress.disturbed or writes.changed(part.managed):
+                if part.managed.parameter.grad is part.gradient:
+                    kept = self._passes.unscaled(part)
+                else:
+                    kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up
+                if not kept or progress.disturbed or writes.changed(part.managed):
                     raise self._changed(progress)
 
     def _changed(self, progress: Progress) -> RuntimeError:

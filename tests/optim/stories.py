@@ -18,6 +18,9 @@ overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
 TRAILING: dict[str, Any] = {"overlap": "forward", "max_grad_norm": 1e9}
 """Every update waits for a norm, which clips nothing: all of them trail behind the step."""
 
+trailing = pytest.mark.parametrize("options", [TRAILING, {"overlap": "forward"}], ids=["all", "last"])
+"""All updates, or only those that the backward has begun and left."""
+
 
 def small() -> nn.Sequential:
     """Many parameters in each chunk."""

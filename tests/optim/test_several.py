@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 import hetmem
-from tests.optim.stories import TRAILING, Twins, adamw, halves, one, overlaps, small, twins
+from tests.optim.stories import Twins, adamw, halves, one, overlaps, small, trailing, twins
 from tests.runtime.harness import (
     assert_same,
     assert_same_states,
@@ -71,21 +72,23 @@ def test_undoing_a_trial_keeps_what_another_optimizer_did_to_the_chunk(placement
 
 
 @streamed
-def test_updates_go_on_when_their_optimizer_is_dropped(placement: str, tmp_path: Path) -> None:
+@trailing
+def test_updates_go_on_when_their_optimizer_is_dropped(options: dict[str, Any], placement: str, tmp_path: Path) -> None:
     plain, managed = modules = pair(mlp, placement, tmp_path)
     batches = vector_batches(3, 4, 64)
-    twins(modules, **TRAILING).train(batches)
+    twins(modules, **options).train(batches)
     gc.collect()
     assert_same(loss_of(plain, batches[0]), loss_of(managed, batches[0]), "loss")
     assert_same_weights(plain, managed)
 
 
-def test_two_optimizers_get_by_with_staging_for_one(tmp_path: Path) -> None:
+@trailing
+def test_two_optimizers_get_by_with_staging_for_one(options: dict[str, Any], tmp_path: Path) -> None:
     """What one has read ahead for a step that trails must not keep the other from its own."""
     plain, managed = pair(lambda: nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]), "nvme", tmp_path)
     left = [adamw(part) for part in halves(plain)]
     first, second = halves(managed)
-    right = [hetmem.AdamW(first, lr=1e-2, **TRAILING), hetmem.AdamW(second, lr=1e-2)]
+    right = [hetmem.AdamW(first, lr=1e-2, **options), hetmem.AdamW(second, lr=1e-2)]
     for batch in vector_batches(8, 4, 64):
         one(plain, batch, *left)
         one(managed, batch, *right)

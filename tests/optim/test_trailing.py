@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import hetmem
-from tests.optim.stories import TRAILING, Twins, adamw, one, overlaps, twins
+from hetmem.optim.updates import Updates
+from tests.optim.stories import Twins, adamw, one, overlaps, trailing, twins
 from tests.runtime.harness import (
     Tower,
     assert_same,
@@ -27,9 +29,12 @@ from tests.runtime.harness import (
 
 
 @streamed
-def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(placement: str, tmp_path: Path) -> None:
+@trailing
+def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(
+    options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
     """Either torch's bits, or an error that says what to do."""
-    both = twins(pair(mlp, placement, tmp_path), **TRAILING)
+    both = twins(pair(mlp, placement, tmp_path), **options)
     for batch in vector_batches(4, 4, 64):
         for module, optimizer in both.sides:
             try:
@@ -44,13 +49,16 @@ def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(placement:
 
 @streamed
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_updates_that_trail_into_inference_mode(kind: str, placement: str, tmp_path: Path) -> None:
+@trailing
+def test_updates_that_trail_into_inference_mode(
+    options: dict[str, Any], kind: str, placement: str, tmp_path: Path
+) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     if kind == "adamw":
-        both = twins((plain, managed), **TRAILING)
+        both = twins((plain, managed), **options)
     else:
         left = torch.optim.NAdam(plain.parameters(), lr=1e-2)
-        right = hetmem.optim.offload(torch.optim.NAdam, managed.parameters(), lr=1e-2, **TRAILING)
+        right = hetmem.optim.offload(torch.optim.NAdam, managed.parameters(), lr=1e-2, **options)
         both = Twins(plain, managed, left, right)
     for batch in vector_batches(3, 4, 64):
         for module, optimizer in both.sides:
@@ -61,8 +69,9 @@ def test_updates_that_trail_into_inference_mode(kind: str, placement: str, tmp_p
 
 
 @streamed
-def test_loading_weights_while_updates_trail(placement: str, tmp_path: Path) -> None:
-    both = twins(pair(mlp, placement, tmp_path), **TRAILING)
+@trailing
+def test_loading_weights_while_updates_trail(options: dict[str, Any], placement: str, tmp_path: Path) -> None:
+    both = twins(pair(mlp, placement, tmp_path), **options)
     first = copy.deepcopy(both.plain.state_dict())
     for batch in vector_batches(4, 4, 64):
         for module, optimizer in both.sides:
@@ -72,8 +81,11 @@ def test_loading_weights_while_updates_trail(placement: str, tmp_path: Path) -> 
 
 
 @streamed
-def test_the_state_dict_of_a_part_waits_for_updates_too(placement: str, tmp_path: Path) -> None:
-    both = twins(pair(mlp, placement, tmp_path), **TRAILING)
+@trailing
+def test_the_state_dict_of_a_part_waits_for_updates_too(
+    options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    both = twins(pair(mlp, placement, tmp_path), **options)
     for batch in vector_batches(4, 4, 64):
         both.train([batch])
         assert_same_weights(both.plain[2], both.managed[2])
@@ -117,9 +129,12 @@ def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_
 
 
 @precisions
-def test_a_forward_on_homes_sees_no_update_that_trails(mixed: torch.dtype | None, tmp_path: Path) -> None:
+@trailing
+def test_a_forward_on_homes_sees_no_update_that_trails(
+    options: dict[str, Any], mixed: torch.dtype | None, tmp_path: Path
+) -> None:
     """All on the device: operators see homes, or what is cast of them."""
-    both = twins(pair(Tower, "resident", tmp_path, mixed_precision=mixed), **TRAILING)
+    both = twins(pair(Tower, "resident", tmp_path, mixed_precision=mixed), **options)
     backward = reference(both.plain, mixed)
     for batch in token_batches(4):
         expected, got = backward(partial(loss_of, batch=batch)), loss_of(both.managed, batch)
@@ -128,3 +143,49 @@ def test_a_forward_on_homes_sees_no_update_that_trails(mixed: torch.dtype | None
         for _, optimizer in both.sides:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@streamed
+@pytest.mark.parametrize("gradients", ["visible", "streamed"])
+def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
+    gradients: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if none came to an end while the step goes on."""
+    both = twins(pair(mlp, placement, tmp_path), overlap="forward", gradients=gradients)
+    batches = vector_batches(4, 4, 64)
+    both.train(batches[:2])
+    for batch in batches[2:]:
+        for module in (both.plain, both.managed):
+            loss_of(module, batch).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(Updates, "finish", _must_not_be_waited_for)
+            both.right.step()
+        both.left.step()
+        both.left.zero_grad()
+        assert all(parameter.grad is None for parameter in both.managed.parameters())
+    both.right.synchronize()
+    both.assert_same()
+
+
+def _must_not_be_waited_for(_: Updates) -> None:
+    raise AssertionError("the step waits")
+
+
+@streamed
+def test_a_streamed_gradient_that_was_scaled_before_its_update_is_refused_by_the_step(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its update runs only after the step."""
+    _, managed = pair(mlp, placement, tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", gradients="streamed")
+    batches = vector_batches(2, 4, 64)
+    one(managed, batches[0], optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "_may_open", lambda _: False)
+        loss_of(managed, batches[1]).backward()
+        left = [parameter.grad for parameter in managed.parameters() if parameter.grad is not None]
+        assert left
+        for gradient in left:
+            gradient.numpy()[...] *= 0.5  # counts no version
+        with pytest.raises(RuntimeError, match="changed after their update had begun"):
+            optimizer.step()
