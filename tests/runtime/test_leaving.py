@@ -244,7 +244,7 @@ def refusing(x: torch.Tensor, weight: torch.Tensor, module: Refused) -> torch.Te
         return result
     if module.failures:
         module.failures -= 1
-        registry.of_module(module).runtime.refused(480 << 10, 200 << 10)
+        registry.of_module(module).runtime.refusals.refused(480 << 10, 200 << 10)
         raise torch.OutOfMemoryError("CUDA out of memory")
     module.at.append(weight.data_ptr())
     return x @ weight
@@ -283,7 +283,7 @@ def test_a_forward_behind_a_backward_that_found_no_memory_begins_with_room_for_i
     expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
     assert torch.equal(managed(x), expected)
     assert memory_of(managed).resident
-    registry.of_module(managed).runtime.refused(480 << 10, 200 << 10)
+    registry.of_module(managed).runtime.refusals.refused(480 << 10, 200 << 10)
     seen: list[set[Tier]] = []
     managed.tower[0].register_forward_pre_hook(lambda *_: seen.append(tiers(managed)))
     assert torch.equal(managed(x), expected)
