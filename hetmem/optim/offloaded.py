@@ -15,7 +15,7 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
-from hetmem.optim.overlap import Gradients, Overlap
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
 from hetmem.optim.stepper import Stepper, Work
@@ -67,7 +67,7 @@ class OffloadedOptimizer(Optimizer):
         self.overlap, self.gradients = Overlap(overlap), Gradients(gradients)
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)
-        self.gradients.check(self.overlap, needs_all=self.needs_all_gradients)
+        check_gradients(self.gradients, self.overlap, needs_all=self.needs_all_gradients)
         self.grad_norm: float | None = None
         self.rule = rule
         self._begin_empty()

@@ -5,6 +5,19 @@ from __future__ import annotations
 from enum import Enum
 
 
+class Gradients(str, Enum):
+    """What is kept of gradients.
+
+    "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
+    arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is None afterwards: 12 bytes a
+    parameter in place of 16 (float32 AdamW). It takes one backward per step, `overlap` "backward" or "forward", and
+    nothing that needs the gradients of all.
+    """
+
+    VISIBLE = "visible"
+    STREAMED = "streamed"
+
+
 class Overlap(str, Enum):
     """How far updates of a step overlap with other work; the bits are the same with all of them.
 
@@ -25,29 +38,17 @@ class Overlap(str, Enum):
     FORWARD = "forward"
 
 
-class Gradients(str, Enum):
-    """What is kept of gradients.
-
-    "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
-    arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is None afterwards: 12 bytes a
-    parameter in place of 16 (float32 AdamW). It takes one backward per step, `overlap` "backward" or "forward", and
-    nothing that needs the gradients of all.
-    """
-
-    VISIBLE = "visible"
-    STREAMED = "streamed"
-
-    def check(self, overlap: Overlap, *, needs_all: bool) -> None:
-        """Raises ValueError where these gradients cannot go with `overlap`, or with what `needs_all` of them."""
-        if self is Gradients.VISIBLE:
-            return
-        if overlap not in (Overlap.BACKWARD, Overlap.FORWARD):
-            raise ValueError(
-                f"streamed gradients are used up during backward: set overlap='backward' or 'forward', "
-                f"got {overlap.value!r}"
-            )
-        if needs_all:
-            raise ValueError(
-                "streamed gradients are gone before all have arrived, so that neither max_grad_norm nor loss_scale "
-                "can be known: leave those out, or gradients='visible'"
-            )
+def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:
+    """Raises ValueError where `gradients` cannot go with `overlap`, or with what `needs_all` of them."""
+    if gradients is Gradients.VISIBLE:
+        return
+    if overlap not in (Overlap.BACKWARD, Overlap.FORWARD):
+        raise ValueError(
+            f"streamed gradients are used up during backward: set overlap='backward' or 'forward', "
+            f"got {overlap.value!r}"
+        )
+    if needs_all:
+        raise ValueError(
+            "streamed gradients are gone before all have arrived, so that neither max_grad_norm nor loss_scale "
+            "can be known: leave those out, or gradients='visible'"
+        )
