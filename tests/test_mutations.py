@@ -100,8 +100,8 @@ MUTATIONS = {
     ),
     "copy into a slot that compute still reads": Mutation(
         "runtime/carrier.py",
-        "            self._compute_marks[index] = mark\n",
-        "            pass\n",
+        "        self._compute_marks[slot] = self._engine.mark()\n",
+        "        pass\n",
         "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "read gradients before they have arrived": Mutation(
