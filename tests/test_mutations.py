@@ -42,7 +42,7 @@ MUTATIONS = {
         "runtime/writes.py",
         "_copy_changes(home, source), home.nbytes",
         "None, home.nbytes",
-        "tests/runtime/test_user_writes.py::test_writes_inside_forward_are_kept",
+        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept",
     ),
     "drop a dirty copy": Mutation(
         "plan/residency.py",
@@ -66,7 +66,7 @@ MUTATIONS = {
         "runtime/runtime.py",
         "if self.bindings.held(managed) and id(managed) not in self._held:",
         "if False:",
-        "tests/runtime/test_user_writes.py::test_writes_inside_forward_are_kept",
+        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept",
     ),
     "give up a copy before its write is done": Mutation(
         "plan/cache.py",
