@@ -236,10 +236,10 @@ def release(module: torch.nn.Module) -> None:
     runtime = interception.runtime
     try:
         try:
-            runtime.traffic.end_workers()
+            runtime.traffic.pending.end_workers()
             runtime.traffic.wait_for_updates()
         finally:
-            runtime.traffic.quiesce()
+            runtime.traffic.pending.quiesce()
     finally:
         with torch.no_grad():
             for managed_parameter in runtime.parameters:

@@ -42,7 +42,7 @@ MUTATIONS = {
         "runtime/writes.py",
         "_copy_changes(home, source), home.nbytes",
         "None, home.nbytes",
-        "tests/runtime/test_user_writes.py::test_writes_inside_forward_are_kept",
+        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept",
     ),
     "drop a dirty copy": Mutation(
         "plan/residency.py",
@@ -66,7 +66,7 @@ MUTATIONS = {
         "runtime/runtime.py",
         "if self.bindings.held(managed) and id(managed) not in self._held:",
         "if False:",
-        "tests/runtime/test_user_writes.py::test_writes_inside_forward_are_kept",
+        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept",
     ),
     "give up a copy before its write is done": Mutation(
         "plan/cache.py",
@@ -100,14 +100,14 @@ MUTATIONS = {
     ),
     "copy into a slot that compute still reads": Mutation(
         "runtime/carrier.py",
-        "            self._compute_marks[index] = mark\n",
-        "            pass\n",
+        "        self._compute_marks[slot] = self._engine.mark()\n",
+        "        pass\n",
         "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "read gradients before they have arrived": Mutation(
-        "runtime/traffic.py",
-        "        while self._gradients:\n            self.wait_for_one()\n",
-        "",
+        "runtime/homeward.py",
+        "        while self._on_their_way:\n            self._carrier.wait_for_one()\n",
+        "        pass\n",
         "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
     ),
     "round the 16-bit copy down": Mutation(
@@ -124,7 +124,7 @@ MUTATIONS = {
     ),
     "update before the gradients have arrived": Mutation(
         "optim/updates.py",
-        "self._traffic.arriving(chunk) or ",
+        " or self._traffic.gradients.arriving(chunk)",
         "",
         "tests/optim/test_overlap.py::test_gradients_that_arrive_behind_the_backward_are_waited_for",
     ),

@@ -15,7 +15,7 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
-from hetmem.optim.overlap import Gradients, Overlap
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
 from hetmem.optim.stepper import Stepper, Work
@@ -67,17 +67,7 @@ class OffloadedOptimizer(Optimizer):
         self.overlap, self.gradients = Overlap(overlap), Gradients(gradients)
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)
-        if self.gradients is Gradients.STREAMED:
-            if self.overlap not in (Overlap.BACKWARD, Overlap.FORWARD):
-                raise ValueError(
-                    f"streamed gradients are used up during backward: set overlap='backward' or 'forward', "
-                    f"got {overlap!r}"
-                )
-            if self.needs_all_gradients:
-                raise ValueError(
-                    "streamed gradients are gone before all have arrived, so that neither max_grad_norm nor loss_scale "
-                    "can be known: leave those out, or gradients='visible'"
-                )
+        check_gradients(self.gradients, self.overlap, needs_all=self.needs_all_gradients)
         self.grad_norm: float | None = None
         self.rule = rule
         self._begin_empty()

@@ -36,3 +36,19 @@ class Overlap(str, Enum):
     BACKWARD = "backward"
     SPECULATIVE = "speculative"
     FORWARD = "forward"
+
+
+def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:
+    """Raises ValueError where `gradients` cannot go with `overlap`, or with what `needs_all` of them."""
+    if gradients is Gradients.VISIBLE:
+        return
+    if overlap not in (Overlap.BACKWARD, Overlap.FORWARD):
+        raise ValueError(
+            f"streamed gradients are used up during backward: set overlap='backward' or 'forward', "
+            f"got {overlap.value!r}"
+        )
+    if needs_all:
+        raise ValueError(
+            "streamed gradients are gone before all have arrived, so that neither max_grad_norm nor loss_scale "
+            "can be known: leave those out, or gradients='visible'"
+        )

@@ -52,7 +52,7 @@ class Stepper:
         self._progress: dict[Chunk, Progress] = {}
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
-        self._runtime.traffic.workers.add(self._updates)
+        self._runtime.traffic.pending.workers.add(self._updates)
         self._sees_all = self._runtime.memory.streams
         interception.gradients.watchers.add(self)
 

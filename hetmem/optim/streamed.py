@@ -132,7 +132,7 @@ class StreamedUpdates:
 
     def pump(self) -> None:
         """Begin what has a slot."""
-        while self._queue and self._free and not self._traffic.arriving(self._queue[0].chunk):
+        while self._queue and self._free and not self._traffic.gradients.arriving(self._queue[0].chunk):
             self._begin(self._queue.popleft(), self._free.pop())
 
     def cancel(self) -> None:
@@ -165,7 +165,7 @@ class StreamedUpdates:
             one.updated,
         )
         nbytes = sum(chunk.role_nbytes(role) for role in brought)
-        self._traffic.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), slot.marks)
+        self._traffic.pending.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), slot.marks)
 
     def _brought(self, one: _UnderWay, error: BaseException | None) -> None:
         """All of it is on the device, and updated."""
@@ -176,7 +176,7 @@ class StreamedUpdates:
         work = _SendHome([(one.job.opened[role], one.there[role]) for role in roles])
         nbytes = sum(chunk.role_nbytes(role) for role in roles)
         self.sent_home_bytes += nbytes
-        self._traffic.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
+        self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
 
     def _home(self, one: _UnderWay, work: Callable[[], None], nbytes: int, error: BaseException | None) -> None:
         """All of it is at home again. What did not get there is sent once more: the slot still holds it."""

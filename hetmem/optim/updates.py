@@ -85,7 +85,7 @@ class Updates:
             self._queue.append(job)
         else:
             self.streamed.add(job)
-        self._traffic.keep(self)
+        self._traffic.pending.keep(self)
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
@@ -113,9 +113,9 @@ class Updates:
                     batch = self._running[0].batch
                     assert batch is not None
                     while batch.run_one():
-                        self._traffic.poll()  # what has come meanwhile makes room for more
-                elif not self._traffic.busy() and self._opening:
-                    if not self._traffic.make_way(self):
+                        self._traffic.pending.poll()  # what has come meanwhile makes room for more
+                elif not self._traffic.pending.busy() and self._opening:
+                    if not self._traffic.pending.make_way(self):
                         if self._opening[0] is stuck:
                             raise self._cannot_open(stuck)
                         stuck = self._opening[0]
@@ -160,7 +160,7 @@ class Updates:
         while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
-        self._traffic.forget(self)
+        self._traffic.pending.forget(self)
 
     def _next(self) -> Callable[[], None] | None:
         """What can be done now: a job can open, or run; None if there is nothing."""
@@ -173,7 +173,8 @@ class Updates:
         if not self._queue or len(self._opening) + len(self._running) >= _AT_ONCE:
             return False
         chunk = self._queue[0].chunk
-        if self._traffic.arriving(chunk) or any(job.chunk is chunk for job in (*self._opening, *self._running)):
+        under_way = any(job.chunk is chunk for job in (*self._opening, *self._running))
+        if under_way or self._traffic.gradients.arriving(chunk):
             return False
         last = self._opening[-1] if self._opening else None  # those before it had places when it opened
         return last is None or all(self._traffic.role_has_place(last.chunk, role) for role in last.roles)
@@ -198,7 +199,7 @@ class Updates:
             self._close(job, failed=True)
             raise
         self._running.append(job)
-        ended = self._traffic.expect_job(partial(self._ended, job))
+        ended = self._traffic.pending.expect_job(partial(self._ended, job))
         job.batch = self._workers.begin(tasks, after=ended)
 
     def _ended(self, job: Job) -> None:
@@ -216,7 +217,7 @@ class Updates:
 
     def _go_on(self) -> None:
         if self.idle:
-            self._traffic.forget(self)
+            self._traffic.pending.forget(self)
         self.pump()
 
     @staticmethod

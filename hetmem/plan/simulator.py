@@ -64,7 +64,7 @@ class LinkQueue:
 
 
 class Worker(Protocol):
-    """Does something behind everything else; see `runtime.traffic.Worker`."""
+    """Does something behind everything else; see `runtime.pending.Worker`."""
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""

@@ -30,7 +30,7 @@ class Watcher(Protocol):
         """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
 
     def arrived(self, managed: ManagedParameter) -> None:
-        """It is on its way home: `Traffic.arriving` says whether it is there."""
+        """It is on its way home: `Homeward.arriving` says whether it is there."""
 
     def backward_over(self) -> None:
         """The backward is over, and its gradients are where the user finds them."""
@@ -157,7 +157,7 @@ class GradientSink:
     def _arrive(self) -> None:
         """Everything that was sent is at home, also on NVMe."""
         runtime = self.runtime
-        runtime.traffic.wait_for_gradients()
+        runtime.traffic.gradients.wait()
         homes = [chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes]
         runtime.traffic.wait_until_written(homes)
 
@@ -174,7 +174,7 @@ class GradientSink:
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
         if arrived.device == managed.grad_home.device and home.tier is not Tier.DEVICE and traffic.engine.ordered:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
-            traffic.wait_for_gradients()
+            traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
         target = self._open(managed, adds=previous is managed.grad_home) if on_nvme else managed.grad_home
         if previous is not None and previous is not managed.grad_home:
@@ -184,15 +184,15 @@ class GradientSink:
                 traffic.close_role(chunk, Role.GRAD, dirty=True)
                 raise
         work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
-        traffic.send_gradient(chunk, work, managed.numel * chunk.dtype.itemsize)
+        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize)
 
     def _lend(self, chunk: Chunk) -> None:
         """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
         Where no update will end (the gradients of many chunks wait for their last one), `chunk` gets one of its own."""
         memory, traffic = self.runtime.memory, self.runtime.traffic
-        traffic.poll()
+        traffic.pending.poll()
         while not memory.lend(chunk, Role.GRAD):
-            if not (memory.lends(chunk, Role.GRAD) and traffic.busy()):
+            if not (memory.lends(chunk, Role.GRAD) and traffic.pending.busy()):
                 return
             traffic.wait_for_one()
         self._lent.add(chunk)
@@ -220,7 +220,7 @@ class GradientSink:
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
         chunk = managed.chunk
-        if not self.runtime.traffic.arriving(chunk):  # else staging, which is in use, is newer than the home
+        if not self.runtime.traffic.gradients.arriving(chunk):  # else staging, which is in use, is newer than the home
             wait_for_staged_gradients(self.runtime, (chunk,))
             honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)

@@ -165,8 +165,8 @@ class OperatorFaults(TorchFunctionMode):
 
     def _explained(self, error: Exception) -> Exception:
         """`error`, which also says who holds what."""
-        if self._runtime.refusal:
-            error.args = (f"{error}\n{self._runtime.refusal}",)
+        if self._runtime.refusals.said:
+            error.args = (f"{error}\n{self._runtime.refusals.said}",)
         return error
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:

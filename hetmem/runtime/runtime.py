@@ -6,7 +6,6 @@ are `traffic`'s, writes that were not hetmem's are `writes`'.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -24,13 +23,13 @@ from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.events import EventLog, MomentSeen
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.monitor import DeviceMonitor
+from hetmem.runtime.refusals import Refusals
 from hetmem.runtime.shortage import Shortage
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.weak import weakly
 from hetmem.runtime.writes import Writes
-from hetmem.units import format_size
 
 
 class Runtime:
@@ -62,13 +61,11 @@ class Runtime:
         """What the machine can do, if anybody has said so."""
         self._all_slots = sum(chunk.spec.span for chunk in self.chunks)
         self._shortage = Shortage(memory, residency, self.tracer)
+        self.refusals = Refusals(memory, self._shortage)
         self._held: dict[int, ManagedParameter] = {}
         self._limit = memory.device_pool.slots
         self._first_uses = 0
         self._most_non_model = 0
-        self._refused_room = 0
-        self.refusal = ""
-        memory.device.tell_refusals(self.refused)
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
@@ -90,13 +87,13 @@ class Runtime:
         self.tracer.begin(key, measured=measured)
         if measured and self.tracer.known is None and not self.memory.device.watched:
             self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
-        if self._refused_room:
-            self._leave_device(self._refused_room)
+        if self.refusals.room_bytes:
+            self._leave_device(self.refusals.room_bytes)
         self.events.begin_segment(segment_name(key))
         if before is not None:
             self.tracer.book.follows(before, key)
         with self.unwatched():
-            self.traffic.poll()
+            self.traffic.pending.poll()
             self.expect(key)
 
     def expect(self, key: Hashable) -> None:
@@ -105,7 +102,7 @@ class Runtime:
             self.traffic.execute(self.traffic.residency.expect(tier, schedule))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
-        self.traffic.poll()
+        self.traffic.pending.poll()
         live = self._look_at_allocator() if self.tracer.measured else self.memory.buffer_bytes
         expected = self.tracer.moment(operator, blocks, live)
         self._let_homes_go(expected if self.memory.device.watched else self._room_seen)
@@ -143,7 +140,7 @@ class Runtime:
 
     @property
     def _room_seen(self) -> int:
-        return max(self._most_non_model, self._refused_room)
+        return max(self._most_non_model, self.refusals.room_bytes)
 
     @property
     def non_model_peak_bytes(self) -> int:
@@ -306,27 +303,10 @@ class Runtime:
             self._let_homes_go(self._room_seen)
             before = self._limit
             self.traffic.limit_device(0, before=before)
-            self.traffic.drain()
+            self.traffic.pending.drain()
             self.traffic.give_back_free()
             self.traffic.limit_device(before, before=before)
             self.memory.device.peak_bytes()  # what was given back by this is no peak of anything else
-
-    def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
-        """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
-
-        From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
-        then; nobody can try a part of a backward again, so there this says who holds what, before torch raises.
-        """
-        memory = self.memory
-        chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
-        self._refused_room = max(
-            self._refused_room, min(memory.usable_bytes - chunks + asked_bytes, memory.usable_bytes)
-        )
-        error = self._shortage.error(f"an allocation of {format_size(asked_bytes)}", max(0, allocated_bytes - chunks))
-        given = min(asked_bytes, memory.device_pool.held_bytes())
-        self.refusal = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
-        if torch._C._current_graph_task_id() != -1:  # nobody in Python gets to see the error of a backward's node first
-            logging.getLogger("hetmem").error(self.refusal)
 
     def _release_device(self, managed: ManagedParameter) -> None:
         self.traffic.release(param_block(managed), Tier.DEVICE)

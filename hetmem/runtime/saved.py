@@ -75,11 +75,13 @@ class SavedTensors:
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top):
             return False
+        pack: Callable[[torch.Tensor], Any]
+        unpack: Callable[[Any], torch.Tensor]
         pack, unpack = top
 
         def unpack_again(packed: Any) -> torch.Tensor:
             with self._recomputes.recomputing():
-                return unpack(packed)  # type: ignore[no-any-return]
+                return unpack(packed)
 
         _AUTOGRAD._push_saved_tensors_default_hooks(
             lambda tensor: pack(self._alias(tensor)), unpack if pack is around else unpack_again
@@ -96,7 +98,7 @@ class SavedTensors:
             return tensor
         return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Saved | tuple[torch.Tensor, int]:
         """What autograd is to keep instead of `tensor`."""
         with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
             managed = self._runtime.bindings.of_storage(tensor)
@@ -113,7 +115,7 @@ class SavedTensors:
         version = managed.parameter._version
         return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version)
 
-    def unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Saved | tuple[torch.Tensor, int]) -> torch.Tensor:
         """What autograd gets back."""
         if self._runtime.memory.streams:
             self._segments.on_backward()
@@ -123,7 +125,7 @@ class SavedTensors:
             tensor, version = packed
             if tensor._version != version:
                 raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
-            return tensor  # type: ignore[no-any-return]
+            return tensor
         managed = packed.managed
         device = self._runtime.saved(managed)  # may wait for an update of it
         if managed.parameter._version != packed.version:

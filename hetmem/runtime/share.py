@@ -58,7 +58,7 @@ class ResidentShare:
             return
         for watcher in watchers:
             watcher.settle()
-        runtime.traffic.drain()
+        runtime.traffic.pending.drain()
         with runtime.moving_homes():
             for at in chosen:
                 if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):

@@ -5,13 +5,8 @@ It knows chunks and slots, and nothing of operators, autograd or optimizers. Com
 
 from __future__ import annotations
 
-import errno
 import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterable
 
 import torch
 
@@ -20,35 +15,20 @@ from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.cache import CopyState
 from hetmem.plan.commands import Command
-from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.carrier import Carrier
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import CopyChange, EventLog, Fault
+from hetmem.runtime.homeward import Homeward
 from hetmem.runtime.memory import Memory
+from hetmem.runtime.pending import Pending
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
 
-_GRADIENTS_IN_FLIGHT = 4
-_SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
 _PLACED = (CopyState.VALID, CopyState.LOADING)
-
-
-class Worker(Protocol):
-    """Does something with chunks behind everything else, on other threads."""
-
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
-
-    def give_way(self) -> bool:
-        """Let go of memory that is held but not worked with yet; False if there is none."""
-        ...
-
-    def close(self) -> None:
-        """Carry everything out and end all threads."""
 
 
 class Traffic:
@@ -73,13 +53,11 @@ class Traffic:
         self._events = events
         self.carrier = Carrier(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
-        self._gradients: Counter[Chunk] = Counter()
-        self._jobs = 0
+        self.pending = Pending(residency, engine, self.carrier)
+        self.gradients = Homeward(engine, self.pending, self.carrier, self.close_role)
         self._unfetched: set[tuple[int, Tier]] = set()
         """Copies that were asked for to be overwritten, of which the events do not know yet."""
         self.updating: set[Chunk] = set()
-        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-        self._at_work: set[Worker] = set()
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
                 if role in chunk.homes:
@@ -130,7 +108,7 @@ class Traffic:
             while self.residency.state(block, tier) is not CopyState.VALID:
                 if tier is Tier.DEVICE and self.carrier.order_compute_after(block):
                     break
-                if not self._go_on():
+                if not self.pending.go_on():
                     raise self.residency.withdraw(block, tier)
         except BaseException:
             self._abandon(block, tier)
@@ -157,23 +135,6 @@ class Traffic:
         self.execute(self.residency.limit(Tier.DEVICE, slots))
         if slots < before:
             self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
-
-    def keep(self, worker: Worker) -> None:
-        """`worker` has begun something, and lives until it says `forget`, whoever drops it."""
-        self._at_work.add(worker)
-
-    def forget(self, worker: Worker) -> None:
-        """`worker` has done everything."""
-        self._at_work.discard(worker)
-
-    def make_way(self, worker: Worker) -> bool:
-        """Have some worker other than this one give memory up; False if none does."""
-        return any(other.give_way() for other in self.workers if other is not worker)
-
-    def end_workers(self) -> None:
-        """Nothing is done behind training any more."""
-        for worker in list(self.workers):
-            worker.close()
 
     def give_back_free(self) -> None:
         """Return the memory of all slots that nobody has."""
@@ -321,7 +282,7 @@ class Traffic:
 
     def forget_copies(self) -> None:
         """Drop every copy on every tier; nothing may be in use."""
-        self.drain()
+        self.pending.drain()
         for tier in (Tier.DEVICE, Tier.HOST):
             for block in self.residency.resident(tier):
                 self.execute(self.residency.invalidate(block, tier))
@@ -375,7 +336,7 @@ class Traffic:
     def wait_for_update(self, chunk: Chunk) -> None:
         """No other thread writes parameters, or reads gradients, of `chunk`."""
         while chunk in self.updating:
-            if not self._go_on():
+            if not self.pending.go_on():
                 raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 
     def wait_for_updates(self) -> None:
@@ -383,116 +344,6 @@ class Traffic:
         while self.updating:
             self.wait_for_update(next(iter(self.updating)))
         self.wait_until_written([chunk.homes[Role.PARAM] for chunk in self._memory.chunks])
-
-    def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
-        """Something begins that is no copy, and that waiting for memory may have to wait for. Returns what any thread
-        calls at its end; `done` is then called by the thread that trains."""
-        self._jobs += 1
-        return partial(self.engine.report, self.carrier.expect(partial(self._job_done, done)))
-
-    def _job_done(self, done: Callable[[], None], _: BaseException | None) -> None:
-        self._jobs -= 1
-        done()
-
-    def busy(self) -> bool:
-        """Whether anything is under way that `wait_for_one` can wait for."""
-        return bool(self.residency.in_flight() or self._jobs or self._gradients)
-
-    def copy_beside(
-        self,
-        link: Link,
-        work: Callable[[], None],
-        nbytes: int,
-        done: Callable[[BaseException | None], None],
-        after: Sequence[Any] = (),
-    ) -> None:
-        """Begin `work`, which moves `nbytes` that are no block's over `link`, once the marks in `after` are passed. The
-        thread that trains calls `done` when it is over, with its error."""
-        self._jobs += 1
-        self.engine.copy(self.carrier.expect(partial(self._copied, done)), link, work, nbytes, after)
-
-    def _copied(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
-        self._jobs -= 1
-        done(error)
-
-    # ---- gradients ---------------------------------------------------------------------------------------------
-
-    def send_home(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
-        if home.tier is Tier.DEVICE:
-            work()
-        else:
-            self.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
-
-    def send_gradient(self, chunk: Chunk, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes a gradient of `nbytes` to `chunk`; at its end the role, open before, is closed.
-        A small one at once, others behind the backward."""
-        home = chunk.homes[Role.GRAD]
-        at_once = nbytes < _SMALL_BYTES and not self._gradients and self.engine.unlimited(Link.DEVICE_TO_HOST)
-        if home.tier is Tier.DEVICE or at_once:
-            try:
-                self.send_home(home, work, nbytes)
-            finally:
-                self.close_role(chunk, Role.GRAD, dirty=True)
-            return
-        self._gradients[chunk] += 1
-        ended = self.carrier.expect(partial(self._gradient_arrived, chunk))
-        self.engine.copy(ended, Link.DEVICE_TO_HOST, work, nbytes)
-        while self._gradients.total() > _GRADIENTS_IN_FLIGHT:
-            self.wait_for_one()
-
-    def _gradient_arrived(self, chunk: Chunk, error: BaseException | None) -> None:
-        self._gradients[chunk] -= 1
-        if not self._gradients[chunk]:
-            del self._gradients[chunk]
-        self.close_role(chunk, Role.GRAD, dirty=True)
-        if error is not None:
-            raise error
-
-    def arriving(self, chunk: Chunk) -> bool:
-        """Whether gradients of `chunk` are on their way."""
-        return chunk in self._gradients
-
-    def wait_for_gradients(self) -> None:
-        """Every gradient has arrived at home."""
-        while self._gradients:
-            self.wait_for_one()
-
-    # ---- waiting -----------------------------------------------------------------------------------------------
-
-    def poll(self) -> None:
-        """Take note of what has finished meanwhile."""
-        if self.carrier.poll():
-            self._pump()
-
-    def drain(self) -> None:
-        """Wait until nothing is in flight; an error of a transfer is raised here."""
-        while self.residency.in_flight():
-            self.wait_for_one()
-
-    def quiesce(self) -> None:
-        """Wait until nothing is under way, whatever fails; then the first error is raised. A disk that hangs is waited
-        for once."""
-        first: BaseException | None = None
-        while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
-            try:
-                self.wait_for_one()
-            except Exception as error:  # noqa: PERF203 - each wait may fail
-                first = first or error
-        if first is not None:
-            raise first
-
-    def _go_on(self) -> bool:
-        """Wait for something that is under way, or have somebody give memory up; False if there is neither."""
-        self._pump()
-        if self.busy():
-            self.wait_for_one()
-            return True
-        return any(worker.give_way() for worker in self.workers)
-
-    def _pump(self) -> None:
-        for worker in list(self._at_work):
-            worker.pump()
 
     def _abandon(self, block: int, tier: Tier) -> None:
         state = self.residency.state(block, tier)

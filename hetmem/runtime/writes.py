@@ -35,7 +35,7 @@ class Writes:
 
     def notice_all(self) -> None:
         """Look at every parameter for changes by the user since it was last used."""
-        self._traffic.poll()  # a copy that has arrived must not look as if it were still on its way
+        self._traffic.pending.poll()  # a copy that has arrived must not look as if it were still on its way
         self.unsure.clear()
         for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
             counted = [managed for managed in chunk.parameters if self._counted(managed)]
@@ -136,7 +136,7 @@ class Writes:
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
         self._traffic.wait_until_written([where])  # an update that trails must not come after this
-        self._traffic.send_home(where, lambda: _copy_changes(home, source), home.nbytes)
+        self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
         self._supersede(managed, but_device=True)
         self._traffic.copy_equals_home(managed.chunk)

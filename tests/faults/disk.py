@@ -107,4 +107,4 @@ def settle(*modules: nn.Module) -> None:
     """What is read ahead or written behind for `modules` is over, and the error of it, if it failed, was told."""
     for module in modules:
         with contextlib.suppress(StoreError):
-            registry.of_module(module).runtime.traffic.quiesce()
+            registry.of_module(module).runtime.traffic.pending.quiesce()

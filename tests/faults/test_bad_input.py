@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +44,9 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         ({"device": "1GiB", "device_chunks": "2GiB"}, "part of device"),
     ],
 )
-def test_a_malformed_budget_is_refused_when_it_is_written(keywords: dict[str, object], says: str) -> None:
+def test_a_malformed_budget_is_refused_when_it_is_written(keywords: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        hetmem.Budget(**keywords)  # type: ignore[arg-type]
+        hetmem.Budget(**keywords)
 
 
 def test_a_device_budget_below_the_minimum_names_the_minimum_and_the_parameter() -> None:
@@ -185,9 +186,9 @@ def test_two_parameters_over_one_memory_are_refused() -> None:
         ({"chunk_bytes": "big"}, "big"),
     ],
 )
-def test_a_bad_option_is_refused(keywords: dict[str, object], says: str) -> None:
+def test_a_bad_option_is_refused(keywords: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        hetmem.manage(mlp(), ROOMY, **keywords)  # type: ignore[arg-type]
+        hetmem.manage(mlp(), ROOMY, **keywords)
 
 
 def test_an_optimizer_over_unmanaged_parameters_is_refused() -> None:

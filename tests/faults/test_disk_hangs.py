@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 import hetmem
 from hetmem.errors import BudgetError, StoreError
@@ -23,6 +22,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.units import MIB
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
+    adamws,
     assert_same_states,
     assert_same_weights,
     loss_of,
@@ -76,8 +76,7 @@ def train_while_the_disk_hangs(directory: Path, disk: FaultyDisk, hang: Hang, mo
     """Two backwards fail because of `hang`; every step has the bits of a run on a disk that answers."""
     disk.used_by(monkeypatch, threads=2, request_bytes=2 * BLOCK_BYTES)
     plain, managed = pair(mlp, "nvme", directory)
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    left, right = adamws(plain, managed)
     (store,) = disk.stores
     for index, batch in enumerate(vector_batches(4, 8, 64)):
         if index == 2:

@@ -13,11 +13,11 @@ from hetmem.errors import StoreError
 from hetmem.optim.scaling import LossScale
 from hetmem.optim.undo import UndoLog
 from hetmem.runtime import registry
-from tests.faults.disk import EIO, ENOSPC, FaultyDisk, healthy, once, settle
+from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
 from tests.optim.test_graphs import Backwards
-from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, token_batches, vector_batches
+from tests.runtime.harness import adamws, assert_same_weights, loss_of, mlp, pair, token_batches, vector_batches
 from tests.runtime.test_share import build, moved, room
 
 
@@ -29,13 +29,13 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
 @pytest.mark.parametrize("call", range(0, 66, 6))
 @pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=["EIO", "full"])
 def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
-    training: Training, fault: object, call: int
+    training: Training, fault: Fault, call: int
 ) -> None:
     batch = next(training.batches)
     for module in (training.plain, training.managed):
         loss_of(module, batch).backward()
     training.left.step()
-    training.disk.fault = once(call, fault)  # type: ignore[arg-type]
+    training.disk.fault = once(call, fault)
     try:
         training.right.step()
     except StoreError:
@@ -110,8 +110,7 @@ def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_t
     disk.used_by(monkeypatch, threads=2)
     monkeypatch.setattr(UndoLog, "make_room", lambda *_: None)  # what could be taken back would not move either
     plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="speculative", max_grad_norm=1e6)
+    left, right = adamws(plain, managed, overlap="speculative", max_grad_norm=1e6)
     held = [parameter.detach() for parameter in managed.parameters()]  # what somebody holds does not move
     for number, batch in enumerate(token_batches(3)):
         for module in (plain, managed):
@@ -144,8 +143,7 @@ def test_a_gradient_that_could_not_be_written_stands_in_nobody_s_way_when_chunks
     disk.used_by(monkeypatch, threads=2)
     plain, managed = pair(Backwards, "nvme", tmp_path)
     plain.keeps = managed.keeps = False
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    left, right = adamws(plain, managed)
     batches = vector_batches(3, 4, 32)
     disk.fault = lambda verb, at, nbytes: EIO(verb, at, nbytes) if verb == "write" else nbytes
     with pytest.raises(StoreError):

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import hetmem
 from hetmem.memory.nvme import BLOCK_BYTES
 from tests.faults.disk import FaultyDisk
-from tests.runtime.harness import assert_same_states, assert_same_weights, loss_of, mlp, pair, vector_batches
+from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of, mlp, pair, vector_batches
 
 REQUEST_BYTES = 2 * BLOCK_BYTES
 CHUNK_BYTES = 4 * BLOCK_BYTES
@@ -27,8 +26,7 @@ class Training:
         disk.used_by(monkeypatch, threads=2, request_bytes=REQUEST_BYTES)
         self.disk = disk
         self.plain, self.managed = pair(mlp, "nvme", directory)
-        self.left = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, fused=True)
-        self.right = hetmem.AdamW(self.managed.parameters(), lr=1e-2)
+        self.left, self.right = adamws(self.plain, self.managed)
         self.batches = iter(vector_batches(9, 8, 64))
         self.where = re.compile(WHERE.format(re.escape(str(directory))))
         self.both()

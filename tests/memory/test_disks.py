@@ -51,12 +51,13 @@ def test_what_the_probe_measured_is_kept_and_taken_by_later_stores_on_that_disk(
 
 def test_requests_and_threads_that_were_asked_for_win(tmp_path: Path) -> None:
     disks.remember(str(tmp_path), SAMPLES)
-    for asked, read in (
+    cases: tuple[tuple[dict[str, Any], Requests], ...] = (
         ({"threads": 3}, Requests(16 * MIB, 3)),
         ({"request_bytes": MIB}, Requests(MIB, 4)),
         ({"threads": 1, "request_bytes": MIB}, Requests(MIB, 1)),
-    ):
-        store = NvmeStore([tmp_path], MIB, **asked)  # type: ignore[arg-type]
+    )
+    for asked, read in cases:
+        store = NvmeStore([tmp_path], MIB, **asked)
         assert (store.settings[0].read, store.settings[0].source) == (read, "given")
         store.close()
 

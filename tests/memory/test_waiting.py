@@ -18,12 +18,12 @@ from tests.runtime.harness import PLACEMENTS, Tower, manage, token_batches, vect
 
 __all__ = ["cuda"]  # a fixture
 
-ARRIVED = "carrier.wait_for_one < traffic.wait_for_gradients < gradients._arrive: take"
+ARRIVED = "carrier.wait_for_one < homeward.wait < gradients._arrive: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "carrier.wait_for_one < updates.finish < stepper._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
 ON_NVME = {
-    "carrier.wait_for_one < traffic._go_on < traffic.acquire: take",  # the disk
+    "carrier.wait_for_one < pending.go_on < traffic.acquire: take",  # the disk
     "carrier.wait_for_one < traffic.open_role < gradients._open: take",
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < stepper.begin: take",
@@ -34,7 +34,7 @@ ON_NVME = {
 }
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
-    "carrier.wait_for_one < traffic.wait_for_gradients < gradients._send",
+    "carrier.wait_for_one < homeward.wait < gradients._send",
     "progress.sample_of",
     "progress.bits_at",
     "tiles.as_array",

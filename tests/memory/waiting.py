@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -125,10 +126,10 @@ class _Operators(TorchDispatchMode):
 def _who() -> str:
     """The functions of hetmem that wait and that called it, as "writes.compare < runtime.end_use"."""
     found: list[str] = []
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < 3:
         path = frame.f_code.co_filename
         if "/hetmem/" in path and "/tests/" not in path:
             found.append(f"{path.rsplit('/', 1)[-1].removesuffix('.py')}.{frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return " < ".join(found) or "outside of hetmem"

@@ -266,8 +266,8 @@ def test_torchs_kernel_on_a_worker_starts_no_threads_and_changes_no_setting(with
         assert ended.wait(30)  # without a join, so all ran on the worker
     pool.close()
     before, after, threads = counts[:3]
-    assert after == before
-    assert counts[4] == counts[3]
+    assert after <= before  # threads of earlier tests may end meanwhile
+    assert counts[4] <= counts[3]
     assert threads == counts[5] == torch.get_num_threads()  # restored there, untouched here
     seen: list[int] = []
     late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))

@@ -24,6 +24,7 @@ from tests.runtime.harness import (
     CHUNK,
     Recipe,
     Tower,
+    adamws,
     assert_same_states,
     assert_same_weights,
     pair,
@@ -85,10 +86,7 @@ def test_the_bits_are_those_of_plain_torch(
 ) -> None:
     limits = room(mixed, home_copies=home_copies)
     plain, managed = pair(build, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST, device=device())
-    optimizers = (
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap),
-    )
+    optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(5), Recipe(steps=5, mixed=mixed), optimizers=optimizers)
     known = 4 if overlap == "off" else 3  # the choice is made behind the second backward
     assert updated(managed) == {"host": (5 - known) * weight_bytes(managed), "streamed": known * weight_bytes(managed)}
@@ -288,14 +286,10 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
     """Links are so slow that some wait for a slot then."""
     device = hetmem.SimDevice(host_to_device="20MB", device_to_host="20MB")
     plain, managed = pair(build, room(), tmp_path, hardware=SLOW_HOST, device=device)
-    optimizers = (
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward"),
-    )
+    optimizers = adamws(plain, managed, overlap="backward")
     train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
     runtime = runtime_of(managed)
-    norm: Any = managed.blocks[1].norm  # type: ignore[union-attr]
-    hook = norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
+    hook = managed.blocks[1].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
     before = updated(managed)
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     after = updated(managed)
@@ -312,8 +306,8 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
 class Failing:
     """Makes the transfers of a class fail: all from the `first` on, `times` of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type, first: int, times: int) -> None:
-        self.seen, original = 0, kind.__call__  # type: ignore[operator]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: Any, first: int, times: int) -> None:
+        self.seen, original = 0, kind.__call__
 
         def call(work: Any) -> None:
             self.seen += 1

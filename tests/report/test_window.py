@@ -56,6 +56,10 @@ def test_only_a_full_log_that_begins_within_the_window_has_forgotten_something()
     events = log(Span("step", 1, 2), Span("step", 5, 6))
     events.moments.extend([moment(3), moment(4), moment(5)])
     events.transfers.extend([read(1, 1.5), read(3, 4), read(3, 4), read(3, 4)])
-    assert last_window(events).forgotten == ()  # type: ignore[union-attr]  # there is a window
+    before = last_window(events)
+    assert before is not None
+    assert before.forgotten == ()
     events.moments.extend([moment(5), moment(5)])
-    assert last_window(events).forgotten == ("moments",)  # type: ignore[union-attr]
+    after = last_window(events)
+    assert after is not None
+    assert after.forgotten == ("moments",)

@@ -355,9 +355,10 @@ def vector_batches(
 
 def pair(
     build: Callable[[], nn.Module], placement: str | hetmem.Budget, directory: Path, **options: Any
-) -> tuple[nn.Module, nn.Module]:
-    """The same model twice: plain, and managed. Built twice, as not every model can be copied."""
-    modules = []
+) -> tuple[Any, Any]:
+    """The same model twice: plain, and managed. Built twice, as not every model can be copied; of no type, as tests
+    reach into their parts."""
+    modules: list[nn.Module] = []
     for _ in range(2):
         torch.manual_seed(0)
         modules.append(build())

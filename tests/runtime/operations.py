@@ -32,7 +32,7 @@ class Side:
             self.scale_rule = LossScale(2.0**8, growth_factor=1.0, backoff_factor=1.0)
 
     net: Net
-    optimizer: torch.optim.Optimizer
+    optimizer: Any  # of torch or of hetmem
 
     def make_optimizer(self) -> None: ...
 
@@ -238,8 +238,8 @@ class Side:
         parameter = draw.choice(list(self.module.parameters()))
         if parameter.requires_grad and not self.program.mixed:
             after = draw.random() < 0.5
-            register = parameter.register_post_accumulate_grad_hook if after else parameter.register_hook
-            self.hooks.append(register(_halve_grad if after else _double))  # type: ignore[operator]
+            register: Any = parameter.register_post_accumulate_grad_hook if after else parameter.register_hook
+            self.hooks.append(register(_halve_grad if after else _double))
 
     def unhook(self, _: Random) -> Any:
         while self.hooks:

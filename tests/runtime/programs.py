@@ -30,7 +30,8 @@ class Branches(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[int(x.detach().double().abs().sum() * 64) % 3](x)  # type: ignore[no-any-return]
+        output: torch.Tensor = self.experts[int(x.detach().double().abs().sum() * 64) % 3](x)
+        return output
 
 
 class Convolution(nn.Module):

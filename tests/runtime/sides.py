@@ -52,8 +52,8 @@ class Plain(Side):
 
     def make_optimizer(self) -> None:
         kind, options = OPTIMIZERS[self.program.optimizer]
-        one_by_one = {"foreach": False} if self.program.optimizer.startswith("offload") else {}
-        self.optimizer = kind(self.groups(), **options, **one_by_one)  # type: ignore[call-arg]
+        one_by_one: dict[str, Any] = {"foreach": False} if self.program.optimizer.startswith("offload") else {}
+        self.optimizer = kind(self.groups(), **options, **one_by_one)
 
     def manage_again(self, draw: Random) -> None:
         self.make_optimizer()
@@ -116,7 +116,10 @@ class Managed(Side):
         """Within a little more than the least budget that is accepted."""
         widest = max(p.itemsize for p in self.module.parameters())
         device, host = self._device_bytes(), 4096.0
-        options = {"mixed_precision": self.program.mixed, "chunk_bytes": self.program.chunk_elements * widest}
+        options: dict[str, Any] = {
+            "mixed_precision": self.program.mixed,
+            "chunk_bytes": self.program.chunk_elements * widest,
+        }
         options["sanitize"] = self.program.sanitize and self.program.device != "unwatched"
         while True:
             sizes: dict[str, Any] = {}
@@ -132,7 +135,7 @@ class Managed(Side):
             limits = harness.budget("nvme" if "host" in sizes else placement, self._directory, **sizes)
             managed = False
             try:
-                hetmem.manage(self.module, limits, device=self._device(), **options)  # type: ignore[arg-type]
+                hetmem.manage(self.module, limits, device=self._device(), **options)
                 managed = True
                 return self.make_optimizer()
             except BudgetError as error:
@@ -165,7 +168,7 @@ class Managed(Side):
         elif self.program.optimizer.startswith("offload"):
             self.optimizer = hetmem.optim.offload(kind, self.groups(), **options, **own)
         else:
-            self.optimizer = kind(self.groups(), **options)  # type: ignore[call-arg]
+            self.optimizer = kind(self.groups(), **options)
 
     def manage_again(self, draw: Random) -> None:
         hetmem.release(self.module)
@@ -173,7 +176,7 @@ class Managed(Side):
 
     def settle(self) -> None:
         if self.program.options.get("overlap") == "forward":
-            self.optimizer.synchronize()  # type: ignore[attr-defined]
+            self.optimizer.synchronize()
 
     def update(self) -> Any:
         self.optimizer.step()

@@ -109,7 +109,7 @@ def test_an_update_of_a_chunk_that_waits_for_room_begins_at_once(tmp_path: Path)
     traffic.release(first, Tier.DEVICE)
     assert residency.state(second, Tier.DEVICE) is CopyState.WAITING, "its home is being written"
     traffic.end_update(wanted)
-    traffic.drain()
+    traffic.pending.drain()
     assert residency.state(second, Tier.DEVICE) is CopyState.VALID
     traffic.release(second, Tier.DEVICE)
 

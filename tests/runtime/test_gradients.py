@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-import hetmem
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
     Recipe,
+    adamws,
     assert_same,
     assert_same_grads,
     assert_same_states,
@@ -77,10 +77,7 @@ def test_the_user_may_edit_gradients(
     edit: Callable[[nn.Module], None], when: str, placement: str, tmp_path: Path
 ) -> None:
     modules = pair(mlp, placement, tmp_path)
-    optimizers = (
-        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(modules[1].parameters(), lr=1e-2),
-    )
+    optimizers = adamws(*modules)
 
     def step(module: nn.Module) -> None:
         loss_of(module, BATCHES[0]).backward()

@@ -24,6 +24,7 @@ from tests.runtime.harness import (
     Mixed,
     Recipe,
     Tower,
+    adamws,
     assert_same,
     assert_same_weights,
     loss_of,
@@ -35,6 +36,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.runtime.test_writes_within_steps import WAYS, WritesInForward
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NVME, HOST = Tier.NVME, Tier.HOST
@@ -137,10 +139,7 @@ def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
 @overlaps
 def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_path: Path) -> None:
     plain, managed = pair(Tower, room(place, tmp_path), tmp_path, mixed_precision=BF16)
-    optimizers = (
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap),
-    )
+    optimizers = adamws(plain, managed, overlap=overlap)
     recipe = Recipe(steps=4, accumulation=accumulation, mixed=BF16)
     train_both(plain, managed, token_batches(4 * accumulation), recipe, optimizers=optimizers)
     assert_true_copies(managed)
@@ -172,8 +171,7 @@ def test_a_step_that_is_taken_back_takes_copies_back(overlap: str, place: str, t
 def test_the_gradient_scaler_of_torch_works_in_float16(place: str, tmp_path: Path) -> None:
     plain, managed = pair(Tower, room(place, tmp_path), tmp_path, mixed_precision=FP16)
     masters = Mixed(plain, FP16)
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    left, right = adamws(plain, managed)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
     for index, batch in enumerate(token_batches(5)):
         masters.backward(lambda module, batch=batch: scalers[0].scale(loss_of(module, batch)))
@@ -241,8 +239,7 @@ def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, t
     plain, managed = pair(lambda: Narrow(backwards=backwards), limits, tmp_path, mixed_precision=BF16)
     before = [[own.name for own in chunk.parameters] for chunk in registry.of_module(managed).runtime.chunks]
     masters = Mixed(plain, BF16)
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    left, right = adamws(plain, managed)
     for step, batch in enumerate(vector_batches(4, 4, 32, dtype=BF16)):
         masters.backward(lambda module, batch=batch: loss_of(module, batch))
         loss_of(managed, batch).backward()
@@ -275,10 +272,7 @@ def test_what_the_user_writes_before_a_step_is_stepped_from(
 ) -> None:
     plain, managed = pair(mlp, room(place, tmp_path), tmp_path, mixed_precision=BF16)
     masters = Mixed(plain, BF16)
-    optimizers = (
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2),
-    )
+    optimizers = adamws(plain, managed)
     for batch in vector_batches(2, 4, 64, dtype=BF16):
         masters.backward(lambda module, batch=batch: loss_of(module, batch))
         loss_of(managed, batch).backward()
@@ -297,10 +291,10 @@ def test_what_is_written_before_the_first_forward_is_in_the_copies(place: str, t
 
 
 @everywhere
-@pytest.mark.parametrize("way", writes.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_what_a_forward_writes_is_in_the_copies(way: str, place: str, tmp_path: Path) -> None:
     """Seen by the forwards that follow, also when every copy on a nearer tier is gone."""
-    module = manage(writes.WritesInForward(way), room(place, tmp_path), tmp_path, mixed_precision=BF16)
+    module = manage(WritesInForward(way), room(place, tmp_path), tmp_path, mixed_precision=BF16)
     runtime = registry.of_module(module).runtime
     optimizer = hetmem.AdamW(module.parameters(), lr=1e-2)
     for batch in vector_batches(3, 4, 64, dtype=BF16):
@@ -374,8 +368,7 @@ def test_a_step_that_is_repeated_after_a_fault_of_the_disk_leaves_true_copies(
     disk.used_by(monkeypatch, threads=2)
     plain, managed = pair(mlp, room("half in host", tmp_path), tmp_path, mixed_precision=BF16)
     batches = vector_batches(3, 4, 64, dtype=BF16)
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    left, right = adamws(plain, managed)
     train_both(plain, managed, batches[:1], Recipe(steps=1, mixed=BF16), optimizers=(left, right))
     masters = Mixed(plain, BF16)
     masters.backward(lambda module: loss_of(module, batches[1]))

@@ -117,7 +117,7 @@ def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tm
     def leave(*_: Any) -> None:
         at_once.append(runtime._leave_device(runtime.memory.device_bytes - 20 * CHUNK))
 
-    managed.blocks[1].norm.register_full_backward_hook(leave)  # type: ignore[union-attr]
+    managed.blocks[1].norm.register_full_backward_hook(leave)
     train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
     assert at_once == [True, False, False]
     assert Tier.HOST in tiers(managed) or any(chunk.moved for chunk in runtime.chunks)
@@ -172,7 +172,7 @@ def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_
     for rows, steps in ((2, 5), (40, 1), (2, 1)):  # of the first three, backwards are waited for
         train_both(plain, managed, token_batches(steps, rows=rows), Recipe(steps=steps), optimizers=optimizers)
     assert not memory_of(managed).resident
-    traces = [trace for trace in registry.of_module(managed).runtime.tracer.book.traces() if trace.key[0] == "forward"]  # type: ignore[index]
+    traces = [trace for trace in registry.of_module(managed).runtime.tracer.book.traces() if trace.key[0] == "forward"]
     assert traces
     assert all(trace.moments and trace.peak_non_model_bytes() > 0 for trace in traces)
 
@@ -203,12 +203,12 @@ def test_a_model_that_another_optimizer_updates_stays(tmp_path: Path) -> None:
 def test_what_somebody_holds_stays_where_it_is(tmp_path: Path) -> None:
     plain, managed = pair(build, room(None), tmp_path)
     optimizers = optimizers_of(plain, managed)
-    held = managed.blocks[0].up.weight.detach()  # type: ignore[union-attr]
+    held = managed.blocks[0].up.weight.detach()
     train_both(plain, managed, token_batches(2, rows=36), Recipe(steps=2), optimizers=optimizers)
-    chunk = registry.of_parameter(managed.blocks[0].up.weight)[1].chunk  # type: ignore
+    chunk = registry.of_parameter(managed.blocks[0].up.weight)[1].chunk
     assert {home.tier for home in chunk.homes.values()} == {Tier.DEVICE}
     assert Tier.HOST in tiers(managed)
-    assert_same(plain.blocks[0].up.weight.detach(), held, "what was held")  # type: ignore[union-attr]
+    assert_same(plain.blocks[0].up.weight.detach(), held, "what was held")
 
 
 def test_an_evaluation_before_any_optimizer_makes_it_leave_too(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def refusing(x: torch.Tensor, weight: torch.Tensor, module: Refused) -> torch.Te
         return result
     if module.failures:
         module.failures -= 1
-        registry.of_module(module).runtime.refused(480 << 10, 200 << 10)
+        registry.of_module(module).runtime.refusals.refused(480 << 10, 200 << 10)
         raise torch.OutOfMemoryError("CUDA out of memory")
     module.at.append(weight.data_ptr())
     return x @ weight
@@ -283,9 +283,9 @@ def test_a_forward_behind_a_backward_that_found_no_memory_begins_with_room_for_i
     expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
     assert torch.equal(managed(x), expected)
     assert memory_of(managed).resident
-    registry.of_module(managed).runtime.refused(480 << 10, 200 << 10)
+    registry.of_module(managed).runtime.refusals.refused(480 << 10, 200 << 10)
     seen: list[set[Tier]] = []
-    managed.tower[0].register_forward_pre_hook(lambda *_: seen.append(tiers(managed)))  # type: ignore
+    managed.tower[0].register_forward_pre_hook(lambda *_: seen.append(tiers(managed)))
     assert torch.equal(managed(x), expected)
     assert Tier.HOST in seen[0]
 
@@ -298,7 +298,7 @@ class Holding(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [layer.weight.reshape(-1) for layer in self.layers]  # type: ignore[operator]
+        parts = [layer.weight.reshape(-1) for layer in self.layers]
         return torch.stack([part.sum() for part in parts]).sum() + x[0]
 
 

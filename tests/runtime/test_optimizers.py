@@ -19,6 +19,7 @@ from tests.runtime.harness import (
     BATCHES,
     Recipe,
     Tower,
+    adamws,
     assert_same,
     assert_same_states,
     assert_same_weights,
@@ -59,10 +60,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_change_the_rate_and_the_momenta(name: str, tmp_path: Path) -> None:
     modules = pair(mlp, "nvme", tmp_path)
-    optimizers = (
-        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(modules[1].parameters(), lr=1e-2),
-    )
+    optimizers = adamws(*modules)
     schedulers = [SCHEDULERS[name](optimizer) for optimizer in optimizers]
     for _ in range(4):
         train_both(*modules, BATCHES, Recipe(steps=1), optimizers=optimizers)
@@ -75,10 +73,7 @@ def test_schedulers_change_the_rate_and_the_momenta(name: str, tmp_path: Path) -
 @everywhere
 def test_a_closure_is_called_with_gradients_enabled(placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)
-    optimizers = (
-        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(modules[1].parameters(), lr=1e-2),
-    )
+    optimizers = adamws(*modules)
     for batch in BATCHES:
         losses = []
         for module, optimizer in zip(modules, optimizers, strict=True):
@@ -109,10 +104,7 @@ def test_hooks_of_the_optimizer_fire(placement: str, tmp_path: Path) -> None:
 @everywhere
 def test_groups_may_be_added_and_their_options_changed_later(placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)
-    optimizers = (
-        torch.optim.AdamW(modules[0][0].parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(modules[1][0].parameters(), lr=1e-2),
-    )
+    optimizers = adamws(modules[0][0], modules[1][0])
     train_both(*modules, BATCHES, optimizers=optimizers)
     for module, optimizer in zip(modules, optimizers, strict=True):
         optimizer.add_param_group({"params": list(module[2].parameters()), "lr": 3e-2, "weight_decay": 0.5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ class Odd(nn.Module):
         self.gapped = nn.Parameter(torch.randn(48, 2 * WIDTH)[:, ::2] / 8)
         self.scalar = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.empty(0, 3))
-        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        conv: Any = nn.Conv2d(3, 8, 3)
+        self.conv = conv.to(memory_format=torch.channels_last)
         self.ballast = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, image: torch.Tensor) -> torch.Tensor:

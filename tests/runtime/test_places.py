@@ -12,7 +12,6 @@ from torch import nn
 
 import hetmem
 from hetmem.memory.device import SimDevice
-from hetmem.memory.device_pool import DevicePool
 from tests.runtime.harness import CHUNK, WIDTH, Recipe, pair, streamed, train_both, vector_batches
 from tests.runtime.lazy_device import LazyDevice
 
@@ -45,20 +44,20 @@ class Held:
     most = 0
 
 
-def counting(kind: type[SimDevice]) -> tuple[SimDevice, Held]:
+def counting(kind: Any) -> tuple[SimDevice, Held]:
     """A device whose pools note how many slots hold memory, after each was prepared."""
     held = Held()
 
-    class Counting(kind):  # type: ignore[valid-type, misc]
-        def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-            pool: DevicePool = super().pool(slot_bytes, slots)
+    class Counting(kind):
+        def pool(self, slot_bytes: int, slots: int) -> Any:
+            pool: Any = super().pool(slot_bytes, slots)
             prepare: Callable[[int, int], None] = pool.prepare
 
             def count(place: int, span: int) -> None:
                 prepare(place, span)
                 held.most = max(held.most, pool.held_slots())
 
-            pool.prepare = count  # type: ignore[method-assign]
+            pool.prepare = count
             return pool
 
     return Counting(), held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from tests.runtime.harness import (
     CHUNK,
-    Mixed,
     Recipe,
     Tower,
+    adamws,
     assert_same,
     assert_same_states,
     assert_same_weights,
     loss_of,
     pair,
+    reference,
     token_batches,
     train_both,
 )
@@ -78,10 +80,7 @@ def one_more_step(pairs: tuple[nn.Module, nn.Module], optimizers: Any, recipe: R
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
 def test_the_bits_are_those_of_plain_torch(overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
-    optimizers = (
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap),
-    )
+    optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(5), Recipe(steps=5, mixed=mixed), optimizers=optimizers)
     assert moved(managed) == 8
     for chunk in chunks_of(managed):
@@ -198,10 +197,7 @@ def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
 ) -> None:
     """A copy that was made of the home on the device was compared with what the home had been before it moved."""
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
-    optimizers = (
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap),
-    )
+    optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
     assert moved(managed) == 8
     runtime = registry.of_module(managed).runtime
@@ -214,10 +210,7 @@ def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(
 ) -> None:
     """The sum ended with a role of a home on NVMe that it had begun to read on the device, and stopped training."""
     plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
-    optimizers = (
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward", max_grad_norm=1e9),
-    )
+    optimizers = adamws(plain, managed, overlap="backward", max_grad_norm=1e9)
     train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
     assert moved(managed) == 8
     going_back, begin = threading.Event(), WorkerPool.begin
@@ -348,10 +341,7 @@ def test_checkpoints_interchange_with_torch(tmp_path: Path) -> None:
     other_plain, other = pair(build, room("host", None, tmp_path), tmp_path)
     other.load_state_dict(copy.deepcopy(plain.state_dict()))
     other_plain.load_state_dict(plain.state_dict())
-    optimizers = (
-        torch.optim.AdamW(other_plain.parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(other.parameters(), lr=1e-2),
-    )
+    optimizers = adamws(other_plain, other)
     for optimizer in optimizers:
         optimizer.load_state_dict(copy.deepcopy(left.state_dict()))
     train_both(other_plain, other, token_batches(3), Recipe(steps=3), optimizers=optimizers)
@@ -370,14 +360,10 @@ def test_release_gives_the_weights_and_gradients_of_moved_chunks_back(tmp_path: 
 @MIXED
 def test_streamed_gradients_of_moved_chunks_stay_on_the_device(mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room("host", mixed, tmp_path), tmp_path, mixed_precision=mixed)
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward", gradients="streamed")
-    twin = Mixed(plain, mixed) if mixed else None
+    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    backward = reference(plain, mixed)
     for batch in token_batches(5):
-        if twin:
-            twin.backward(lambda module, batch=batch: loss_of(module, batch))  # type: ignore[misc]
-        else:
-            loss_of(plain, batch).backward()
+        backward(partial(loss_of, batch=batch))
         loss_of(managed, batch).backward()
         left.step()
         right.step()
@@ -392,8 +378,7 @@ def test_streamed_gradients_of_moved_chunks_stay_on_the_device(mixed: torch.dtyp
 @pytest.mark.parametrize("overlap", ["off", "speculative"])
 def test_clipping_and_a_loss_scale_within_the_optimizer_equal_torch(overlap: str, tmp_path: Path) -> None:
     plain, managed = pair(build, room("host", None, tmp_path), tmp_path)
-    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=0.25, loss_scale=1024.0)
+    left, right = adamws(plain, managed, overlap=overlap, max_grad_norm=0.25, loss_scale=1024.0)
     other, streamed = pair(build, room("host", None, tmp_path, 0), tmp_path)
     del other, left
     third = hetmem.AdamW(streamed.parameters(), lr=1e-2, max_grad_norm=0.25, loss_scale=1024.0)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-import hetmem
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
     Tower,
+    adamws,
     assert_same,
     assert_same_grads,
     assert_same_weights,
@@ -35,8 +35,7 @@ def compare(modules: tuple[nn.Module, nn.Module], act: Callable[[nn.Module], Any
     for left, right in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
         assert_same(left, right, "result")
     assert_same_grads(*modules)
-    left_optimizer = torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True)
-    right_optimizer = hetmem.AdamW(modules[1].parameters(), lr=1e-2)
+    left_optimizer, right_optimizer = adamws(*modules)
     for optimizer in (left_optimizer, right_optimizer):
         optimizer.step()
     assert_same_weights(*modules)

@@ -13,17 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-import hetmem
-from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.chunk import Role
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Schedule, Tier
 from hetmem.runtime import registry
-from hetmem.runtime.traffic import Traffic
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
     Recipe,
+    adamws,
     assert_same,
     assert_same_grads,
     assert_same_weights,
@@ -32,13 +31,12 @@ from tests.runtime.harness import (
     loss_of,
     mlp,
     pair,
+    precisions,
     streamed,
     train_both,
     vector_batches,
 )
 from tests.runtime.lazy_device import EarlyDevice
-
-BF16 = torch.bfloat16
 
 
 def multiplied(module: nn.Module) -> None:
@@ -133,7 +131,7 @@ WRITES = (
 
 @pytest.mark.pairs
 @everywhere
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@precisions
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_writes_between_steps_reach_the_next_forward(
     write: Callable[[nn.Module], None], mixed: torch.dtype | None, placement: str, tmp_path: Path
@@ -154,7 +152,7 @@ def test_writes_between_steps_reach_the_next_forward(
 
 
 @streamed
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@precisions
 def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
     mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
@@ -203,7 +201,7 @@ class LateDisk(FaultyDisk):
         return count
 
 
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@precisions
 @pytest.mark.parametrize("home_copies", [False, True])
 def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
     home_copies: bool, mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,44 +229,13 @@ def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
         train_both(*modules, batches, Recipe(steps=1, mixed=mixed), optimizers=optimizers)
 
 
-@streamed
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("overlap", ["off", "forward"])
-def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
-    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies that an update has renewed, or an operator has written to, are not made once more."""
-    superseded: list[Role] = []
-    supersede = Traffic.superseded
-
-    def superseding(self: Traffic, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
-        if but_device:
-            supersede(self, chunk, role, but_device=True)
-        elif role == chunk.operand:
-            superseded.append(role)
-
-    monkeypatch.setattr(Traffic, "superseded", superseding)
-    _, managed = pair(lambda: WritesInForward("mul_"), placement, tmp_path, mixed_precision=mixed)
-    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
-    for batch in BATCHES:
-        loss_of(managed, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            managed(*batch)
-    assert superseded == []
-
-
 @everywhere
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_writes_between_backward_and_step_are_stepped_from(
     write: Callable[[nn.Module], None], placement: str, tmp_path: Path
 ) -> None:
     modules = pair(mlp, placement, tmp_path)
-    optimizers = (
-        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(modules[1].parameters(), lr=1e-2),
-    )
+    optimizers = adamws(*modules)
     for batch in BATCHES[:3]:
         for module, optimizer in zip(modules, optimizers, strict=True):
             loss_of(module, batch).backward()
@@ -290,10 +257,7 @@ def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
     held were updated in place of those that the user had written since."""
     room = budget("nvme", tmp_path, host="70KiB", device_chunks="64KiB")
     modules = pair(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), room, tmp_path)
-    optimizers = (
-        torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
-        hetmem.AdamW(modules[1].parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e9),
-    )
+    optimizers = adamws(*modules, overlap=overlap, max_grad_norm=1e9)
     for batch in BATCHES * 2:
         for module, optimizer in zip(modules, optimizers, strict=True):
             loss_of(module, batch).backward()
@@ -309,7 +273,7 @@ def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
 
 
 @everywhere
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
+@precisions
 def test_writes_before_the_first_forward_and_without_an_optimizer_count(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -325,127 +289,3 @@ def test_writes_before_the_first_forward_and_without_an_optimizer_count(
         x = x.to(mixed or torch.float32)
         with torch.no_grad():
             assert_same(reference(x), modules[1](x), "output")
-
-
-class WritesInForward(nn.Module):
-    """Changes its weights inside forward, by several ways, before it uses them."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
-        self.way = way
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.other(x)
-        weight = self.layer.weight
-        with torch.no_grad():
-            if self.way == "mul_":
-                weight.mul_(0.9)
-            elif self.way == "slice":
-                weight[0] = weight[1] * 0.5
-            elif self.way == "out":
-                torch.mul(weight, 0.9, out=weight)
-            elif self.way == "foreach":
-                torch._foreach_mul_([weight, self.layer.bias], 0.9)
-            elif self.way == "view":
-                weight.view(-1)[:64].mul_(0.9)
-            elif self.way == "detach":
-                weight.detach().mul_(0.9)
-            elif self.way == "data":
-                weight.data.mul_(0.9)
-            elif self.way == "data set":
-                weight.data = weight.data * 0.9
-            elif self.way == "held view":
-                rows = weight[:2]
-                x = x + self.other.bias
-                rows.mul_(0.9)
-        return self.layer(x)
-
-
-WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "held view")
-
-
-@everywhere
-@pytest.mark.parametrize("way", WAYS)
-def test_writes_inside_forward_are_kept(way: str, placement: str, tmp_path: Path) -> None:
-    modules = pair(lambda: WritesInForward(way), placement, tmp_path)
-    train_both(*modules, BATCHES, Recipe(accumulation=2))
-    with torch.no_grad():
-        assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
-    assert_same_weights(*modules, "after evaluation")
-
-
-@everywhere
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
-def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch(
-    placement: str, mixed: torch.dtype | None, tmp_path: Path
-) -> None:
-    """And the model goes on as if that forward had not been."""
-    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
-    batches = vector_batches(3, 4, WIDTH, dtype=mixed)
-    optimizers = train_both(*modules, batches, Recipe(mixed=mixed))
-    for module in modules:
-        loss = loss_of(module, batches[0] if module is modules[1] else BATCHES[0])
-        with torch.no_grad():
-            module[2].weight.mul_(0.5)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        module.zero_grad()
-    train_both(*modules, batches, Recipe(mixed=mixed), optimizers=optimizers)
-
-
-@everywhere
-def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
-    modules = pair(mlp, placement, tmp_path)
-    for module, make in zip(modules, (torch.optim.AdamW, hetmem.AdamW), strict=True):
-        optimizer = make(module.parameters(), lr=1e-2)
-        loss_of(module, BATCHES[1]).backward()
-        loss = loss_of(module, BATCHES[0])
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-@everywhere
-def test_an_activation_changed_in_place_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.other = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.sigmoid(self.layer(x))
-            y = self.other(x)
-            x.mul_(2)
-            return y
-
-    for module in pair(Changes, placement, tmp_path):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss_of(module, BATCHES[0]).backward()
-
-
-@everywhere
-def test_an_output_changed_in_place_by_the_user_is_an_error_where_it_was_saved(placement: str, tmp_path: Path) -> None:
-    for module in pair(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()), placement, tmp_path
-    ):
-        output = module(*BATCHES[0])
-        with torch.no_grad():
-            output.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            output.sum().backward()
-
-
-@everywhere
-def test_an_unchanged_weight_beside_a_changed_one_needs_no_new_forward(placement: str, tmp_path: Path) -> None:
-    """The bias is not saved by a linear layer: changing it between forward and backward is legal in torch."""
-    modules = pair(mlp, placement, tmp_path)
-    for module in modules:
-        loss = loss_of(module, BATCHES[0])
-        with torch.no_grad():
-            module[2].bias.mul_(0.5)
-        loss.backward()
-    assert_same_grads(*modules)
-    assert_same_weights(*modules)

@@ -1,0 +1,73 @@
+"""Gradients on their way from the device to their homes, behind the backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from hetmem.memory.chunk import Chunk, Home, Role
+from hetmem.memory.transfer import TransferEngine
+from hetmem.plan.links import Link
+from hetmem.plan.trace import Tier
+from hetmem.runtime.carrier import Carrier
+from hetmem.runtime.pending import Pending
+
+_IN_FLIGHT = 4
+_SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
+
+
+class Close(Protocol):
+    """Ends the use of a role of a chunk: `Traffic.close_role`."""
+
+    def __call__(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
+        """See there."""
+
+
+class Homeward:
+    """Sends gradients; each closes its role, with `close`, when it has arrived."""
+
+    def __init__(self, engine: TransferEngine, pending: Pending, carrier: Carrier, close: Close) -> None:
+        self._engine, self._pending, self._carrier, self._close = engine, pending, carrier, close
+        self._on_their_way: Counter[Chunk] = Counter()
+
+    def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
+        if home.tier is Tier.DEVICE:
+            work()
+        else:
+            self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+
+    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes a gradient of `nbytes` to `chunk`; at its end the role, open before, is closed.
+        A small one at once, others behind the backward."""
+        home = chunk.homes[Role.GRAD]
+        at_once = nbytes < _SMALL_BYTES and not self._on_their_way and self._engine.unlimited(Link.DEVICE_TO_HOST)
+        if home.tier is Tier.DEVICE or at_once:
+            try:
+                self.send_now(home, work, nbytes)
+            finally:
+                self._close(chunk, Role.GRAD, dirty=True)
+            return
+        self._on_their_way[chunk] += 1
+        self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._arrived, chunk))
+        while self._on_their_way.total() > _IN_FLIGHT:
+            self._carrier.wait_for_one()
+
+    def _arrived(self, chunk: Chunk, error: BaseException | None) -> None:
+        self._on_their_way[chunk] -= 1
+        if not self._on_their_way[chunk]:
+            del self._on_their_way[chunk]
+        self._close(chunk, Role.GRAD, dirty=True)
+        if error is not None:
+            raise error
+
+    def arriving(self, chunk: Chunk) -> bool:
+        """Whether gradients of `chunk` are on their way."""
+        return chunk in self._on_their_way
+
+    def wait(self) -> None:
+        """Every gradient has arrived at home."""
+        while self._on_their_way:
+            self._carrier.wait_for_one()

@@ -1,0 +1,181 @@
+"""What is written to weights inside forward is kept; what backward needs must not change before it, as in torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.memory.chunk import Chunk, Role
+from hetmem.runtime.traffic import Traffic
+from tests.runtime.harness import (
+    BATCHES,
+    WIDTH,
+    Recipe,
+    assert_same,
+    assert_same_grads,
+    assert_same_weights,
+    everywhere,
+    loss_of,
+    mlp,
+    pair,
+    precisions,
+    streamed,
+    train_both,
+    vector_batches,
+)
+
+
+class WritesInForward(nn.Module):
+    """Changes its weights inside forward, by several ways, before it uses them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.other(x)
+        weight = self.layer.weight
+        with torch.no_grad():
+            if self.way == "mul_":
+                weight.mul_(0.9)
+            elif self.way == "slice":
+                weight[0] = weight[1] * 0.5
+            elif self.way == "out":
+                torch.mul(weight, 0.9, out=weight)
+            elif self.way == "foreach":
+                torch._foreach_mul_([weight, self.layer.bias], 0.9)
+            elif self.way == "view":
+                weight.view(-1)[:64].mul_(0.9)
+            elif self.way == "detach":
+                weight.detach().mul_(0.9)
+            elif self.way == "data":
+                weight.data.mul_(0.9)
+            elif self.way == "data set":
+                weight.data = weight.data * 0.9
+            elif self.way == "held view":
+                rows = weight[:2]
+                x = x + self.other.bias
+                rows.mul_(0.9)
+        return self.layer(x)
+
+
+WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "held view")
+
+
+@everywhere
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_inside_forward_are_kept(way: str, placement: str, tmp_path: Path) -> None:
+    modules = pair(lambda: WritesInForward(way), placement, tmp_path)
+    train_both(*modules, BATCHES, Recipe(accumulation=2))
+    with torch.no_grad():
+        assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
+    assert_same_weights(*modules, "after evaluation")
+
+
+@streamed
+@precisions
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
+    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that an update has renewed, or an operator has written to, are not made once more."""
+    superseded: list[Role] = []
+    supersede = Traffic.superseded
+
+    def superseding(self: Traffic, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
+        if but_device:
+            supersede(self, chunk, role, but_device=True)
+        elif role == chunk.operand:
+            superseded.append(role)
+
+    monkeypatch.setattr(Traffic, "superseded", superseding)
+    _, managed = pair(lambda: WritesInForward("mul_"), placement, tmp_path, mixed_precision=mixed)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    for batch in BATCHES:
+        loss_of(managed, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            managed(*batch)
+    assert superseded == []
+
+
+@everywhere
+@precisions
+def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """And the model goes on as if that forward had not been."""
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    batches = vector_batches(3, 4, WIDTH, dtype=mixed)
+    optimizers = train_both(*modules, batches, Recipe(mixed=mixed))
+    for module in modules:
+        loss = loss_of(module, batches[0] if module is modules[1] else BATCHES[0])
+        with torch.no_grad():
+            module[2].weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        module.zero_grad()
+    train_both(*modules, batches, Recipe(mixed=mixed), optimizers=optimizers)
+
+
+@everywhere
+def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
+    modules = pair(mlp, placement, tmp_path)
+    for module, make in zip(modules, (torch.optim.AdamW, hetmem.AdamW), strict=True):
+        optimizer = make(module.parameters(), lr=1e-2)
+        loss_of(module, BATCHES[1]).backward()
+        loss = loss_of(module, BATCHES[0])
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@everywhere
+def test_an_activation_changed_in_place_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.other = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.sigmoid(self.layer(x))
+            y = self.other(x)
+            x.mul_(2)
+            return y
+
+    for module in pair(Changes, placement, tmp_path):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss_of(module, BATCHES[0]).backward()
+
+
+@everywhere
+def test_an_output_changed_in_place_by_the_user_is_an_error_where_it_was_saved(placement: str, tmp_path: Path) -> None:
+    for module in pair(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()), placement, tmp_path
+    ):
+        output = module(*BATCHES[0])
+        with torch.no_grad():
+            output.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+@everywhere
+def test_an_unchanged_weight_beside_a_changed_one_needs_no_new_forward(placement: str, tmp_path: Path) -> None:
+    """The bias is not saved by a linear layer: changing it between forward and backward is legal in torch."""
+    modules = pair(mlp, placement, tmp_path)
+    for module in modules:
+        loss = loss_of(module, BATCHES[0])
+        with torch.no_grad():
+            module[2].bias.mul_(0.5)
+        loss.backward()
+    assert_same_grads(*modules)
+    assert_same_weights(*modules)
