@@ -68,7 +68,6 @@ class Run:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._optimizer.synchronize()
-        runtime_of(self.model).traffic.drain()
         before, self._before = self._before, self._counts()
         return {name: count - before[name] for name, count in self._before.items()}
 
