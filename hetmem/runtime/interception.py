@@ -203,7 +203,6 @@ class Interception:
             )
 
     def _begin(self, call: Call | None) -> Compute:
-        forget_what_is_over()
         compute = Compute(call, self._end)
         self._here().append(compute)
         return compute
@@ -219,6 +218,7 @@ class Interception:
     def _forget_interrupted(self) -> None:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
         self._current(sys._getframe())
+        forget_what_is_over()
         if not self._here() and self._forward is not None and not self._forward.runs():
             self.runtime.bindings.go_home()
 

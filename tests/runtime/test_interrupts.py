@@ -27,6 +27,7 @@ from tests.runtime.harness import (
     Tower,
     all_hetmem_threads_end,
     assert_same,
+    assert_same_grads,
     assert_same_weights,
     everywhere,
     manage,
@@ -34,6 +35,7 @@ from tests.runtime.harness import (
     pair,
     token_batches,
     train_both,
+    vector_batches,
 )
 
 BATCH = token_batches(1)[0]
@@ -147,3 +149,159 @@ def test_a_model_dropped_right_after_an_interrupt_is_collected(
         gc.collect()
         assert [part() for part in parts] == [None] * 4
         assert list(tmp_path.iterdir()) == []
+
+
+FORWARD = ("before all", "before a layer", "after a layer", "after all", "generator")
+
+
+@pytest.mark.pairs
+@everywhere
+@pytest.mark.parametrize("where", FORWARD)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("read_on", ["this thread", "another"])
+def test_weights_read_right_after_an_interrupt_are_those_at_home(
+    where: str, placement: str, mixed: torch.dtype | None, read_on: str, tmp_path: Path
+) -> None:
+    """Parameters are stand-ins between the operators of a forward, and copies of 16 bits within."""
+    plain, managed = pair(Drawn, placement, tmp_path, mixed_precision=mixed)
+    managed(*BATCH).backward()
+    with ThreadPoolExecutor(1) as another:
+        if read_on == "another":
+            another.submit(interrupt, managed, where).result()
+        else:
+            interrupt(managed, where)
+            weight = managed.tower.norm.weight
+            assert (weight.dtype, weight.device) == (torch.float32, torch.device("cpu"))
+            assert_same(plain.tower.norm.weight * 3, weight * 3, "used")
+        assert_same_weights(plain, managed)
+
+
+@everywhere
+@pytest.mark.parametrize("where", FORWARD)
+def test_what_others_compute_after_an_interrupt_is_none_of_the_models_business(
+    where: str, placement: str, tmp_path: Path
+) -> None:
+    managed = manage(Drawn(), placement, tmp_path)
+    plain = [mlp(), mlp()]
+    plain[1].load_state_dict(plain[0].state_dict())
+    losses = [plain[0](BATCHES[0][0]).square().mean()]
+    interrupt(managed, where)
+    runtime, segments = registry.of_module(managed).runtime, registry.of_module(managed).segments
+    counted, begun = runtime.monitor.live_bytes, len(runtime.events.segments)
+    with torch._C.DisableTorchFunction():  # as C++ calls operators
+        kept = plain[0][0].weight.sin()
+    assert runtime.monitor.live_bytes <= counted, f"{kept.shape} counts as an activation of the model"
+    losses.append(plain[1](BATCHES[0][0]).square().mean())
+    for loss in losses:
+        loss.backward()
+    assert_same(*losses, "loss")
+    assert_same_grads(*plain)
+    assert len(runtime.events.segments) == begun and not segments.in_backward
+
+
+@everywhere
+@pytest.mark.parametrize("where", FORWARD)
+@pytest.mark.parametrize("by", ["module", "custom function"])
+def test_a_graph_that_others_make_after_an_interrupt_holds_no_model(
+    where: str, by: str, placement: str, tmp_path: Path
+) -> None:
+    managed, plain, x = manage(Drawn(), placement, tmp_path), mlp(), torch.ones(3, requires_grad=True)
+    interrupt(managed, where)
+    loss = plain(BATCHES[0][0]).sum() if by == "module" else Tripled.apply(x)
+    part = weakref.ref(registry.of_module(managed).runtime)
+    del managed
+    gc.collect()
+    assert part() is None
+    loss.sum().backward()
+    assert by == "module" or torch.equal(x.grad, 3 * torch.ones(3))
+
+
+class Tripled(torch.autograd.Function):
+    """Saves a tensor without calling any of torch's functions before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        with torch._C.DisableTorchFunction():
+            return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x * 3
+
+
+class Stubborn(nn.Module):
+    """Goes on after an interrupt of a part, which calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.tries = 0
+
+    def forward(self, x: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        x = self.layers[depth](x)
+        if depth < 2:
+            for _ in range(2):
+                with contextlib.suppress(KeyboardInterrupt):
+                    return x + self(x, depth + 1)
+        self.tries += 1
+        if self.tries % 4:
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@everywhere
+def test_a_forward_that_goes_on_after_an_interrupt_of_a_part_gives_the_bits_of_torch(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    modules = pair(Stubborn, placement, tmp_path, mixed_precision=mixed)
+    train_both(*modules, vector_batches(2, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+    assert on_torchs_stacks() == []
+
+
+@pytest.mark.pairs
+@everywhere
+@pytest.mark.parametrize("where", FORWARD)
+@pytest.mark.parametrize("other", PLACEMENTS)
+def test_another_managed_model_takes_what_an_interrupt_left_off_the_thread(
+    where: str, placement: str, other: str, tmp_path: Path
+) -> None:
+    interrupted = manage(Drawn(), placement, tmp_path)
+    interrupt(interrupted, where)
+    train_both(*pair(mlp, other, tmp_path), BATCHES)
+    assert on_torchs_stacks() == []
+
+
+@pytest.mark.pairs
+@everywhere
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sanitize", [True, False], ids=["watched", "unwatched"])
+def test_training_goes_on_after_an_interrupt_with_the_same_bits(
+    where: str, placement: str, mixed: torch.dtype | None, sanitize: bool, tmp_path: Path
+) -> None:
+    checkpointing = False if where == "recomputation" else None
+    modules = pair(partial(Drawn, checkpointing), placement, tmp_path, mixed_precision=mixed, sanitize=sanitize)
+    recipe = Recipe(steps=2, mixed=mixed)
+    optimizers = train_both(*modules, token_batches(2), recipe)
+    interrupt(modules[1], where, optimizers[1])
+    modules[1].zero_grad()
+    train_both(*modules, token_batches(2), recipe, optimizers=optimizers)
+
+
+@everywhere
+@pytest.mark.parametrize("by", ["release", "save"])
+def test_releasing_or_saving_an_interrupted_model_clears_torchs_stacks(by: str, placement: str, tmp_path: Path) -> None:
+    managed = manage(Drawn(), placement, tmp_path)
+    for first in (True, False):
+        interrupt(managed)
+        if first:
+            torch.ones(3).sin()  # finds that there is nothing to do
+        if by == "save":
+            hetmem.save(tmp_path / "saved", managed)
+        else:
+            hetmem.release(managed)
+            manage(managed, placement, tmp_path)
+        assert on_torchs_stacks() == []
