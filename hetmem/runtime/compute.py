@@ -99,9 +99,7 @@ class Compute:
     def enter_operators(self, handler: Handler) -> None:
         """`handler` is called in the place of operators."""
         self.operators = handler
-        mode = _Operators(self)
-        mode.__enter__()
-        self._leave.append(lambda: _leave_operators(mode))
+        _Operators(self).__enter__()
 
     def entered(self, leave: Callable[[], None]) -> None:
         """`leave` is to be called at the end."""
@@ -160,21 +158,21 @@ class _Operators(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         return compute.operators(func, types, args, kwargs or {})
 
+    def is_over(self) -> bool:
+        """Whether it does nothing any more."""
+        compute = self._compute()
+        return compute is None or compute.is_over
+
 
 def forget_what_is_over() -> None:
-    """Take what is over off this thread's stack of function modes, wherever it is: the one in whose place a function is
-    called just now is not there, and comes back after that."""
-    stack = _get_current_function_mode_stack()
-    if any(isinstance(mode, _Functions) and mode.is_over() for mode in stack):
-        for _ in stack:
+    """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode if it is on top. The
+    one in whose place something is called just now is not there, and comes back after that."""
+    functions, operators = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _Functions) and mode.is_over() for mode in functions):
+        for _ in functions:
             _pop_mode()
-        for mode in stack:
+        for mode in functions:
             if not (isinstance(mode, _Functions) and mode.is_over()):
                 _push_mode(mode)
-
-
-def _leave_operators(mode: TorchDispatchMode) -> None:
-    """Pop `mode` if it is on top; after an interrupt something else may be, and then it does no more harm there."""
-    stack = _get_current_dispatch_mode_stack()
-    if stack and stack[-1] is mode:
-        mode.__exit__(None, None, None)
+    while operators and isinstance(operators[-1], _Operators) and operators[-1].is_over():
+        operators.pop().__exit__(None, None, None)
