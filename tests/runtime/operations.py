@@ -311,13 +311,17 @@ class Side:
 
     def kept_by_hooks(self, draw: Random) -> Any:
         """Hooks of the user keep what autograd saves."""
+        if any(kind == "reentrant function" for kind, _ in self.program.parts):
+            return None  # an error of hetmem's that is known: see test_saved_by_others
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return self._backward(self.net(self.tokens(draw)))
 
     def interrupted(self, draw: Random) -> Any:
-        """A forward ends by Ctrl-C."""
-        part = self.net.parts[draw.randrange(len(self.net.parts))]
-        handle = part.register_forward_pre_hook(_interrupt)
+        """A forward ends by Ctrl-C, which runs none of torch's hooks."""
+        module = draw.choice((self.net, self.net.embedding, *self.net.parts))
+        before = draw.random() < 0.5
+        register = module.register_forward_pre_hook if before else partial(module.register_forward_hook, prepend=True)
+        handle = register(_interrupt)  # type: ignore[operator]
         with suppress(KeyboardInterrupt):
             self.net(self.tokens(draw))
         handle.remove()
