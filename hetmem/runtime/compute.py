@@ -31,15 +31,15 @@ class Call:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
         self._module, self._frame = weakref.ref(module), id(frame)
 
-    def is_of(self, module: torch.nn.Module) -> bool:
-        """Whether `module` was called."""
-        return self._module() is module
+    def is_made_in(self, frame: FrameType | None) -> bool:
+        """Whether `frame` makes it; torch calls hooks after an error in another one."""
+        return frame is not None and id(frame) == self._frame and frame.f_locals.get("self", self) is self._module()
 
     def is_on(self, frame: FrameType | None) -> bool:
         """Whether it is on the stack that has `frame` on top."""
         while frame is not None:
-            if id(frame) == self._frame and frame.f_locals.get("self", self) is self._module():
-                return True  # and not one that has got the memory of a frame that is gone
+            if self.is_made_in(frame):
+                return True  # and not by one that has got the memory of a frame that is gone
             frame = frame.f_back
         return False
 

@@ -140,7 +140,7 @@ class Interception:
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
         compute = self._current(sys._getframe())
-        if compute is None or not compute.calls or not compute.calls[-1].is_of(module):
+        if compute is None or not compute.calls or not compute.calls[-1].is_made_in(calling_frame(module)):
             return
         compute.calls.pop()
         if compute.calls or not compute.with_call:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -234,10 +235,11 @@ class Tripled(torch.autograd.Function):
 
 
 class Stubborn(nn.Module):
-    """Goes on after an interrupt of a part, which calls itself."""
+    """Goes on after an interrupt, or another error, of a call of itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
+        self.error = error
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.tries = 0
 
@@ -245,20 +247,21 @@ class Stubborn(nn.Module):
         x = self.layers[depth](x)
         if depth < 2:
             for _ in range(2):
-                with contextlib.suppress(KeyboardInterrupt):
-                    return x + self(x, depth + 1)
+                with contextlib.suppress(self.error):
+                    return F.linear(self(x, depth + 1), self.layers[depth].weight)
         self.tries += 1
         if self.tries % 4:
-            raise KeyboardInterrupt
+            raise self.error
         return x
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @everywhere
 def test_a_forward_that_goes_on_after_an_interrupt_of_a_part_gives_the_bits_of_torch(
-    placement: str, mixed: torch.dtype | None, tmp_path: Path
+    placement: str, mixed: torch.dtype | None, error: type[BaseException], tmp_path: Path
 ) -> None:
-    modules = pair(Stubborn, placement, tmp_path, mixed_precision=mixed)
+    modules = pair(partial(Stubborn, error), placement, tmp_path, mixed_precision=mixed)
     train_both(*modules, vector_batches(2, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
     assert on_torchs_stacks() == []
 
