@@ -116,6 +116,7 @@ class Compute:
     def end(self) -> None:
         """It is over."""
         self.is_over = True
+        self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
         self.calls.clear()
         while self._leave:
             self._leave.pop()()
