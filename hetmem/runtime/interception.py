@@ -9,17 +9,16 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.errors import ManageError
+from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict
 from hetmem.runtime.operators import OperatorFaults
@@ -29,33 +28,11 @@ from hetmem.runtime.segments import Segments, in_backward, signature
 from hetmem.runtime.share import ResidentShare
 
 
-class _Compute:
-    """A stretch of compute on one thread: a forward, or what a backward computes once more of one.
-
-    `task` is the backward that it is within, -1 for none; `called`: a call of a module began it, and ends it;
-    `modules` are those that run, outermost first;
-    `leave` ends what was entered for it. What is computed within a node of autograd has no hook at its end: autograd
-    restores what there was before it by itself, so `ends_with_node` is the mode that is gone then.
-    """
-
-    __slots__ = ("called", "ends_with_node", "leave", "modules", "task")
-
-    def __init__(self, task: int, called: bool) -> None:
-        self.task, self.called = task, called
-        self.modules: list[torch.nn.Module] = []
-        self.leave: list[Callable[[], None]] = []
-        self.ends_with_node: TorchFunctionMode | None = None
-
-    def is_over(self) -> bool:
-        """Whether the node that it was within has run."""
-        return self.ends_with_node is not None and self.ends_with_node not in _get_current_function_mode_stack()
-
-
 class _OfThread(threading.local):
     """What computes on this thread, outermost first."""
 
     def __init__(self) -> None:
-        self.here: list[_Compute] = []
+        self.here: list[Compute] = []
 
 
 class Interception:
@@ -75,8 +52,8 @@ class Interception:
         self.gradients.nothing_computes = self._between_nodes
         self._computes = _OfThread()
         self._turn = threading.Lock()
-        self._forward = (threading.get_ident(), _Compute(-1, True))
-        """The last one, and its thread."""
+        self._forward: Compute | None = None
+        """The last one."""
         self._saved = SavedTensors(runtime, self.segments, self)
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
@@ -110,36 +87,29 @@ class Interception:
 
         With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
         """
-        compute = self._current()
-        if (
-            compute is not None
-            and compute.modules
-            and compute.modules[0] is module
-            and _calls_running(module, sys._getframe()) < 2
-        ):
-            self.reset()  # the last call ended by an interrupt, which runs no hooks
-            compute = None
+        frame = calling_frame(module)
+        call = Call(module, frame)
+        compute = self._current(None if frame is None else frame.f_back)
         if compute is not None:
-            compute.modules.append(module)
+            compute.calls.append(call)
             return None
         with self._turn:
             self._refuse_two_threads()
-            compute = self._begin()
-            compute.modules.append(module)
+            compute = self._begin(call)
             if compute.task < 0:
-                self._forward = threading.get_ident(), compute
+                self._forward = compute
         try:
             dtype = self.runtime.memory.mixed_precision
             if dtype is not None:
                 args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-            self._enter(compute, args, kwargs)
+            self._enter(compute, module, args, kwargs)
         except BaseException:
             self.reset()
             raise
         return None if dtype is None else (args, kwargs)
 
-    def _enter(self, compute: _Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        runtime, module = self.runtime, compute.modules[0]
+    def _enter(self, compute: Compute, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        runtime = self.runtime
         measured = runtime.sanitize
         if compute.task < 0:
             with runtime.unwatched():
@@ -153,34 +123,29 @@ class Interception:
             with runtime.unwatched():
                 runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
-            _push_mode(compute, runtime.monitor)
+            compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
                 runtime.monitor.transformed = torch._C._functorch.maybe_current_level() is not None
-                runtime.monitor.forward_runs = lambda: _calls_running(module, sys._getframe()) > 0
         self._enter_modes(compute, stands_by=measured and self.share.may_leave_device)
 
-    def _enter_modes(self, compute: _Compute, *, stands_by: bool = False) -> OperatorFaults | None:
+    def _enter_modes(self, compute: Compute, *, stands_by: bool = False) -> None:
         """`stands_by`: also if the model is whole on the device, as it may have to leave that."""
         if not (self.runtime.memory.streams or stands_by):
-            return None
+            return
         if compute.task >= 0:
             self.runtime.notice_writes_by_hooks()
-        faults = OperatorFaults(self.runtime, self.gradients, self._saved)
-        _push_mode(compute, faults)
-        leave = self._saved.enter()
-        if leave is not None:
-            compute.leave.append(leave)
-        return faults
+        compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
+        self._saved.enter(compute)
 
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
-        compute = self._current()
-        if compute is None or not compute.modules or compute.modules[-1] is not module:
+        compute = self._current(sys._getframe())
+        if compute is None or not compute.calls or not compute.calls[-1].is_made_in(calling_frame(module)):
             return
-        compute.modules.pop()
-        if compute.modules or not compute.called:
+        compute.calls.pop()
+        if compute.calls or not compute.with_call:
             return
-        measured = self.runtime.monitor in _get_current_dispatch_mode_stack()
+        measured = compute.operators is not None
         self._end(compute)
         if measured and compute.task < 0:
             self.runtime.monitor.watch_backward(output)
@@ -190,10 +155,10 @@ class Interception:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """A checkpoint within a forward of the model computes within, as that did."""
-        if self._current() is not None:
+        if self._current(sys._getframe()) is not None:
             yield
             return
-        compute = self._begin(called=False)
+        compute = self._begin(None)
         try:
             self._enter_modes(compute)
             yield
@@ -202,65 +167,64 @@ class Interception:
 
     def recomputes_until_node_ends(self) -> None:
         """A function of the user's within a forward is at its backward now, and may compute something once more."""
-        if self._current() is None and self.runtime.memory.streams:
-            compute = self._begin(called=False)
-            compute.ends_with_node = self._enter_modes(compute)
-            compute.leave.clear()
+        if self._current(sys._getframe()) is None and self.runtime.memory.streams:
+            compute = self._begin(None)
+            self._enter_modes(compute)
+            compute.lasts_for_node()
 
     def _between_nodes(self) -> None:
         """A gradient arrives: nothing is computed, unless the whole backward is a part of a forward."""
-        self._current()
+        self._current(sys._getframe())
         if not any(compute.task < 0 for compute in self._here()):
             self.runtime.bindings.go_home()
 
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
-    def _here(self) -> list[_Compute]:
+    def _here(self) -> list[Compute]:
         return self._computes.here
 
-    def _current(self) -> _Compute | None:
-        """What computes now; what has ended without a hook is forgotten."""
+    def _current(self, top: FrameType | None) -> Compute | None:
+        """What computes now, by the stack that has `top` on top; what has ended without a hook is forgotten."""
         here, task = self._here(), torch._C._current_graph_task_id()
-        while here:
-            last = here[-1]
-            if last.task < task:
-                return None  # this backward is within it
-            if last.task == task and not last.is_over():
-                return last
-            self._end(last)
-        return None
+        while here and (here[-1].task > task or here[-1].has_ended(top)):
+            self._end(here[-1])
+        return here[-1] if here and here[-1].task == task else None  # else this backward is within it
 
     def _refuse_two_threads(self) -> None:
         """Raise `ManageError` if a forward runs on another thread. Waiting could be for ever: it may be waiting itself,
         for threads that it has started."""
-        thread, forward = self._forward
-        if thread == threading.get_ident() or in_backward() or not forward.modules:
+        forward = self._forward
+        if forward is None or forward.thread == threading.get_ident() or in_backward():
             return
-        if _calls_running(forward.modules[0], sys._current_frames().get(thread)):
+        if forward.runs():
             raise ManageError(
                 "a forward of this model runs on another thread: hetmem computes one at a time, as a device does; put "
                 "a lock around the calls"
             )
 
-    def _begin(self, *, called: bool = True) -> _Compute:
-        compute = _Compute(torch._C._current_graph_task_id(), called)
+    def _begin(self, call: Call | None) -> Compute:
+        compute = Compute(call, self._end)
         self._here().append(compute)
         return compute
 
-    def _end(self, compute: _Compute) -> None:
+    def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
         here = self._here()
         while compute in here:
-            ended = here.pop()
-            while ended.leave:
-                ended.leave.pop()()
-            if ended.task < 0:
-                self.runtime.monitor.forward_runs = None
+            here.pop().end()
         if not any(compute.task < 0 for compute in here):
+            self.runtime.bindings.go_home()
+
+    def _forget_interrupted(self) -> None:
+        """See note "interrupts"; the one that was interrupted may have been on another thread."""
+        self._current(sys._getframe())
+        forget_what_is_over()
+        if not self._here() and self._forward is not None and not self._forward.runs():
             self.runtime.bindings.go_home()
 
     def before_state_dict(self) -> None:
         """What users read, or write over, is what the last step made."""
+        self._forget_interrupted()
         self.runtime.traffic.wait_for_updates()
 
     def before_assignment(self) -> None:
@@ -272,9 +236,7 @@ class Interception:
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
-        compute = self._current()
-        if compute is not None and compute.modules and not _calls_running(compute.modules[0], sys._getframe()):
-            self.reset()  # an interrupt ended it
+        self._forget_interrupted()
         return not self._here() and not in_backward()
 
     def reset(self) -> None:
@@ -283,34 +245,9 @@ class Interception:
         if here:
             self._end(here[0])
         self._computes = _OfThread()
-        self.runtime.monitor.forward_runs = None
+        forget_what_is_over()
         self.runtime.bindings.go_home()
-
-
-def _push_mode(compute: _Compute, mode: Any) -> None:
-    mode.__enter__()
-    compute.leave.append(lambda: _leave_mode(mode))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
-
-
-def _leave_mode(mode: Any) -> None:
-    """Pop `mode` if it is on top; after an interrupt something else may be, and then it does no more harm there."""
-    stack: Sequence[Any] = (
-        _get_current_function_mode_stack()
-        if isinstance(mode, TorchFunctionMode)
-        else _get_current_dispatch_mode_stack()
-    )
-    if stack and stack[-1] is mode:
-        mode.__exit__(None, None, None)
-
-
-def _calls_running(module: torch.nn.Module, frame: FrameType | None) -> int:
-    """How many calls of `module` are on the stack of a thread, `frame` being its top."""
-    code, calls = torch.nn.Module._call_impl.__code__, 0
-    while frame is not None:
-        calls += frame.f_code is code and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls

@@ -27,8 +27,6 @@ class DeviceMonitor(TorchDispatchMode):
 
     `is_device_memory(address)` and `is_home_memory(address)` tell chunk slots and homes from everything else;
     `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
-    `forward_runs`, while set, says whether the forward that entered this mode still runs: an interrupt ends one
-    without telling anybody, and what the user does after it is no part of the model;
     `transformed` says that a `torch.func` transform is around the forward: it has wrapped parameters before the model
     was called, so they are read where they are;
     with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`.
@@ -46,7 +44,6 @@ class DeviceMonitor(TorchDispatchMode):
         self.live_bytes = 0
         self.paused = False
         self.transformed = False
-        self.forward_runs: Callable[[], bool] | None = None
         self._is_home = is_home_memory
         self._is_device = is_device_memory
         self._grown = grown
@@ -74,7 +71,7 @@ class DeviceMonitor(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or _accumulates() or (self.forward_runs is not None and not self.forward_runs()):
+        if self.paused or _accumulates():
             return func(*args, **kwargs)
         if self._strict and not self.transformed and not _only_views(func):
             self._check(func, tree_leaves((args, kwargs)))

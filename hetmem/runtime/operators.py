@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.gradients import GradientSink
@@ -74,21 +73,18 @@ def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequen
     return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
 
 
-class OperatorFaults(TorchFunctionMode):
+class OperatorFaults:
     """Binds managed parameters to their device copies for the length of each operator that uses them."""
 
     def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors) -> None:
-        super().__init__()
         self._saved, self._around = saved, saved.others()
         self._runtime = runtime
         self._gradients = gradients
         self._by_id = runtime.bindings.by_id
         self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`."""
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs)
         if not self._runtime.memory.streams:
@@ -133,7 +129,7 @@ class OperatorFaults(TorchFunctionMode):
             self._runtime.out_of_memory()
             if not self._runtime.memory.streams:
                 raise self._explained(error) from None
-        return self.__torch_function__(func, types, args, kwargs)
+        return self(func, types, args, kwargs)
 
     def _backward(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """No operator, though it is called as one: it runs nodes, and the user's hooks between them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.runtime.compute import Compute
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
@@ -53,15 +55,15 @@ class SavedTensors:
     def __init__(self, runtime: Runtime, segments: Segments, recomputes: Recomputes) -> None:
         self._runtime, self._segments, self._recomputes = runtime, segments, recomputes
         self._by_id = runtime.bindings.by_id
-        self._own = (self.pack, self.unpack)
 
-    def enter(self) -> Callable[[], None] | None:
-        """Autograd calls these hooks from now on, unless there are others; returns what ends that."""
+    def enter(self, compute: Compute) -> None:
+        """Autograd calls these hooks until the end of `compute`, unless there are others."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or not (top is None or _is_ours(top)):
-            return None  # a checkpoint counts what is saved, and another's hooks see everything
-        _AUTOGRAD._push_saved_tensors_default_hooks(*self._own)
-        return _leave_own
+            return  # a checkpoint counts what is saved, and another's hooks see everything
+        pack = _Pack(self, compute)
+        _AUTOGRAD._push_saved_tensors_default_hooks(pack, _unpack)
+        compute.entered(pack.leave)
 
     @staticmethod
     def others() -> Any:
@@ -98,13 +100,10 @@ class SavedTensors:
             return tensor
         return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
 
-    def pack(self, tensor: torch.Tensor) -> Saved | tuple[torch.Tensor, int]:
+    def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """What autograd is to keep instead of `tensor`."""
-        with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
-            managed = self._runtime.bindings.of_storage(tensor)
-            if managed is not None:
-                return self._place_of(managed, tensor)
-        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        managed = self._runtime.bindings.of_storage(tensor)
+        return _kept(tensor) if managed is None else self._place_of(managed, tensor)
 
     @staticmethod
     def _place_of(managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
@@ -115,17 +114,14 @@ class SavedTensors:
         version = managed.parameter._version
         return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version)
 
-    def unpack(self, packed: Saved | tuple[torch.Tensor, int]) -> torch.Tensor:
+    def unpack(self, packed: Saved | torch.Tensor) -> torch.Tensor:
         """What autograd gets back."""
         if self._runtime.memory.streams:
             self._segments.on_backward()
         if isinstance(torch._C._current_autograd_node(), BackwardCFunction):
             self._recomputes.recomputes_until_node_ends()
-        if not isinstance(packed, Saved):
-            tensor, version = packed
-            if tensor._version != version:
-                raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
-            return tensor
+        if isinstance(packed, torch.Tensor):
+            return packed
         managed = packed.managed
         device = self._runtime.saved(managed)  # may wait for an update of it
         if managed.parameter._version != packed.version:
@@ -139,15 +135,46 @@ class SavedTensors:
             return torch._neg_view(tensor) if packed.neg else tensor
 
 
-def _leave_own() -> None:
-    """Pop hooks of hetmem's; after an interrupt there may be others."""
-    top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-    if top is not None and _is_ours(top):
-        _AUTOGRAD._pop_saved_tensors_default_hooks()
+class _Pack:
+    """What is on autograd's stack of hooks for a `Compute`: it holds nothing, see note "interrupts". What it packs
+    holds all that it is unpacked with, as a graph may outlive its model."""
+
+    def __init__(self, saved: SavedTensors, compute: Compute) -> None:
+        self._saved, self._compute = weakref.ref(saved), weakref.ref(compute)
+
+    def __call__(self, tensor: torch.Tensor) -> _Packed:
+        saved, compute = self._saved(), self._compute()
+        with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
+            if saved is None or compute is None or not compute.runs():
+                return None, _kept(tensor), tensor._version
+            return saved, saved.pack(tensor), tensor._version
+
+    def leave(self) -> None:
+        """Pop it, if it is on top; after an interrupt there may be others."""
+        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] is self:
+            _AUTOGRAD._pop_saved_tensors_default_hooks()
+
+
+_Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
+
+
+def _unpack(packed: _Packed) -> torch.Tensor:
+    saved, kept, version = packed
+    tensor = saved.unpack(kept) if saved is not None else kept
+    assert isinstance(tensor, torch.Tensor)
+    if tensor is kept and tensor._version != version:
+        raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
+    return tensor
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` to be kept by the graph, which may be its own."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:
-    return isinstance(getattr(hooks[0], "__self__", None), SavedTensors)
+    return isinstance(hooks[0], _Pack)
 
 
 def _modified(what: str, version: int, expected: int) -> str:

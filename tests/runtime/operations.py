@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -307,12 +309,46 @@ class Side:
         finally:
             handle.remove()
 
+    def kept_by_hooks(self, draw: Random) -> Any:
+        """Hooks of the user keep what autograd saves."""
+        if any(kind == "reentrant function" for kind, _ in self.program.parts):
+            return None  # an error of hetmem's that is known: see test_saved_by_others
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return self._backward(self.net(self.tokens(draw)))
+
+    def interrupted(self, draw: Random) -> Any:
+        """A forward ends by Ctrl-C, which runs none of torch's hooks."""
+        module = draw.choice((self.net, self.net.embedding, *self.net.parts))
+        before = draw.random() < 0.5
+        register = module.register_forward_pre_hook if before else partial(module.register_forward_hook, prepend=True)
+        handle = register(_interrupt)  # type: ignore[operator]
+        with suppress(KeyboardInterrupt):
+            self.net(self.tokens(draw))
+        handle.remove()
+
+    def threaded(self, draw: Random) -> Any:
+        """An evaluation, or a forward and its backward, on a thread of its own."""
+        act = self.evaluate if draw.random() < 0.5 else self.retained
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(act, draw).result()
+
+    def shared(self, _: Random) -> Any:
+        """Storages of weights get memory that other processes may see."""
+        self.settle()
+        if not (self.program.early and self.arrived):
+            for parameter in self.module.parameters():
+                parameter.data.share_memory_()
+
     def collect(self, _: Random) -> Any:
         gc.collect()
 
 
 def _refuse(*_: Any) -> None:
     raise ArithmeticError("in forward")
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _double(grad: torch.Tensor) -> torch.Tensor:

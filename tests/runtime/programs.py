@@ -81,6 +81,30 @@ class Unused(nn.Linear):
         return x.sin()
 
 
+class Again(nn.Module):
+    """Has a function computed again in its backward, which uses weights without their modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.reentrant = False
+
+    def function(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(torch.sin(x), (WIDTH,), self.norm.weight, self.norm.bias)
+        return F.linear(x, self.layer.weight) * self.layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.function, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class AgainReentrant(Again):
+    """The same, by the older way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reentrant = True
+
+
 def frozen() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
@@ -93,6 +117,8 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "wide": Wide,
     "unused": lambda: Unused(WIDTH, WIDTH),
     "frozen": frozen,
+    "function": Again,
+    "reentrant function": AgainReentrant,
 }
 
 
@@ -215,7 +241,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 EXTRAS = (
     "zero_grad skip evaluate part retained outside raises forward_raises gradient clip edit_gradients write hyper "
     "freeze hook unhook add_group read_weights read_gradients save load load again copied hold keep write_states "
-    "squeeze squeezed squeezed collect forward backward step"
+    "squeeze squeezed squeezed collect forward backward step kept_by_hooks interrupted threaded shared"
 ).split()
 WITHIN = {
     *"forward backward step clip edit_gradients write hyper hook read_gradients forward_raises collect squeeze".split()

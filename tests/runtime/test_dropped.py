@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from tests.runtime.harness import (
@@ -88,3 +89,16 @@ def test_a_model_dropped_while_updates_are_under_way_is_collected(placement: str
     gc.collect()
     assert weight() is None
     assert all_hetmem_threads_end(), "they end by themselves"
+
+
+def test_a_model_dropped_after_a_checkpoint_around_it_is_collected(tmp_path: Path) -> None:
+    """The hooks of a checkpoint hold what it computes again, and hetmem looks at them in the forward."""
+
+    def checkpointed() -> weakref.ref[nn.Module]:
+        managed = manage(Halves(), "host", tmp_path)
+        checkpoint(managed, torch.ones(2, 64), use_reentrant=False).sum().backward()
+        return weakref.ref(managed)
+
+    module = checkpointed()
+    gc.collect()
+    assert module() is None

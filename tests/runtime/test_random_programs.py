@@ -117,7 +117,9 @@ class Duel:
 
     def _judge(self, name: str, error: Exception | None) -> None:
         """Whether `error` is one that the documentation allows: no room, or changes after an update has begun."""
-        if isinstance(error, DeviceOutOfMemoryError) or (isinstance(error, BudgetError) and name == "add_group"):
+        if isinstance(error, DeviceOutOfMemoryError) or (
+            isinstance(error, BudgetError) and name in ("add_group", "again")
+        ):
             raise RefusedError(str(error)) from error
         says_so = isinstance(error, RuntimeError) and re.search("overlap=|modified by an inplace operation", str(error))
         if self.program.early and says_so:

@@ -1,0 +1,179 @@
+"""A stretch of compute on a thread, and what is on torch's stacks for its length. It knows of no model.
+
+Note "interrupts": Ctrl-C ends a forward and runs none of torch's hooks, so what is on torch's stacks stays there, on a
+thread that may live for ever and never call the model again. So what is put there holds nothing, and looks first
+whether the calls that it was put there for are on the stack of their thread; once they are not, it does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
+"""Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
+
+
+class Call:
+    """A call of a module; it holds neither the module nor a frame."""
+
+    __slots__ = ("_frame", "_module")
+
+    def __init__(self, module: torch.nn.Module, frame: FrameType | None) -> None:
+        """`frame`: that of torch's which makes the call, see `calling_frame`."""
+        self._module, self._frame = weakref.ref(module), id(frame)
+
+    def is_made_in(self, frame: FrameType | None) -> bool:
+        """Whether `frame` makes it; torch calls hooks after an error in another one."""
+        return frame is not None and id(frame) == self._frame and frame.f_locals.get("self", self) is self._module()
+
+    def is_on(self, frame: FrameType | None) -> bool:
+        """Whether it is on the stack that has `frame` on top."""
+        while frame is not None:
+            if self.is_made_in(frame):
+                return True  # and not by one that has got the memory of a frame that is gone
+            frame = frame.f_back
+        return False
+
+
+def calling_frame(module: torch.nn.Module) -> FrameType | None:
+    """The frame in which torch calls `module`, asked by one of its hooks: the innermost one with it as `self`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_locals.get("self") is not module:
+        frame = frame.f_back
+    return frame
+
+
+class Compute:
+    """A stretch of compute on one thread: a forward, or what a backward computes once more of one.
+
+    `task` is the backward that it is within, -1 for none; `calls` are those of modules that run, outermost first.
+    If a call began it, it is over when that is; see note "interrupts". If not, `end` says when, or `lasts_for_node`.
+    `ended` is called when it is found to be over.
+    """
+
+    def __init__(self, began: Call | None, ended: Callable[[Compute], None]) -> None:
+        self.task, self.thread = torch._C._current_graph_task_id(), threading.get_ident()
+        self.calls = [] if began is None else [began]
+        self.with_call, self.is_over = began is not None, False
+        self.functions: Handler | None = None
+        self.operators: Handler | None = None
+        self._ended = ended
+        self._leave: list[Callable[[], None]] = []
+        self._until_gone: _Functions | None = None
+
+    def runs(self) -> bool:
+        """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
+        if not self.with_call or self.is_over:
+            return not self.is_over
+        own = self.thread == threading.get_ident()
+        top = sys._getframe(1) if own else sys._current_frames().get(self.thread)
+        if any(call.is_on(top) for call in reversed(self.calls)):
+            return True
+        if own:
+            self._ended(self)
+        return False
+
+    def has_ended(self, top: FrameType | None) -> bool:
+        """Whether it is over, asked by its thread, `top` being the top of the stack that counts. Forgets what calls of
+        it an interrupt has ended."""
+        while self.calls and not self.calls[-1].is_on(top):
+            self.calls.pop()
+        if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
+            return self._until_gone not in _get_current_function_mode_stack()
+        return self.with_call and not self.calls
+
+    def enter_functions(self, handler: Handler) -> None:
+        """`handler` is called in the place of torch's functions."""
+        self.functions = handler
+        _Functions(self).__enter__()
+
+    def enter_operators(self, handler: Handler) -> None:
+        """`handler` is called in the place of operators."""
+        self.operators = handler
+        _Operators(self).__enter__()
+
+    def entered(self, leave: Callable[[], None]) -> None:
+        """`leave` is to be called at the end."""
+        self._leave.append(leave)
+
+    def lasts_for_node(self) -> None:
+        """It is within a node of autograd, at whose end there is no hook: autograd restores what was entered before it
+        by itself, so it is over when what it entered last is gone."""
+        top = _get_current_function_mode_stack()[-1]
+        assert isinstance(top, _Functions)
+        self._until_gone = top
+        self._leave.clear()
+
+    def end(self) -> None:
+        """It is over."""
+        self.is_over = True
+        self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
+        self.calls.clear()
+        while self._leave:
+            self._leave.pop()()
+        forget_what_is_over()
+
+
+class _Functions(TorchFunctionMode):
+    """What is on torch's stack of function modes for a `Compute`."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self._compute = weakref.ref(compute)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        compute = self._compute()
+        if compute is None or not compute.runs() or compute.functions is None:
+            return func(*args, **(kwargs or {}))
+        return compute.functions(func, types, args, kwargs or {})
+
+    def is_over(self) -> bool:
+        """Whether it does nothing any more."""
+        compute = self._compute()
+        return compute is None or compute.is_over
+
+
+class _Operators(TorchDispatchMode):
+    """What is on torch's stack of dispatch modes for a `Compute`."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self._compute = weakref.ref(compute)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        compute = self._compute()
+        if compute is None or not compute.runs() or compute.operators is None:
+            return func(*args, **(kwargs or {}))
+        return compute.operators(func, types, args, kwargs or {})
+
+    def is_over(self) -> bool:
+        """Whether it does nothing any more."""
+        compute = self._compute()
+        return compute is None or compute.is_over
+
+
+def forget_what_is_over() -> None:
+    """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode if it is on top. The
+    one in whose place something is called just now is not there, and comes back after that."""
+    functions, operators = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _Functions) and mode.is_over() for mode in functions):
+        for _ in functions:
+            _pop_mode()
+        for mode in functions:
+            if not (isinstance(mode, _Functions) and mode.is_over()):
+                _push_mode(mode)
+    while operators and isinstance(operators[-1], _Operators) and operators[-1].is_over():
+        operators.pop().__exit__(None, None, None)
