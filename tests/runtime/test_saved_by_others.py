@@ -112,7 +112,7 @@ class AgainByFunction(nn.Module):
 
 
 @streamed
-@MIXED
+@precisions
 @pytest.mark.xfail(reason="nobody tells hetmem of the backward of a custom function whose tensors others have saved")
 def test_hooks_of_the_user_around_a_function_that_is_computed_again_change_no_bit(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
