@@ -18,6 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+_AUTOGRAD: Any = torch._C._autograd
+
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
 
@@ -67,7 +69,6 @@ class Compute:
         self.functions: Handler | None = None
         self.operators: Handler | None = None
         self._ended = ended
-        self._leave: list[Callable[[], None]] = []
         self._until_gone: _Functions | None = None
 
     def runs(self) -> bool:
@@ -101,25 +102,18 @@ class Compute:
         self.operators = handler
         _Operators(self).__enter__()
 
-    def entered(self, leave: Callable[[], None]) -> None:
-        """`leave` is to be called at the end."""
-        self._leave.append(leave)
-
     def lasts_for_node(self) -> None:
         """It is within a node of autograd, at whose end there is no hook: autograd restores what was entered before it
         by itself, so it is over when what it entered last is gone."""
         top = _get_current_function_mode_stack()[-1]
         assert isinstance(top, _Functions)
         self._until_gone = top
-        self._leave.clear()
 
     def end(self) -> None:
         """It is over."""
         self.is_over = True
         self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
         self.calls.clear()
-        while self._leave:
-            self._leave.pop()()
         forget_what_is_over()
 
 
@@ -165,9 +159,26 @@ class _Operators(TorchDispatchMode):
         return compute is None or compute.is_over
 
 
+class Hook:
+    """What is on autograd's stack of hooks for saved tensors for a `Compute`: what packs, by calling it."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = weakref.ref(compute)
+
+    def runs(self) -> bool:
+        """Whether what it was put there for is under way."""
+        compute = self._compute()
+        return compute is not None and compute.runs()
+
+    def is_over(self) -> bool:
+        """Whether it does nothing any more."""
+        compute = self._compute()
+        return compute is None or compute.is_over
+
+
 def forget_what_is_over() -> None:
-    """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode if it is on top. The
-    one in whose place something is called just now is not there, and comes back after that."""
+    """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode and hooks if they are
+    on top. The one in whose place something is called just now is not there, and comes back after that."""
     functions, operators = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
     if any(isinstance(mode, _Functions) and mode.is_over() for mode in functions):
         for _ in functions:
@@ -177,3 +188,5 @@ def forget_what_is_over() -> None:
                 _push_mode(mode)
     while operators and isinstance(operators[-1], _Operators) and operators[-1].is_over():
         operators.pop().__exit__(None, None, None)
+    while (top := _AUTOGRAD._top_saved_tensors_default_hooks(True)) and isinstance(top[0], Hook) and top[0].is_over():
+        _AUTOGRAD._pop_saved_tensors_default_hooks()

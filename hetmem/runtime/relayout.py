@@ -25,10 +25,12 @@ _SCRATCH = 2
 def arrange_by_use(runtime: Runtime) -> bool:
     """Rearrange the chunks whose states are still empty in order of first use; whether anything was changed.
 
-    Nothing is changed if the order is that already, or if somebody holds a view of a home (a `state_dict`, say) or of a
-    copy, which would show other weights afterwards. Call it between a backward and the first update, with nothing in
-    flight.
+    Nothing is changed if the order is that already, if an update was begun (streamed gradients need that in the first
+    backward), or if somebody holds a view of a home (a `state_dict`, say) or of a copy, which would show other weights
+    afterwards. Call it between a backward and the first update.
     """
+    if runtime.traffic.updating or any(home.written for chunk in runtime.chunks for home in chunk.homes.values()):
+        return False  # an update was begun in the backward: it is of a chunk as it is now, or has states there
     movable = [chunk for chunk in runtime.chunks if Role.GRAD in chunk.homes and len(_scratch(chunk)) >= _SCRATCH]
     groups: dict[str, list[Chunk]] = {}
     for chunk in (chunk for chunk in movable if chunk.spec.span == 1):

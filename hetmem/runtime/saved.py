@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.runtime.compute import Compute
+from hetmem.runtime.compute import Compute, Hook
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
@@ -61,9 +61,7 @@ class SavedTensors:
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or not (top is None or _is_ours(top)):
             return  # a checkpoint counts what is saved, and another's hooks see everything
-        pack = _Pack(self, compute)
-        _AUTOGRAD._push_saved_tensors_default_hooks(pack, _unpack)
-        compute.entered(pack.leave)
+        _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self, compute), _unpack)
 
     @staticmethod
     def others() -> Any:
@@ -135,25 +133,20 @@ class SavedTensors:
             return torch._neg_view(tensor) if packed.neg else tensor
 
 
-class _Pack:
-    """What is on autograd's stack of hooks for a `Compute`: it holds nothing, see note "interrupts". What it packs
-    holds all that it is unpacked with, as a graph may outlive its model."""
+class _Pack(Hook):
+    """It holds nothing, see note "interrupts". What it packs holds all that it is unpacked with, as a graph may outlive
+    its model."""
 
     def __init__(self, saved: SavedTensors, compute: Compute) -> None:
-        self._saved, self._compute = weakref.ref(saved), weakref.ref(compute)
+        super().__init__(compute)
+        self._saved = weakref.ref(saved)
 
     def __call__(self, tensor: torch.Tensor) -> _Packed:
-        saved, compute = self._saved(), self._compute()
+        saved = self._saved()
         with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
-            if saved is None or compute is None or not compute.runs():
+            if saved is None or not self.runs():
                 return None, _kept(tensor), tensor._version
             return saved, saved.pack(tensor), tensor._version
-
-    def leave(self) -> None:
-        """Pop it, if it is on top; after an interrupt there may be others."""
-        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if top is not None and top[0] is self:
-            _AUTOGRAD._pop_saved_tensors_default_hooks()
 
 
 _Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
