@@ -33,6 +33,11 @@ def tested(path: str, seconds: float) -> dict[str, Any]:
     return result
 
 
+def _heed_interrupts() -> None:
+    """A shell's jobs in the background ignore them, and so would all that these start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def in_a_process(command: list[str], seconds: float) -> tuple[int | None, str, str]:
     """Exit status, output and errors of Python with `command`; the status is None if it took longer and was ended."""
     with (
@@ -46,6 +51,7 @@ def in_a_process(command: list[str], seconds: float) -> tuple[int | None, str, s
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
         code: int | None = None
         try:
