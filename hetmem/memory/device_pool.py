@@ -40,14 +40,12 @@ class DevicePool:
         self._source = source
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
-
-    def held_slots(self) -> int:
+        self.held_slots = 0
         """The slots that hold memory."""
-        return sum(self._spans.values())
 
     def held_bytes(self) -> int:
         """What these have taken of the device's memory."""
-        return self.held_slots() * self.slot_bytes
+        return self.held_slots * self.slot_bytes
 
     def holds_place(self, place: int) -> bool:
         """Whether there is memory at `place`."""
@@ -57,6 +55,7 @@ class DevicePool:
         """Have memory for `span` slots at `place`, where there is none. Other compute may still be using it."""
         self._memory[place] = self._source.empty(span * self.slot_bytes)
         self._spans[place] = span
+        self.held_slots += span
 
     def flat(self, place: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
         """A 1-D tensor over memory of `place`, with a storage of its own."""
@@ -72,12 +71,11 @@ class DevicePool:
     def give_back(self, free: list[int], keep: int) -> None:
         """Return the memory of places among `free`, those with the highest numbers first, until at most `keep` slots
         hold memory."""
-        excess = self.held_slots() - keep
         for place in reversed(free):
-            if excess <= 0:
+            if self.held_slots <= keep:
                 return
             if place in self._memory:
-                excess -= self._spans.pop(place)
+                self.held_slots -= self._spans.pop(place)
                 self._source.last_use(self._memory.pop(place))
 
     def holds(self, address: int) -> bool:

@@ -198,7 +198,9 @@ class Carrier:
         """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
         pool, span = self._memory.device_pool, chunk.spec.span
         if not pool.holds_place(slot):
-            pool.give_back(self._residency.free_slots(Tier.DEVICE), self._residency.allowed_slots(Tier.DEVICE) - span)
+            keep = self._residency.allowed_slots(Tier.DEVICE) - span
+            if pool.held_slots > keep:
+                pool.give_back(self._residency.free_slots(Tier.DEVICE), keep)
             pool.prepare(slot, span)
             return [self._engine.mark()]
         return [self._compute_marks[slot]] if slot in self._compute_marks else []

@@ -55,7 +55,7 @@ def counting(kind: Any) -> tuple[SimDevice, Held]:
 
             def count(place: int, span: int) -> None:
                 prepare(place, span)
-                held.most = max(held.most, pool.held_slots())
+                held.most = max(held.most, pool.held_slots)
 
             pool.prepare = count
             return pool
