@@ -13,6 +13,7 @@ from hetmem.config import Budget
 from hetmem.errors import ManageError
 from hetmem.memory.cuda import CudaDevice
 from hetmem.memory.device import Device, SimDevice
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.policy import EvictionPolicy
@@ -225,6 +226,7 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, options: dict[
     cls.__init__ = wrapper  # type: ignore[method-assign]
 
 
+@HELD_BACK
 def release(module: torch.nn.Module) -> None:
     """Turn a managed module back into an ordinary one, its weights and gradients in ordinary host memory.
 

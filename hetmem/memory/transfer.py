@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme import Extent, NvmeStore
 from hetmem.plan.links import Link, LinkUse
 
@@ -25,6 +26,10 @@ class Finished:
 
     tag: Any
     error: BaseException | None = field(default=None)
+
+
+_WOKEN = Finished(None)
+"""Nothing has finished: an interrupt has come while somebody waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +200,38 @@ class TransferEngine:
         """One finished job; None if there is none yet, or with `wait` as soon as there is one.
 
         Raises `StoreError` instead of waiting for a disk that hangs; see `NvmeStore.patience_seconds`. The job is not
-        over then: its memory stays its own, and its end is reported when the disk answers.
+        over then: its memory stays its own, and its end is reported when the disk answers. An interrupt that was held
+        back is raised instead of waiting, and nothing is taken.
         """
         self._copier.poll()
-        try:
-            return self._finished.get_nowait()
-        except queue.Empty:
-            if not wait:
-                return None
-        if self._copier.wait():
+        if not wait:
+            return self._one()
+        HELD_BACK.raise_here()
+        finished = self._one()
+        if finished is None and self._copier.wait():
             self._copier.poll()
-        while True:
-            patience = None if self._store is None else self._store.patience_seconds()
-            with contextlib.suppress(queue.Empty):
-                return self._finished.get(timeout=patience)
+        while finished is None:
+            finished = HELD_BACK.wait(self._next, self._wake)
+            if finished is _WOKEN:
+                finished = None
+                HELD_BACK.raise_here()
+        return finished
+
+    def _next(self) -> Finished | None:
+        patience = None if self._store is None else self._store.patience_seconds()
+        with contextlib.suppress(queue.Empty):
+            return self._finished.get(timeout=patience)
+        return None
+
+    def _one(self) -> Finished | None:
+        with contextlib.suppress(queue.Empty):
+            while (finished := self._finished.get_nowait()) is _WOKEN:
+                pass
+            return finished
+        return None
+
+    def _wake(self) -> None:
+        self._finished.put(_WOKEN)
 
     def report(self, tag: Any) -> None:
         """Something that is no transfer is over: `take` gives it like one. May be called by any thread."""

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients
@@ -91,6 +92,7 @@ class OffloadedOptimizer(Optimizer):
     def state(self, value: Any) -> None:
         self._state = value
 
+    @HELD_BACK
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the parameters must be managed, and their gradients and states get homes here."""
         super().add_param_group(param_group)
@@ -113,6 +115,11 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @HELD_BACK
+    def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
         self._arrange_by_use()
         for stepper in self._steppers.values():
@@ -135,7 +142,6 @@ class OffloadedOptimizer(Optimizer):
             stepper.end(updated=grad_scale is not None)
         if self.loss_scale is not None:
             self.loss_scale.update(finite=grad_scale is not None)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
@@ -143,6 +149,7 @@ class OffloadedOptimizer(Optimizer):
             self.synchronize()  # an update that is under way reads them
         super().zero_grad(set_to_none)
 
+    @HELD_BACK
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home.
 
@@ -181,6 +188,7 @@ class OffloadedOptimizer(Optimizer):
 
     # ---- what hetmem's have beside that ------------------------------------------------------------------------
 
+    @HELD_BACK
     def synchronize(self) -> None:
         """Wait until everything is updated and at home, also on NVMe. An error of that is raised here."""
         for stepper in self._steppers.values():
@@ -197,6 +205,7 @@ class OffloadedOptimizer(Optimizer):
         """Whether updates of a step are made that has not ended: during backward, or in a step that failed."""
         return any(stepper.half_stepped for stepper in self._steppers.values())
 
+    @HELD_BACK
     def forget_step(self) -> None:
         """What is begun of a step stays as it is, and the next one does not go on from there."""
         self.synchronize()

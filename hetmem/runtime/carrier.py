@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import Finished, TransferEngine
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.links import Link
@@ -68,6 +69,7 @@ class Carrier:
         """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
         return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
+    @HELD_BACK
     def poll(self) -> bool:
         """Take note of what has finished meanwhile; whether anything has."""
         noted = False
@@ -76,6 +78,7 @@ class Carrier:
             self._note(finished)
         return noted
 
+    @HELD_BACK
     def wait_for_one(self) -> None:
         """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
         start = time.perf_counter()

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hetmem.memory.interrupts import HELD_BACK
+
 
 class Hooked(Protocol):
     """Who is told."""
@@ -32,6 +34,7 @@ class BeforeForward:
     def __init__(self, hooked: Hooked | None = None) -> None:
         self._hooked = _nothing if hooked is None else weakref.ref(hooked)
 
+    @HELD_BACK
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -50,6 +53,7 @@ class AfterForward:
     def __init__(self, hooked: Hooked | None = None) -> None:
         self._hooked = _nothing if hooked is None else weakref.ref(hooked)
 
+    @HELD_BACK
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         hooked = self._hooked()
         if hooked is not None:
@@ -65,6 +69,7 @@ class BeforeStateDict:
     def __init__(self, hooked: Hooked | None = None) -> None:
         self._hooked = _nothing if hooked is None else weakref.ref(hooked)
 
+    @HELD_BACK
     def __call__(self, *args: Any) -> None:
         hooked = self._hooked()
         if hooked is not None:

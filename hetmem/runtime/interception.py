@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.errors import ManageError
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict
@@ -160,10 +161,12 @@ class Interception:
             return
         compute = self._begin(None)
         try:
-            self._enter_modes(compute)
+            with HELD_BACK:
+                self._enter_modes(compute)
             yield
         finally:
-            self._end(compute)
+            with HELD_BACK:
+                self._end(compute)
 
     def recomputes_until_node_ends(self) -> None:
         """A function of the user's within a forward is at its backward now, and may compute something once more."""

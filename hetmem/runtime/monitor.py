@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hetmem.errors import DeviceAccessError
+from hetmem.memory.interrupts import HELD_BACK
 
 
 class DeviceMonitor(TorchDispatchMode):
@@ -79,6 +80,7 @@ class DeviceMonitor(TorchDispatchMode):
         self.count(str(func), tree_leaves(result))
         return result
 
+    @HELD_BACK
     def count(self, operator: str, tensors: Iterable[Any]) -> None:
         """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
         before = self.live_bytes

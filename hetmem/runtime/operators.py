@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
@@ -87,6 +88,10 @@ class OperatorFaults:
         """`func(*args, **kwargs)`."""
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs)
+        with HELD_BACK:
+            return self._operator(func, types, args, kwargs)
+
+    def _operator(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self._runtime.memory.streams:
             return self._stand_by(func, types, args, kwargs)
         used: list[ManagedParameter] = []
@@ -136,7 +141,8 @@ class OperatorFaults:
         try:
             return func(*args, **kwargs)
         finally:
-            self._runtime.notice_writes_by_hooks()
+            with HELD_BACK:
+                self._runtime.notice_writes_by_hooks()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         over_others = self._saved.enter_over_others(self._around)

@@ -11,12 +11,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.interception import Interception
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+@HELD_BACK
 def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Not every optimizer of torch counts versions when it writes (the fused ones do not): its parameters changed."""
     if getattr(optimizer, "writes_homes", False):

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compute import Compute, Hook
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
@@ -141,6 +142,7 @@ class _Pack(Hook):
         super().__init__(compute)
         self._saved = weakref.ref(saved)
 
+    @HELD_BACK
     def __call__(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
         with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
@@ -152,6 +154,7 @@ class _Pack(Hook):
 _Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
 
 
+@HELD_BACK
 def _unpack(packed: _Packed) -> torch.Tensor:
     saved, kept, version = packed
     tensor = saved.unpack(kept) if saved is not None else kept

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.plan.trace import STEP
 from hetmem.runtime.runtime import Runtime
 
@@ -43,6 +44,7 @@ class _Ended:
     def __init__(self, segments: Segments, number: int) -> None:
         self._segments, self._number = weakref.ref(segments), number
 
+    @HELD_BACK
     def __call__(self) -> None:
         segments = self._segments()
         if segments is not None and segments.backwards == self._number:
