@@ -126,6 +126,7 @@ class OperatorFaults:
 
     def _stand_by(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model is whole on the device, where operators find it, until there is no memory for one of them."""
+        over_others = self._saved.enter_over_others(self._around, aliases=False)
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -134,6 +135,9 @@ class OperatorFaults:
             self._runtime.out_of_memory()
             if not self._runtime.memory.streams:
                 raise self._explained(error) from None
+        finally:
+            if over_others:
+                self._saved.leave()
         return self(func, types, args, kwargs)
 
     def _backward(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

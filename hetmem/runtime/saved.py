@@ -70,8 +70,8 @@ class SavedTensors:
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         return None if top is None or _is_ours(top) else top[0]
 
-    def enter_over_others(self, around: Any) -> bool:
-        """For one operator: whoever else has hooks gets aliases of weights, and computes again as the forward did,
+    def enter_over_others(self, around: Any, *, aliases: bool = True) -> bool:
+        """For one operator: whoever else has hooks gets `aliases` of weights, and computes again as the forward did,
         unless their hooks, `around`, are around the whole of it. Whether `leave` is to be called."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top):
@@ -85,7 +85,7 @@ class SavedTensors:
                 return unpack(packed)
 
         _AUTOGRAD._push_saved_tensors_default_hooks(
-            lambda tensor: pack(self._alias(tensor)), unpack if pack is around else unpack_again
+            (lambda tensor: pack(self._alias(tensor))) if aliases else pack, unpack if pack is around else unpack_again
         )
         return True
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.errors import DeviceOutOfMemoryError
@@ -26,6 +28,7 @@ from tests.runtime.harness import (
     pair,
     token_batches,
     train_both,
+    vector_batches,
 )
 from tests.runtime.lazy_device import AllocatingDevice
 
@@ -351,3 +354,40 @@ def build_like(managed: nn.Module) -> nn.Module:
     plain = build()
     plain.load_state_dict(managed.state_dict())
     return plain
+
+
+class Again(nn.Module):
+    """A function, no module, is computed again in its backward; others see what is saved meanwhile."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.norm, self.layer, self.reentrant = nn.LayerNorm(64), nn.Linear(64, 64), reentrant
+
+    def function(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(torch.sin(x), (64,), self.norm.weight, self.norm.bias)
+        return F.linear(x, self.layer.weight) * self.layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.function, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+@MIXED
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("within", ["forward", "backward"])
+def test_it_leaves_between_a_function_and_its_being_computed_again(
+    within: str, reentrant: bool, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), *(Again(reentrant) for _ in range(3)), nn.Linear(64, 64))
+
+    plain, managed = pair(build, hetmem.Budget(device="16MiB", host="8MiB"), tmp_path, mixed_precision=mixed)
+    runtime = registry.of_module(managed).runtime
+    assert runtime.memory.resident
+
+    def leave(*_: Any) -> None:
+        runtime.give_way(1 << 30)
+
+    managed[3].register_forward_hook(leave) if within == "forward" else managed[4].register_full_backward_hook(leave)
+    batches = vector_batches(3, 4, 64, dtype=mixed)
+    train_both(plain, managed, batches, Recipe(mixed=mixed), optimizers=optimizers_of(plain, managed))
+    assert not memory_of(managed).resident
