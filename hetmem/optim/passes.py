@@ -80,7 +80,16 @@ class Passes:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
                 if self._optimizer.gradients is Gradients.STREAMED:
-                    part.sample = sample_of(self._flat_gradient(part, {}))
+                    self.seen(part)
+
+    def seen(self, part: Part) -> Part:
+        """`part`, with a sample of its gradient as it is now."""
+        part.sample = sample_of(self._flat_gradient(part, {}))
+        return part
+
+    def as_seen(self, part: Part) -> bool:
+        """Whether nobody has written to the gradient of `part` since."""
+        return part.version == part.gradient._version and self.unscaled(part)
 
     def _notice_disturbance(self, progress: Progress, opened: Opened) -> None:
         """Whether streamed gradients of `progress` that were seen are as they were."""

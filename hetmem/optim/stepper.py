@@ -21,7 +21,7 @@ from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.passes import Passes
 from hetmem.optim.places import UpdatePlaces
-from hetmem.optim.progress import Progress, Sums, on_host
+from hetmem.optim.progress import Part, Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
@@ -50,6 +50,8 @@ class Stepper:
         self._arrivals: Counter[int] = Counter()
         self._most: Counter[int] = Counter()
         self._progress: dict[Chunk, Progress] = {}
+        self._left: dict[int, tuple[int, Part]] = {}
+        """Where streamed gradients are used up: the others at the end of backward, after how many arrivals."""
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
@@ -89,9 +91,20 @@ class Stepper:
 
     def backward_over(self) -> None:
         """See `Watcher`. Some streamed gradients are used up, and whoever clips the others clips by a wrong norm."""
-        for progress in self._progress.values():
-            if progress.begun:
-                self._passes.see_what_is_left(progress)
+        begun = [progress for progress in self._progress.values() if progress.begun]
+        for progress in begun:
+            self._passes.see_what_is_left(progress)
+        if begun and self._optimizer.gradients is Gradients.STREAMED:
+            self._see_what_waits({progress.chunk for progress in begun})
+
+    def _see_what_waits(self, begun: Collection[Chunk]) -> None:
+        """Gradients of chunks that are not in `begun`."""
+        for managed in self._runtime.parameters:
+            group, count = self._groups.get(id(managed.parameter)), self._arrivals[id(managed)]
+            if group is None or managed.chunk in begun or managed.parameter.grad is None:
+                continue
+            if self._left.get(id(managed), (-1,))[0] != count:
+                self._left[id(managed)] = count, self._passes.seen(self._passes.part(managed, group))
 
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`, which may be updated already."""
@@ -247,6 +260,7 @@ class Stepper:
 
     def _end(self) -> None:
         self.failed = False
+        self._left.clear()
         for chunk in list(self._progress):
             self._drop(chunk)
         if self._sees_all:
@@ -276,13 +290,16 @@ class Stepper:
             self._drop(chunk)
             progress = self._progress[chunk] = Progress(chunk, parts)
         elif not untouched:
-            raise self._changed(progress)
+            raise self._changed(progress.parts)
         return progress
 
     def _check_untouched(self) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then."""
         if self.failed:
             return
+        for _, part in self._left.values():
+            if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
+                raise self._changed([part])
         writes = self._runtime.writes
         begun = [progress for progress in self._progress.values() if progress.begun]
         self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
@@ -293,10 +310,10 @@ class Stepper:
                 else:
                     kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up
                 if not kept or progress.disturbed or writes.changed(part.managed):
-                    raise self._changed(progress)
+                    raise self._changed(progress.parts)
 
-    def _changed(self, progress: Progress) -> RuntimeError:
-        names = ", ".join(part.managed.name for part in progress.parts[:3])
+    def _changed(self, parts: list[Part]) -> RuntimeError:
+        names = ", ".join(part.managed.name for part in parts[:3])
         return RuntimeError(
             f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
             f"(overlap={self._optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, or "

@@ -15,6 +15,7 @@ from tests.faults.disk import FaultyDisk
 from tests.optim.stories import adamw, one, overlaps, twins
 from tests.runtime.harness import (
     WIDTH,
+    adamws,
     assert_same_weights,
     budget,
     everywhere,
@@ -152,3 +153,41 @@ def test_streamed_gradients_that_are_written_to_before_their_update_are_not_step
         gradient.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"changed after their update had begun during backward .*max_grad_norm="):
         optimizer.step()
+
+
+class PartlyUsed(nn.Module):
+    """The last bias shares a chunk with a parameter that nobody uses: its update waits for `step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.unused = mlp(), nn.ParameterList([torch.zeros(WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("write", ["counted", "uncounted", "clipped", "taken away", None])
+def test_gradients_left_for_the_step_beside_streamed_ones_are_not_written_to_in_silence(
+    write: str | None, tmp_path: Path
+) -> None:
+    plain, managed = pair(PartlyUsed, "host", tmp_path)
+    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    for batch in vector_batches(2, 4, WIDTH):
+        one(plain, batch, left)
+        loss_of(managed, batch).backward()
+        next(iter(right._steppers.values()))._updates.finish()  # those that have begun
+        kept = [parameter for parameter in managed.parameters() if parameter.grad is not None]
+        assert len(kept) == 1 and kept[0] is managed.layers[4].bias
+        for parameter in kept if write in ("counted", "uncounted") else ():
+            gradient = parameter.grad if write == "counted" else parameter.grad.data
+            gradient.mul_(0.5)
+        if write == "clipped":
+            nn.utils.clip_grad_norm_(managed.parameters(), 1e-3)
+        if write == "taken away":
+            kept[0].grad = None
+        if write is not None:
+            with pytest.raises(RuntimeError, match=r"changed after their update had begun during backward"):
+                right.step()
+            return
+        right.step()
+        assert_same_weights(plain, managed)
