@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hetmem.optim.scaling import LossScale
+from tests.runtime import habits
 from tests.runtime.programs import WIDTH, Net, Program, nothing
 
 
@@ -29,6 +30,8 @@ class Side:
         self.saved: Any = None
         self.hooks: list[Any] = []
         self.held: list[torch.Tensor] = []
+        self.averages: list[torch.Tensor] = []
+        self.filed: Any = None
         self.scale_rule = LossScale(2.0**14, growth_interval=2) if program.options.get("loss_scale") else None
         if program.options.get("loss_scale") == 2.0**8:
             self.scale_rule = LossScale(2.0**8, growth_factor=1.0, backoff_factor=1.0)
@@ -38,10 +41,20 @@ class Side:
 
     def make_optimizer(self) -> None: ...
 
-    def update(self) -> Any: ...
+    def update(self, within: AbstractContextManager[None]) -> Any: ...
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scale_rule is None else loss * self.scale_rule.value
+
+    def struck(self, _: Random) -> AbstractContextManager[None]:
+        """Ctrl-C comes within, perhaps."""
+        return nullcontext()
+
+    average, autocast, module_hook, dropped = habits.average, habits.autocast, habits.module_hook, habits.dropped
+
+    def to_file(self, draw: Random) -> Any: ...
+
+    def from_file(self, draw: Random) -> Any: ...
 
     def settle(self) -> None:
         """Weights are to be read or written directly."""
@@ -66,7 +79,7 @@ class Side:
         parameters = list(self.module.parameters())
         return draw.sample(parameters, draw.randint(1, len(parameters)))
 
-    def _backward(self, loss: torch.Tensor, **options: Any) -> Any:
+    def backward_of(self, loss: torch.Tensor, **options: Any) -> Any:
         self.arrived = True
         self.scaled(loss).backward(**options)
         return loss.detach()
@@ -80,12 +93,16 @@ class Side:
             return None
         if draw.random() < 0.5 and not self.program.mixed:  # there each forward's gradients arrive by themselves
             losses, self.losses = self.losses, []
-            return self._backward(torch.stack(losses).sum())
-        return self._backward(self.losses.pop(draw.randrange(len(self.losses))))
+            return self.backward_of(torch.stack(losses).sum())
+        return self.backward_of(self.losses.pop(draw.randrange(len(self.losses))))
 
-    def step(self, _: Random) -> Any:
+    def struck_step(self, draw: Random) -> Any:
+        """One that Ctrl-C ends somewhere, and that is called again if it has not done everything."""
+        return self.step(draw, self.struck(draw))
+
+    def step(self, _: Random, within: AbstractContextManager[None] | None = None) -> Any:
         self.losses.clear()
-        norm = self.update()
+        norm = self.update(within or nullcontext())
         self.arrived = False
         if self.program.uses_up:
             self.optimizer.zero_grad()
@@ -113,19 +130,19 @@ class Side:
         x = torch.randn(2, 4, WIDTH).to(self.program.mixed or self.program.dtype)
         output = self.net.parts[draw.randrange(len(self.net.parts))](x)
         if draw.random() < 0.5 and output.requires_grad:
-            self._backward(output.float().square().mean())
+            self.backward_of(output.float().square().mean())
         return output.detach()
 
     def retained(self, draw: Random) -> Any:
         loss = self.net(self.tokens(draw))
-        self._backward(loss, retain_graph=True)
-        return self._backward(loss)
+        self.backward_of(loss, retain_graph=True)
+        return self.backward_of(loss)
 
     def outside(self, draw: Random) -> Any:
         """A regularizer on some weights, outside every forward."""
         self.settle()
         terms = [p.float().square().sum() for p in self.some(draw) if p.requires_grad]
-        return self._backward(torch.stack(terms).sum() * 1e-3) if terms else None
+        return self.backward_of(torch.stack(terms).sum() * 1e-3) if terms else None
 
     def raises(self, draw: Random) -> Any:
         """A backward that raises half way."""
@@ -134,7 +151,7 @@ class Side:
             loss = self.net(self.tokens(draw))
         finally:
             self.net.fails_after = -1
-        return self._backward(loss)
+        return self.backward_of(loss)
 
     def forward_raises(self, draw: Random) -> Any:
         tokens = self.tokens(draw)
@@ -153,7 +170,7 @@ class Side:
         loss = self.net(self.tokens(draw))
         found = torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=second) if wanted else ()
         if second and (norms := [g.float().square().sum() for g in found if g is not None and g.requires_grad]):
-            self._backward(torch.stack(norms).sum())
+            self.backward_of(torch.stack(norms).sum())
         return [None if g is None else g.detach() for g in found]
 
     def squeeze(self, draw: Random) -> Any:
@@ -314,7 +331,7 @@ class Side:
         if any(kind == "reentrant function" for kind, _ in self.program.parts):
             return None  # an error of hetmem's that is known: see test_saved_by_others
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return self._backward(self.net(self.tokens(draw)))
+            return self.backward_of(self.net(self.tokens(draw)))
 
     def interrupted(self, draw: Random) -> Any:
         """A forward ends by Ctrl-C, which runs none of torch's hooks."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.harness import Block
+from tests.runtime.parts import own_parts
 
 WIDTH = 32
 
@@ -119,6 +120,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "frozen": frozen,
     "function": Again,
     "reentrant function": AgainReentrant,
+    **own_parts(WIDTH),
 }
 
 
@@ -202,6 +204,8 @@ class Program:
     too, which may then need what homes have taken."""
     home_copies: bool | None
     directories: int
+    slow_host: bool
+    """Whether updates are to go to the device, where they can."""
     rows: int
     """Of the largest batches."""
     operations: tuple[tuple[str, int], ...]
@@ -241,7 +245,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 EXTRAS = (
     "zero_grad skip evaluate part retained outside raises forward_raises gradient clip edit_gradients write hyper "
     "freeze hook unhook add_group read_weights read_gradients save load load again copied hold keep write_states "
-    "squeeze squeezed squeezed collect forward backward step kept_by_hooks interrupted threaded shared"
+    "squeeze squeezed squeezed collect forward backward step kept_by_hooks interrupted threaded shared average "
+    "autocast module_hook dropped dropped struck_step to_file from_file from_file"
 ).split()
 WITHIN = {
     *"forward backward step clip edit_gradients write hyper hook read_gradients forward_raises collect squeeze".split()
@@ -289,6 +294,7 @@ def drawn(seed: int) -> Program:
         device_budget=device_budget,
         home_copies=draw.choice((None, True, False)),
         directories=draw.choice((1, 2)),
+        slow_host=draw.random() < 0.3,
         rows=draw.choice((3, 32, 96)) if device_budget == "whole" else 3,
         operations=tuple((name, draw.randrange(1 << 30)) for name in _operations(draw, options)),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,7 +18,9 @@ from hetmem.optim.kernels import square_sum
 from hetmem.optim.scaling import clip_factor
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime import registry
+from tests.optim.machines import SLOW_HOST
 from tests.runtime import harness
+from tests.runtime.habits import ctrl_c_at_line
 from tests.runtime.lazy_device import AllocatingDevice, LazyDevice
 from tests.runtime.operations import Side
 from tests.runtime.programs import OPTIMIZERS, Program
@@ -58,7 +62,20 @@ class Plain(Side):
     def manage_again(self, draw: Random) -> None:
         self.make_optimizer()
 
-    def update(self) -> Any:
+    def to_file(self, _: Random) -> Any:
+        scale = None if self.scale_rule is None else self.scale_rule.state_dict()
+        self.filed = copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict(), scale))
+
+    def from_file(self, draw: Random) -> Any:
+        if self.filed is not None and len(self.filed[1]["param_groups"]) == len(self.optimizer.param_groups):
+            self.skip(draw)
+            self.module.load_state_dict(self.filed[0])
+            self.optimizer.load_state_dict(copy.deepcopy(self.filed[1]))
+            if self.scale_rule is not None:
+                self.scale_rule.load_state_dict(self.filed[2])
+            self.refresh()
+
+    def update(self, within: AbstractContextManager[None]) -> Any:
         limit = self.program.options.get("max_grad_norm")
         if limit is None and self.scale_rule is None:
             return self.optimizer.step()
@@ -120,6 +137,7 @@ class Managed(Side):
             "mixed_precision": self.program.mixed,
             "chunk_bytes": self.program.chunk_elements * widest,
         }
+        options["hardware"] = SLOW_HOST if self.program.slow_host else None
         options["sanitize"] = self.program.sanitize and self.program.device != "unwatched"
         while True:
             sizes: dict[str, Any] = {}
@@ -153,6 +171,16 @@ class Managed(Side):
         moved = {"least": 0.0, "some": 0.4, "nearly all": 0.85, "whole": 1.5}[self.program.device_budget]
         return copies + moved * 4 * weights if moved else 4096.0
 
+    def to_file(self, draw: Random) -> Any:
+        hetmem.save(self._directory / "saved", self.module, self.optimizer)
+        self.filed = len(self.optimizer.param_groups)
+
+    def from_file(self, draw: Random) -> Any:
+        if self.filed == len(self.optimizer.param_groups):
+            self.skip(draw)
+            hetmem.load(self._directory / "saved", self.module, self.optimizer)
+            self.refresh()
+
     def squeeze(self, draw: Random) -> Any:
         share = registry.of_module(self.module).share
         share._went_back, share._idle_seen = 0, -1  # to be tried again as long as the program runs
@@ -183,7 +211,21 @@ class Managed(Side):
         if self.program.options.get("overlap") == "forward":
             self.optimizer.synchronize()
 
-    def update(self) -> Any:
-        self.optimizer.step()
+    def struck(self, draw: Random) -> AbstractContextManager[None]:
+        return ctrl_c_at_line(int(10 ** (4.3 * draw.random())))
+
+    def update(self, within: AbstractContextManager[None]) -> Any:
+        runtime = registry.of_module(self.module).runtime
+        ended: list[bool] = []
+        own = not self.program.optimizer.startswith("torch")
+        with pytest.MonkeyPatch.context() as patch:
+            end = runtime.after_step
+            patch.setattr(runtime, "after_step", lambda: ended.append(True) or end())
+            try:
+                with within if own else nullcontext():
+                    self.optimizer.step()
+            except KeyboardInterrupt:
+                if not ended:
+                    self.optimizer.step()
         norm = getattr(self.optimizer, "grad_norm", None)
         return None if norm is None else torch.tensor(norm, dtype=torch.float64)

@@ -30,7 +30,7 @@ from tests.runtime.sides import Managed, Plain
 
 REPEATED = (
     "forward evaluate step read_weights read_gradients save copied again write load add_group hyper freeze keep "
-    "write_states squeeze squeezed"
+    "write_states squeeze squeezed average to_file from_file dropped struck_step"
 ).split()
 """What is simply repeated after an error of a disk; everything else that fails then is given up on both sides."""
 
@@ -188,7 +188,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_random_program_gives_the_bits_of_torch(seed: int, tmp_path: Path) -> None:
+def test_a_random_program_gives_the_bits_of_torch(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # see the limits in the README
     program = drawn(seed)
     print(program)
     run(program, tmp_path)
