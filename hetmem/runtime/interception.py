@@ -148,8 +148,10 @@ class Interception:
             return
         measured = compute.operators is not None
         self._end(compute)
-        if measured and compute.task < 0:
-            self.runtime.monitor.watch_backward(output)
+        if compute.task < 0:
+            self._saved.watch_functions(output)
+            if measured:
+                self.runtime.monitor.watch_backward(output)
 
     # ---- what a backward computes once more ----------------------------------------------------------------------
 

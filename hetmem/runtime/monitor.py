@@ -108,16 +108,21 @@ class DeviceMonitor(TorchDispatchMode):
 
     def watch_backward(self, outputs: Any) -> None:
         """Watch every node of the autograd graph behind `outputs` while it runs."""
-        stack = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        seen: set[Any] = set()
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind(outputs):
             if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
                 node.register_prehook(_Enter(self))
                 node.register_hook(_Leave(self))
+
+
+def nodes_behind(outputs: Any) -> Iterator[Any]:
+    """Every node of the autograd graph behind `outputs`, once."""
+    stack = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 

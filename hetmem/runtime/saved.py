@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compute import Compute, Hook
+from hetmem.runtime.monitor import nodes_behind
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
@@ -50,12 +51,14 @@ class SavedTensors:
 
     Note "hooks of others": a checkpoint, or whoever else has hooks of its own on top, gets to see what is saved in
     its place. It may keep the very tensor, and a parameter is its home again once its operator is over; so it gets an
-    alias of the memory that the parameter is bound to, which stays on the device for as long as that is kept.
+    alias of the memory that the parameter is bound to, which stays on the device for as long as that is kept. What a
+    function of the user's saves goes past hetmem then: it is told of the backward of that by the graph.
     """
 
     def __init__(self, runtime: Runtime, segments: Segments, recomputes: Recomputes) -> None:
         self._runtime, self._segments, self._recomputes = runtime, segments, recomputes
         self._by_id = runtime.bindings.by_id
+        self._met_others = False
 
     def enter(self, compute: Compute) -> None:
         """Autograd calls these hooks until the end of `compute`, unless there are others."""
@@ -76,6 +79,7 @@ class SavedTensors:
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top):
             return False
+        self._met_others = True
         pack: Callable[[torch.Tensor], Any]
         unpack: Callable[[Any], torch.Tensor]
         pack, unpack = top
@@ -93,6 +97,20 @@ class SavedTensors:
     def leave() -> None:
         """The operator is over."""
         _AUTOGRAD._pop_saved_tensors_default_hooks()
+
+    def watch_functions(self, outputs: Any) -> None:
+        """The forward is over: functions of the user's behind `outputs`, of whose saved tensors others may have been
+        told, compute again as the forward did."""
+        met, self._met_others = self._met_others, False
+        for node in nodes_behind(outputs) if met else ():
+            if isinstance(node, BackwardCFunction):
+                node.register_prehook(_FunctionBegins(self))
+
+    def function_begins(self) -> None:
+        """One of them is at its backward now."""
+        if self._runtime.memory.streams:
+            self._segments.on_backward()
+        self._recomputes.recomputes_until_node_ends()
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._by_id:
@@ -132,6 +150,19 @@ class SavedTensors:
             tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
             tensor = torch.conj(tensor) if packed.conj else tensor
             return torch._neg_view(tensor) if packed.neg else tensor
+
+
+class _FunctionBegins:
+    """A hook before a node; it holds nothing, as a graph may outlive its model."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self._saved = weakref.ref(saved)
+
+    @HELD_BACK
+    def __call__(self, _: Any) -> None:
+        saved = self._saved()
+        if saved is not None:
+            saved.function_begins()
 
 
 class _Pack(Hook):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -100,27 +100,28 @@ def test_hooks_of_the_user_around_the_model_change_no_bit(
 class AgainByFunction(nn.Module):
     """A function of this module's, not a module, is computed again in the backward of the older checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_within: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer, self.kept_within = nn.Linear(WIDTH, WIDTH), kept_within
 
     def function(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(torch.sin(x), self.layer.weight, self.layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.function, x, use_reentrant=True)  # type: ignore[no-any-return]
+        with kept() if self.kept_within else nullcontext():
+            return checkpoint(self.function, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
 @streamed
 @precisions
-@pytest.mark.xfail(reason="nobody tells hetmem of the backward of a custom function whose tensors others have saved")
+@pytest.mark.parametrize("inside", [False, True], ids=["around the model", "within"])
 def test_hooks_of_the_user_around_a_function_that_is_computed_again_change_no_bit(
-    placement: str, mixed: torch.dtype | None, tmp_path: Path
+    inside: bool, placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
-    modules = pair(AgainByFunction, placement, tmp_path, mixed_precision=mixed)
-    batches = [(x.requires_grad_(),) for (x,) in vector_batches(1, 4, WIDTH, dtype=mixed)]
-    with kept():
-        train_both(*modules, batches, Recipe(steps=1, mixed=mixed))
+    modules = pair(partial(AgainByFunction, inside), placement, tmp_path, mixed_precision=mixed)
+    batches = [(x.requires_grad_(),) for (x,) in vector_batches(3, 4, WIDTH, dtype=mixed)]
+    with nullcontext() if inside else kept():
+        train_both(*modules, batches, Recipe(steps=3, mixed=mixed))
 
 
 @streamed
