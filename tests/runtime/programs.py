@@ -6,7 +6,7 @@ Only choices and modules; what an operation does is `sides`'.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.harness import Block
-from tests.runtime.parts import own_parts
+from tests.runtime.parts import WRITTEN_IN_FORWARD, own_parts
 
 WIDTH = 32
 
@@ -274,7 +274,7 @@ def drawn(seed: int) -> Program:
     if mixed is torch.float16 and not options.keys() & {"gradients"} and options:
         options["loss_scale"] = draw.choice((2.0**8, "dynamic"))
     device_budget = draw.choice(("least", "least", "some", "nearly all", "whole"))
-    return Program(
+    program = Program(
         seed=seed,
         parts=parts,
         tied=draw.random() < 0.4,
@@ -298,6 +298,10 @@ def drawn(seed: int) -> Program:
         rows=draw.choice((3, 32, 96)) if device_budget == "whole" else 3,
         operations=tuple((name, draw.randrange(1 << 30)) for name in _operations(draw, options)),
     )
+    if program.disk == "failing":
+        again = tuple(("block" if kind in WRITTEN_IN_FORWARD else kind, way) for kind, way in program.parts)
+        return replace(program, parts=again)
+    return program
 
 
 def _operations(draw: Random, options: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hetmem.runtime import registry
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
+    Recipe,
     Tower,
     assert_same,
     assert_same_grads,
@@ -27,7 +29,10 @@ from tests.runtime.harness import (
     loss_of,
     mlp,
     pair,
+    streamed,
     token_batches,
+    train_both,
+    vector_batches,
 )
 
 
@@ -249,3 +254,46 @@ def test_derivatives_of_forward_mode_equal_torch(placement: str, tmp_path: Path)
             loss_of(module, (forward_ad.make_dual(*BATCHES[2], *BATCHES[3]),)).backward()
     assert_same(*tangents, "tangent")
     assert_same_grads(*modules)
+
+
+class _Scale(torch.autograd.Function):
+    """Gets a weight before any of torch's functions does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] * weight, (gradients[0] * x).sum(0)
+
+
+class ScaledTwice(nn.Linear):
+    """Two gradients of one weight meet."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = _Scale.apply(_Scale.apply(x, self.bias), self.bias)
+        return nn.functional.linear(x, self.weight)
+
+
+@streamed
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        None,
+        pytest.param(
+            torch.bfloat16,
+            marks=pytest.mark.xfail(
+                reason="autograd takes note of the dtype of the home, which a function of the user's gets first, and adds "
+                "the gradients up in float32; a stand-in for it would read as NaN where C++ asks it for memory"
+            ),
+        ),
+    ],
+)
+def test_a_function_of_the_users_that_gets_a_weight_twice_adds_its_gradients_up_as_torch_does(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    modules = pair(lambda: ScaledTwice(WIDTH, WIDTH), placement, tmp_path, mixed_precision=mixed)
+    train_both(*modules, vector_batches(1, 4, WIDTH, dtype=mixed), Recipe(steps=1, mixed=mixed))
