@@ -286,8 +286,8 @@ class ScaledTwice(nn.Linear):
         pytest.param(
             torch.bfloat16,
             marks=pytest.mark.xfail(
-                reason="autograd takes note of the dtype of the home, which a function of the user's gets first, and adds "
-                "the gradients up in float32; a stand-in for it would read as NaN where C++ asks it for memory"
+                reason="autograd takes note of the dtype of the home, which a function of the user's gets first, and "
+                "adds the gradients up in float32; a stand-in for it would read as NaN where C++ asks it for memory"
             ),
         ),
     ],
