@@ -34,18 +34,19 @@ class HeldBack(ContextDecorator):
         self._ours = self._remember
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if not _on_main_thread():
             return
         if not self._depth:
             theirs = _SIGNALS.getsignal(_INTERRUPT)
             if theirs is None:  # set by C: nobody could set it again
                 return
-            self._theirs = theirs
+            if theirs != self._ours:  # left behind by another signal, which raised in here
+                self._theirs = theirs
             _SIGNALS.signal(_INTERRUPT, self._ours)  # until here one may be raised, and nothing has begun
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._depth and threading.current_thread() is threading.main_thread():
+        if self._depth and _on_main_thread():
             if self._depth == 1:
                 self._give_back()
             else:
@@ -53,13 +54,13 @@ class HeldBack(ContextDecorator):
 
     def raise_here(self) -> None:
         """Whoever calls this is going to wait: an interrupt that came before is raised instead."""
-        if self._came and threading.current_thread() is threading.main_thread():
+        if self._came and _on_main_thread():
             self._came = False
             self._deliver()
 
     def wait(self, wait: Callable[[], Any], wake: Callable[[], None]) -> Any:
         """`wait()`. An interrupt calls `wake`, which makes it return; then the caller is to ask `raise_here`."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _on_main_thread():
             return wait()
         self._wake = wake
         try:
@@ -72,6 +73,7 @@ class HeldBack(ContextDecorator):
     def _remember(self, _: int, __: FrameType | None) -> None:
         if self._came:  # the second one
             self._give_back()
+            self._deliver()  # for whoever counts them, and has not raised
             return
         self._came = True
         if self._wake is not None:
@@ -94,6 +96,11 @@ class HeldBack(ContextDecorator):
         else:  # it ends the process, or is ignored
             _SIGNALS.signal(_INTERRUPT, self._theirs)
             signal.raise_signal(signal.SIGINT)
+
+
+def _on_main_thread() -> bool:
+    """Asked by the number: `current_thread` would make an object for each thread that is not Python's own."""
+    return threading.get_ident() == threading.main_thread().ident
 
 
 HELD_BACK = HeldBack()

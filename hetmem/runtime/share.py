@@ -18,7 +18,6 @@ from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import is_shared, stand_in, storage_references
 from hetmem.runtime.gradients import GradientSink, is_home_gradient
 from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.traffic import param_block
 from hetmem.runtime.weak import weakly
 
 _TRIES = 3
@@ -174,8 +173,9 @@ class ResidentShare:
         return True
 
     def _move_back(self, chunk: Chunk) -> None:
-        traffic = self._runtime.traffic
-        if not traffic.residency.uses(param_block(chunk.parameters[0]), Tier.DEVICE):
+        traffic, block = self._runtime.traffic, chunk.operand_block
+        assert block is not None  # and perhaps no parameter: some chunks are empty once they are in order of use
+        if not traffic.residency.uses(block, Tier.DEVICE):
             traffic.copy_home_again(chunk)  # nobody has looked for writes of the user yet, if this is no forward
         for role, home in chunk.homes.items():
             if home.away is not None:

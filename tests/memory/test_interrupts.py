@@ -104,6 +104,19 @@ def test_a_handler_of_the_users_is_called_once_at_the_end() -> None:
     assert seen == ["within", "handled"]
 
 
+def test_a_handler_of_the_users_that_counts_sees_both_of_two() -> None:
+    seen: list[str] = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append("handled"))
+    try:
+        with HELD_BACK:
+            ctrl_c()
+            ctrl_c()
+            seen.append("within")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == ["handled", "handled", "within"]
+
+
 def test_what_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
