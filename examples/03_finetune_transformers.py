@@ -49,13 +49,13 @@ def managed_model(directory: Path, budget: hetmem.Budget) -> transformers.PreTra
     """The model in `directory`: float32 masters on the tiers of `budget`, bfloat16 copies that compute."""
     config = transformers.AutoConfig.from_pretrained(directory)
 
-    # Not `from_pretrained`: that would need all of the model in host memory. Here parameters go home one by one.
-    @hetmem.managed(budget, mixed_precision=torch.bfloat16)
-    class Managed(getattr(transformers, config.architectures[0])):  # type: ignore[misc]
-        pass
-
+    base = getattr(transformers, config.architectures[0])
+    # Not `from_pretrained`: that would need all of the model in host memory. Here parameters go home one by one. The
+    # class has the name of its base, as transformers goes by it.
+    named = type(base.__name__, (base,), {"__module__": base.__module__})
+    managed = hetmem.managed(budget, mixed_precision=torch.bfloat16)(named)
     with no_init_weights():  # they are about to be read
-        model: transformers.PreTrainedModel = Managed(config)
+        model: transformers.PreTrainedModel = managed(config)
     hetmem.load_weights(directory, model)
     # Activations are recomputed in the backward; the method has a new name since transformers 5.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -77,9 +77,10 @@ def batches(directory: Path, text: str) -> list[Tensor]:
 def train(model: transformers.PreTrainedModel, rows: Sequence[Tensor], steps: int) -> list[float]:
     """Next-token training with updates behind the backward, in the bits of plain torch; the losses."""
     optimizer = hetmem.AdamW(model.parameters(), lr=LEARNING_RATE, overlap="backward")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     losses = []
     for step in range(steps):
-        row = rows[step % len(rows)].to(model.device)
+        row = rows[step % len(rows)].to(device)
         loss = model(input_ids=row, labels=row, use_cache=False).loss
         loss.backward()
         optimizer.step()

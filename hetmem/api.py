@@ -106,6 +106,9 @@ def manage(
     registry.refuse_managed(module)
     if mixed_precision not in (None, torch.bfloat16, torch.float16):
         raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {mixed_precision}")
+    _refuse_other(budget)
+    if policy is not None and not callable(getattr(policy, "rank", None)):
+        raise ManageError(f"policy must be an instance like hetmem.LRU(), with a method rank, got {policy!r}")
     ahead = Prefetch()
     planned = _plan(plan)
     if planned is not None:
@@ -128,12 +131,22 @@ def manage(
     return module
 
 
+def _refuse_other(budget: Any) -> None:
+    """Raise `ManageError` for what is no budget."""
+    if isinstance(budget, type):
+        raise ManageError(f"call it: hetmem.managed(hetmem.Budget(…)) decorates {budget.__name__}, or hetmem.managed()")
+    if budget is not None and not isinstance(budget, Budget):
+        raise ManageError(f"expected a hetmem.Budget(device=…, host=…, nvme=…), got {budget!r}")
+
+
 def _plan(plan: RunnablePlan | str | os.PathLike[str] | None) -> RunnablePlan | None:
     """`plan`, read if it is a path. Raises `ManageError` for one that cannot be run."""
     if isinstance(plan, (str, os.PathLike)):
         from hetmem.planning.plan import Plan  # planning costs more to import than training does
 
         plan = Plan.load(plan)
+    if plan is not None and not hasattr(plan, "fits"):
+        raise ManageError(f"plan must be what hetmem.plan returned, or the path of its file, got {plan!r}")
     if plan is not None and not plan.fits:
         raise ManageError("the plan does not fit: it says what is missing and what to do; run one that fits")
     return plan
@@ -184,6 +197,7 @@ def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], 
     `options` are the keywords of `manage`; a `plan` among them says the budget in place of `budget`. Raises
     `ManageError` for anything but a class derived from `torch.nn.Module`; an instance raises what `manage` does.
     """
+    _refuse_other(budget)
 
     def decorate(cls: ClassT) -> ClassT:
         if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):

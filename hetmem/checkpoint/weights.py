@@ -1,12 +1,11 @@
 """Weights of other programs: files of safetensors, one or many, read straight into a model on whatever tiers it is.
 
 Names, shapes and dtypes of all files are compared before anything is written. Unlike a checkpoint such files have no
-checksums, no optimizer, and often other names and dtypes.
+checksums, no optimizer, and often other names, dtypes and tensors.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,13 +15,15 @@ from typing import NamedTuple
 import torch
 
 from hetmem.checkpoint.contents import ModelState, of_model
-from hetmem.checkpoint.layout import Stored, parse_tensors
+from hetmem.checkpoint.declared import Declared
+from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.loading import partly_loaded
+from hetmem.checkpoint.merging import Merge, Reads, merge, shown
 from hetmem.checkpoint.moving import checksums, read_tensors
-from hetmem.checkpoint.opening import OpenFile, named, opened
+from hetmem.checkpoint.opening import OpenFile
+from hetmem.checkpoint.shards import Source, read_names
 from hetmem.errors import CheckpointError
 
-_INDEX = ".safetensors.index.json"
 _SHOWN = 5
 """Names in a message."""
 
@@ -47,104 +48,88 @@ def load_weights(
     """Load the weights of a pretrained model, in safetensors, into `model`, which may be managed.
 
     `path`: one file, an index (`….safetensors.index.json`, beside its files), or a directory with either, as Hugging
-    Face's `save_pretrained` and `snapshot_download` leave it. `rename` gets each name in the files and returns the
-    model's, or None for a tensor to leave out. `strict=False` loads what matches by name and returns the rest.
+    Face's `save_pretrained` and `snapshot_download` leave it. A model of transformers gets what its `from_pretrained`
+    would read: names that transformers declares others for, experts that are saved one by one, a base model's weights
+    for one with a head and the other way round. `rename` gets each name in the files first, and returns the model's,
+    or None for a tensor to leave out. `strict=False` loads what matches by name and returns the rest.
 
-    Values go block by block to their homes: the model is never in host memory as a whole. Wider dtypes take narrower
-    ones exactly (bfloat16 files into float32 masters); a cast that rounds is refused unless `rounding=True`. The
-    optimizer keeps what states it has.
+    Values go block by block to their homes: the model is never in host memory as a whole. What transformers makes in
+    another way than by joining, cutting and transposing is held in host memory, one parameter at a time. Wider dtypes
+    take narrower ones exactly (bfloat16 files into float32 masters); a cast that rounds is refused unless
+    `rounding=True`. The optimizer keeps what states it has.
 
     Raises `CheckpointError` (a ValueError; names the tensors) and `StoreError` (an OSError; path, offset and bytes).
     Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later
     leaves the model partly loaded, and the message says so. No code of a file's choice runs.
     """
     with ExitStack() as stack:
-        sources = _sources(os.fspath(path), rename, stack)
         state = of_model(model)
-        keys = _compared(state, sources)
+        declared = Declared(model, state.names)
+        made = _made(declared, read_names(os.fspath(path), rename, stack))
+        keys = _compared(state, made, declared)
         if strict and any(keys):
             problems = [f"the files have no {name}" for name in keys.missing_keys]
             problems += [f"the model has no {name}" for name in keys.unexpected_keys]
             raise _other_model(problems, "rename= translates names, strict=False loads what matches")
-        targets = list(_targets(state, sources, rounding))
+        targets = _targets(state, made, rounding)
         with partly_loaded("the model is"):
-            for file in dict.fromkeys(source.file for source, _ in targets):
-                mine = [(source.stored, tensor) for source, tensor in targets if source.file is file]
-                read_tensors(file, sorted(mine, key=lambda target: target[0].start))
+            _read(targets)
     return keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Source:
-    """A tensor in one of the files."""
+class _Made:
+    """What the files have for a tensor of the model: a tensor as it is, or, of a `merge`, the one of that `name`."""
 
-    file: OpenFile
-    stored: Stored
+    name: str
+    shape: tuple[int, ...]
+    sources: list[Source]
+    merge: Merge | None
+
+    def reads(self, into: torch.Tensor) -> Reads | None:
+        """What fills `into`; None if only the whole merge can."""
+        if self.merge is not None:
+            return self.merge.reads(self.name, into)
+        return [(self.sources[0].file, self.sources[0].stored, into)]
 
 
-def _sources(path: str, rename: Callable[[str], str | None] | None, stack: ExitStack) -> dict[str, _Source]:
-    """The tensors of all files by the names that the model should have for them; files stay open with `stack`."""
-    found: dict[str, _Source] = {}
-    names: dict[str, str] = {}
-    for each in _files(path):
-        file = stack.enter_context(opened(each))
-        with named(each):
-            tensors = parse_tensors(file.header, file.data_nbytes)
-        for name, stored in tensors.items():
-            new = name if rename is None else rename(name)
-            if new is None:
-                continue
-            if new in found:
+def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
+    """By the names that the model should have for them. Raises `CheckpointError` for what nothing can be made of."""
+    plain, conversions = declared.sort(sources)
+    made = {name: _Made(name, sources[key].stored.shape, [sources[key]], None) for name, key in plain.items()}
+    for conversion in conversions:
+        merged = merge(conversion, [sources[key] for key in conversion.names])
+        for name, tensor in merged.made.items():
+            if name in made:
+                there = made[name].sources[0].stored.name
                 raise CheckpointError(
-                    f"{name} in {each!r} and {names[new]} in {found[new].file.path!r} are both called {new}"
+                    f"{there} and {shown(conversion.names)} in the files are both {name} of the model"
                 )
-            found[new], names[new] = _Source(file, stored), name
-    return found
+            made[name] = _Made(name, tuple(tensor.shape), merged.sources, merged)
+    return made
 
 
-def _files(path: str) -> list[str]:
-    if path.endswith(".json"):
-        return _indexed(path)
-    if not os.path.isdir(path):
-        return [path]
-    entries = sorted(os.listdir(path))
-    indices = [name for name in entries if name.endswith(_INDEX)]
-    files = [name for name in entries if name.endswith(".safetensors")]
-    if "model.safetensors" in files:
-        return [os.path.join(path, "model.safetensors")]
-    if len(indices) > 1 or (not indices and len(files) > 1):
-        raise CheckpointError(f"{path!r} has more than one model: name one of {', '.join(indices or files)}")
-    if indices:
-        return _indexed(os.path.join(path, indices[0]))
-    if not files:
-        raise CheckpointError(
-            f"{path!r} has no *.safetensors (it has {', '.join(entries[:_SHOWN]) or 'nothing'}): weights that were "
-            f"pickled can run code; load those with torch.load(weights_only=True) and save them as safetensors"
-        )
-    return [os.path.join(path, files[0])]
+def _read(targets: list[tuple[_Made, torch.Tensor]]) -> None:
+    """Fill the tensors, in the order of the files."""
+    files: dict[OpenFile, list[tuple[Stored, torch.Tensor]]] = {}
+    whole: dict[Merge, dict[str, torch.Tensor]] = {}
+    for made, tensor in targets:
+        reads = made.reads(tensor)
+        if reads is None:
+            assert made.merge is not None
+            whole.setdefault(made.merge, {})[made.name] = tensor
+        for file, stored, into in reads or ():
+            files.setdefault(file, []).append((stored, into))
+    for file, mine in files.items():
+        read_tensors(file, sorted(mine, key=lambda target: target[0].start))
+    for merged, tensors in whole.items():
+        merged.fill(tensors)
 
 
-def _indexed(path: str) -> list[str]:
-    """The files that the index at `path` names, which must lie beside it."""
-    try:
-        with open(path, "rb") as file:
-            weight_map = json.load(file)["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
-    except OSError as error:
-        raise CheckpointError(f"cannot read the index {path!r}: {error.strerror}") from error
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path!r} is no index of safetensors: {error!r}") from error
-    foreign = [name for name in files if os.path.basename(name) != name or name in ("", ".", "..")]
-    if foreign:
-        raise CheckpointError(f"{path!r} names {foreign[0]!r}, which is not beside it")
-    return [os.path.join(os.path.dirname(path), name) for name in files]
-
-
-def _compared(state: ModelState, sources: dict[str, _Source]) -> LoadedWeights:
-    found = set(sources)
-    missing = [name for name, aliases in _aliases(state).items() if not found & {*aliases}]
-    missing += [name for name in state.made if name not in found]
-    return LoadedWeights(missing, sorted(found - state.names))
+def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> LoadedWeights:
+    missing = [name for name, aliases in _aliases(state).items() if not made.keys() & {*aliases}]
+    missing += [name for name in state.made if name not in made]
+    return LoadedWeights(*declared.wanted(missing, sorted(made.keys() - state.names)))
 
 
 def _aliases(state: ModelState) -> dict[str, list[str]]:
@@ -155,42 +140,45 @@ def _aliases(state: ModelState) -> dict[str, list[str]]:
     return aliases
 
 
-def _targets(state: ModelState, sources: dict[str, _Source], rounding: bool) -> Iterator[tuple[_Source, torch.Tensor]]:
-    """Which tensor of the model gets which of the files. Raises `CheckpointError` that names what does not match."""
+def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[tuple[_Made, torch.Tensor]]:
+    """Which tensor of the model gets what. Raises `CheckpointError` that names what does not match."""
     problems: list[str] = []
-    targets: list[tuple[_Source, torch.Tensor]] = []
+    targets: list[tuple[_Made, torch.Tensor]] = []
     several: list[list[str]] = []
     for name, aliases in _aliases(state).items():
-        there = [alias for alias in aliases if alias in sources]
+        there = [alias for alias in aliases if alias in made]
         if len(there) > 1:
             several.append(there)
         for alias in there:
-            problems += _differences(alias, sources[alias].stored, state.tensors[name], rounding)
-        targets += [(sources[alias], state.tensors[name]) for alias in there[:1]]
-    problems += [f"{name} is not a tensor in the model" for name in state.made if name in sources]
+            problems += _differences(made[alias], state.tensors[name], rounding)
+        targets += [(made[alias], state.tensors[name]) for alias in there[:1]]
+    problems += [f"{name} is not a tensor in the model" for name in state.made if name in made]
     if problems:
         raise _other_model(problems)
     for there in several:
-        if len({_values(sources[alias]) for alias in there}) > 1:
+        if len({_values(made[alias]) for alias in there}) > 1:
             raise _other_model([f"{' and '.join(there)} are one tensor in the model, and differ in the files"])
-    return iter(targets)
+    return targets
 
 
-def _values(source: _Source) -> tuple[object, ...]:
-    return (source.stored.dtype, *checksums(source.file, source.stored))
+def _values(made: _Made) -> tuple[object, ...]:
+    return tuple((source.stored.dtype, *checksums(source.file, source.stored)) for source in made.sources)
 
 
-def _differences(name: str, stored: Stored, tensor: torch.Tensor, rounding: bool) -> Iterator[str]:
+def _differences(made: _Made, tensor: torch.Tensor, rounding: bool) -> Iterator[str]:
+    name = made.name
     if tensor.is_meta:
         yield f"{name} is on the meta device in the model, without memory to load into"
-    if stored.shape != tuple(tensor.shape):
-        yield f"{name} has the shape {stored.shape} in the files and {tuple(tensor.shape)} in the model"
-    if stored.dtype == tensor.dtype:
-        return
-    if not (stored.dtype.is_floating_point and tensor.dtype.is_floating_point):
-        yield f"{name} is of {stored.dtype} in the files and of {tensor.dtype} in the model"
-    elif not rounding and not _is_exact(stored.dtype, tensor.dtype):
-        yield f"{name} would be rounded from {stored.dtype} to {tensor.dtype}: allow it with rounding=True"
+    if made.shape != tuple(tensor.shape):
+        of = "" if made.merge is None else f", made of {shown(made.merge.conversion.names)}"
+        yield f"{name} has the shape {made.shape} in the files{of}, and {tuple(tensor.shape)} in the model"
+    for dtype in dict.fromkeys(source.stored.dtype for source in made.sources):
+        if dtype == tensor.dtype:
+            continue
+        if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+            yield f"{name} is of {dtype} in the files and of {tensor.dtype} in the model"
+        elif not rounding and not _is_exact(dtype, tensor.dtype):
+            yield f"{name} would be rounded from {dtype} to {tensor.dtype}: allow it with rounding=True"
 
 
 def _is_exact(narrow: torch.dtype, wide: torch.dtype) -> bool:

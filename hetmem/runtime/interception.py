@@ -27,6 +27,7 @@ from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import Segments, in_backward, signature
 from hetmem.runtime.share import ResidentShare
+from hetmem.runtime.strangers import explain, raised_in_call
 
 
 class _OfThread(threading.local):
@@ -67,6 +68,7 @@ class Interception:
             self._handles.append(part.register_state_dict_pre_hook(reading))
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
         self._buffers = weakref.WeakMethod(module.buffers)
+        self._model = weakref.ref(module)
         if runtime.memory.streams:
             for managed in runtime.parameters:
                 self.gradients.install(managed)
@@ -140,6 +142,9 @@ class Interception:
 
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
+        error = sys.exc_info()[1]
+        if type(error) is RuntimeError and raised_in_call(error, module):
+            explain(error, self._model() or module, self.runtime.bindings.by_id)
         compute = self._current(sys._getframe())
         if compute is None or not compute.calls or not compute.calls[-1].is_made_in(calling_frame(module)):
             return

@@ -1,0 +1,76 @@
+"""Parameters that are added after `hetmem.manage` work as they are, or torch's error is told with their names."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.runtime.harness import WIDTH, assert_same, everywhere, manage, mlp
+
+
+class Outer(nn.Module):
+    """Calls a managed module, or is one and calls its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.head: nn.Module = nn.Identity()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.inner(value))
+        return result
+
+
+@everywhere
+def test_an_error_of_torch_names_the_parameters_that_were_added(placement: str, tmp_path: Path) -> None:
+    model = manage(Outer(), placement, tmp_path, mixed_precision=torch.bfloat16)
+    model.inner.append(nn.Linear(WIDTH, WIDTH))
+    last = len(model.inner) - 1
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.rand(2, WIDTH))
+    said = str(raised.value)
+    assert "must have the same dtype" in said
+    assert said.count("not there when hetmem.manage was called") == 1
+    assert f": inner.{last}.weight (torch.float32, cpu), inner.{last}.bias (torch.float32, cpu). They" in said
+    hetmem.release(model)
+    manage(model, placement, tmp_path, mixed_precision=torch.bfloat16)  # as it says
+    model(torch.rand(2, WIDTH)).sum().backward()
+
+
+def test_of_many_that_were_added_some_are_named(tmp_path: Path) -> None:
+    model = manage(Outer(), "host", tmp_path, mixed_precision=torch.bfloat16)
+    model.head = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    with pytest.raises(RuntimeError, match=r"head\.2\.weight \(torch.float32, cpu\) and 3 more\. They stay"):
+        model(torch.rand(2, WIDTH))
+
+
+def test_errors_that_are_not_of_this_forward_stay_as_they_are(tmp_path: Path) -> None:
+    model = manage(Outer(), "host", tmp_path)
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.rand(2, 3))  # nothing was added
+    assert "hetmem" not in str(raised.value)
+    model.head = nn.Linear(WIDTH, WIDTH)
+    before = RuntimeError("before")
+    try:
+        raise before
+    except RuntimeError:
+        model(torch.rand(2, WIDTH))
+    assert before.args == ("before",)
+
+
+@everywhere
+def test_parameters_that_were_added_train_as_they_are_in_float32(placement: str, tmp_path: Path) -> None:
+    plain = Outer()
+    model = manage(copy.deepcopy(plain), placement, tmp_path)
+    added = nn.Linear(WIDTH, WIDTH)
+    plain.head, model.head = added, copy.deepcopy(added)
+    value = torch.rand(2, WIDTH)
+    for each in (plain, model):
+        each(value).square().sum().backward()
+    for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert_same(expected.grad, got.grad, name)
