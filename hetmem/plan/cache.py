@@ -67,10 +67,10 @@ class Cache:
     `nearer` is the next faster tier: what lies there too is the cheaper one to lose here. Whoever changes a copy in a
     way that an eviction or a policy may know of says so with `touch(block)`.
 
-    Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again at
-    every use would take longer than all the rest. So it is remembered what a look came to, and that stands until what is
-    missing has changed (`moved`), or a copy that is needed late enough could give way (`touch`). A use of a copy that is
-    here only takes room away, and so does a copy that is given back but needed soon.
+    Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again
+    at every use would take longer than all else. So it is remembered what a look came to, and that stands until what
+    is missing has changed (`moved`), or a copy that is needed late enough could give way (`touch`). A use of a copy
+    that is here only takes room away, and a copy that is given back but needed soon makes none.
     """
 
     def __init__(
@@ -190,7 +190,8 @@ class Cache:
         """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
         in order. What one of these uses overwrites first is no such block.
 
-        Uses whose blocks are all here are looked at once: until something is removed they need no second look.
+        Uses whose blocks are all here are looked at once: until something is removed they need no second look. If there
+        is no such block, `at_rest` says so from now on.
         """
         schedule, copies = self.schedule, self.copies
         start = max(schedule.position, self._present_until)
@@ -199,9 +200,9 @@ class Cache:
         comes_by_itself: set[int] = set()
         for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
             if all(map(copies.__contains__, blocks)):
-                if not (missing or comes_by_itself):
-                    self._present_until = at + 1
                 continue
+            if not (missing or comes_by_itself):
+                self._present_until = at
             absent = [block for block in blocks if block not in copies and block not in comes_by_itself]
             if not schedule.reads(at):
                 comes_by_itself.update(absent)
@@ -209,6 +210,10 @@ class Cache:
                 missing += [block for block in dict.fromkeys(absent) if block not in missing]
                 if len(missing) >= most:
                     return missing[:most]
+        if not (missing or comes_by_itself):  # nothing is looked for behind the end, wherever that is
+            self._present_until = schedule.position + lookahead
+        elif not missing:
+            self.rest(None, None)
         return missing
 
     # ---- rest --------------------------------------------------------------------------------------------------

@@ -28,9 +28,12 @@ class Peaks:
 
     def note(self, chunk_bytes: int, other_bytes: int) -> None:
         """So many are there at one time."""
-        self.device = max(self.device, chunk_bytes + other_bytes)
-        self.chunk = max(self.chunk, chunk_bytes)
-        self.other = max(self.other, other_bytes)
+        if chunk_bytes + other_bytes > self.device:
+            self.device = chunk_bytes + other_bytes
+        if chunk_bytes > self.chunk:
+            self.chunk = chunk_bytes
+        if other_bytes > self.other:
+            self.other = other_bytes
 
 
 class Notes:

@@ -1,8 +1,8 @@
 """Blocks in the order in which they are given up, kept up to date by saying what has changed. Pure.
 
-Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between two
-questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to put
-one of a few thousand in, or to take it out, moves a few KiB, and reading from the end on costs nothing but what is read.
+Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between
+two questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to
+put one of a few thousand in, or to take it out, moves a few KiB, and to read from the end on costs what is read.
 """
 
 from __future__ import annotations

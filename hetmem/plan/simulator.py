@@ -50,7 +50,7 @@ class LinkQueue:
         seconds = self.rate.seconds(nbytes)
         self.load.bytes += nbytes
         self.load.seconds += seconds
-        start = max(now, self.free_at)
+        start = now if now > self.free_at else self.free_at
         if self.beside is not None and self.beside[0].free_at > start:
             seconds = self._seconds_beside(seconds, self.beside[0].free_at - start, self.beside[1])
         self.free_at = start + seconds

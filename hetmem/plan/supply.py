@@ -126,15 +126,17 @@ class Supply:
         most = self._at_once - cache.loading
         if self._waiting or most <= 0 or cache.at_rest(self._lookahead):
             return
-        moves, full = cache.moves(), None
         missing = cache.missing(self._lookahead, most)
+        if not missing:
+            return
+        moves, full = cache.moves(), None
         for block in missing:
             full = self._prefetch(block, cache, commands)
             if full is not None:
                 break
         if cache.moves() == moves:
-            in_sight = full is None and len(missing) < most
-            cache.rest(None if in_sight else missing[0], full)
+            all_seen = full is None and len(missing) < most
+            cache.rest(None if all_seen else missing[0], full)
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
