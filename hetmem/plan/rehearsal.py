@@ -295,7 +295,7 @@ class Rehearsal:
                 home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
                 counts = self._steps > 0 or role in ("param", "compute", "grad")
                 nbytes = arrangement.ground.home_bytes(chunk, role)
-                self._traffic.move_in(self._blocks[role, chunk], home, nbytes * counts)
+                self._traffic.move_in(self._blocks[role, chunk], home, arrangement.role_bytes(chunk, role) * counts)
                 self._notes.home_bytes += nbytes
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
