@@ -6,7 +6,8 @@ repeated. Without files, steps of a GPT are made up: forward through n blocks an
 for it. `renewed` says that every block is rewritten between two steps, so that what survives on the device has to be
 fetched anew, once. Those numbers are counts, and the same on every machine.
 
-With `--speed` the simulator runs a step of 1024 blocks instead, and the processor time it takes is printed.
+With `--speed` the simulator runs steps of 1024 blocks instead, and the processor time that events take is printed, of
+each cell the best of three runs. 1100 slots need no eviction on the device; staging on NVMe always does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hetmem.plan.optimum import fewest_bytes
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.residency import Residency
 from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Schedule, Tier
+from hetmem.plan.trace import Schedule, Tier, Uses
 from hetmem.planning import load_profile
 
 STEPS = 10
@@ -194,6 +195,17 @@ def table(trace: Trace, slot_bytes: int) -> str:
 
 
 SPEED_BLOCKS, SPEED_OPERATORS = 1024, 4
+SPEED_CELLS = (
+    (1100, False, 1),
+    (480, False, 1),
+    (30, False, 1),
+    (480, False, 2),
+    (1100, True, 1),
+    (480, True, 1),
+    (30, True, 1),
+    (480, True, 2),
+)
+"""Slots of the device, whether homes are on NVMe, and the span of every third block."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +215,7 @@ class Speed:
     events_per_second: float
     seconds_per_operator: float
     fetches: int
+    evictions: int
 
 
 def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int = 3) -> Speed:
@@ -219,13 +232,17 @@ def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int 
     half = len(trace.uses) // 2
     segments = (trace.uses[:half], trace.uses[half:])
     events, began = 0, 0.0
+    known: dict[int, tuple[Uses, Uses]] = {}  # as `TraceBook` keeps them
     for step in range(steps):
         if step == 1:
             events, began = traffic.events, time.process_time()
         for now, later in (segments, segments[::-1]):
-            host = Schedule([(block,) for use in now + later for block in use]) if nvme else Schedule()
-            traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(now + later, segment=len(now))))
-            traffic.execute(traffic.residency.expect(Tier.HOST, host))
+            if id(now) not in known:
+                staged = [(block,) for use in now + later for block in use] if nvme else []
+                known[id(now)] = Uses(now + later), Uses(staged)
+            device, host = known[id(now)]
+            traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(device, segment=len(now))))
+            traffic.execute(traffic.residency.expect(Tier.HOST, Schedule(host)))
             for blocks in now:
                 traffic.poll()
                 traffic.residency.reach(blocks, Tier.DEVICE)
@@ -236,23 +253,27 @@ def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int 
                     traffic.release(block, Tier.DEVICE)
     spent = time.process_time() - began
     operators = (steps - 1) * len(trace.uses)
-    return Speed((traffic.events - events) / spent, spent / operators, sum(traffic.residency.counts.fetches.values()))
+    counts = traffic.residency.counts
+    fetches, evictions = sum(counts.fetches.values()), sum(counts.evictions.values())
+    return Speed((traffic.events - events) / spent, spent / operators, fetches, evictions)
 
 
 def speeds() -> str:
-    """A Markdown table: the simulator's speed with more and more of the blocks on the device."""
+    """A Markdown table: the simulator's speed with more or less of the blocks on the device."""
     trace = gpt(SPEED_BLOCKS, operators=SPEED_OPERATORS, tied=True, straddling=True)
     lines = [
         f"### Speed: {trace.name} ({len(trace.uses)} uses a step)",
         "",
-        "| slots | homes | spans | events/s | µs an operator | fetches |",
-        "|---:|---|---|---:|---:|---:|",
+        "| slots | homes | spans | events/s | µs an operator | fetches | evictions |",
+        "|---:|---|---|---:|---:|---:|---:|",
     ]
-    for slots, nvme, span in ((1100, False, 1), (480, False, 1), (30, False, 1), (480, True, 1), (480, False, 2)):
-        speed = simulate(trace, slots, nvme=nvme, span=span)
+    for slots, nvme, span in SPEED_CELLS:
+        runs = [simulate(trace, slots, nvme=nvme, span=span) for _ in range(3)]
+        speed = max(runs, key=lambda run: run.events_per_second)
         lines.append(
             f"| {slots} | {'NVMe' if nvme else 'host'} | {'1' if span == 1 else f'1, 1, {span}'} | "
-            f"{speed.events_per_second:,.0f} | {speed.seconds_per_operator * 1e6:.1f} | {speed.fetches} |"
+            f"{speed.events_per_second:,.0f} | {speed.seconds_per_operator * 1e6:.1f} | {speed.fetches} | "
+            f"{speed.evictions} |"
         )
     return "\n".join([*lines, ""])
 

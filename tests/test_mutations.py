@@ -82,8 +82,8 @@ MUTATIONS = {
     ),
     "use a copy before its fetch is done": Mutation(
         "plan/ledger.py",
-        "copy.state = CopyState.LOADING",
-        "copy.state = CopyState.VALID",
+        "copy.state = LOADING",
+        "copy.state = VALID",
         STORIES + "test_a_miss_is_one_fetch_and_a_hit_is_nothing",
     ),
     "join threads while garbage is collected": Mutation(

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
-from contextlib import closing
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 
-from hetmem.plan.order import Key, Order
+from hetmem.plan.order import NOTHING, Order, Rank
 from hetmem.plan.policy import CopyFacts, EvictionPolicy
 from hetmem.plan.slots import PlaceMap, SlotMap
-from hetmem.plan.trace import NEVER, Schedule, Tier
+from hetmem.plan.trace import DEVICE, HOST, NEVER, Schedule, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class CopyState(Enum):
     LOADING = auto()
     VALID = auto()
     STALE = auto()
+
+
+WAITING, LOADING, VALID, STALE = CopyState
+"""By name: CPython takes ten times as long to find a member in its enumeration."""
 
 
 @dataclass(slots=True)
@@ -54,7 +58,7 @@ class Copy:
     @property
     def idle(self) -> bool:
         """Whether an eviction may take it now."""
-        return self.uses == 0 and not self.writing and self.state in (CopyState.VALID, CopyState.STALE)
+        return self.uses == 0 and not self.writing and (self.state is VALID or self.state is STALE)
 
 
 class Cache:
@@ -63,16 +67,17 @@ class Cache:
     `nearer` is the next faster tier: what lies there too is the cheaper one to lose here. Whoever changes a copy in a
     way that an eviction or a policy may know of says so with `touch(block)`.
 
-    Note "refusals": most of the time what is missing waits for room, and asking for it again at every use would take
-    longer than all the rest. So a refusal is remembered, and stands until something has changed that could make room
-    (`touch`), or what is missing (`moved`). A use of a copy that is here only takes room away.
+    Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again
+    at every use would take longer than all else. So it is remembered what a look came to, and that stands until what
+    is missing has changed (`moved`), or a copy that is needed late enough could give way (`touch`). A use of a copy
+    that is here only takes room away, and a copy that is given back but needed soon makes none.
     """
 
     def __init__(
         self, tier: Tier, count: int, blocks: Sequence[Block], policy: EvictionPolicy, nearer: Cache | None = None
     ) -> None:
         self.tier = tier
-        self._row = SlotMap(count) if tier is Tier.HOST else None
+        self._row = SlotMap(count) if tier is HOST else None
         self.slots = PlaceMap(count) if self._row is None else self._row
         self.limit = count
         self.copies: dict[int, Copy] = {}
@@ -81,19 +86,24 @@ class Cache:
         self.writing: dict[int, Copy] = {}
         self._blocks = blocks
         self._policy = policy
-        self._nearer: Container[int] = nearer.copies if nearer is not None else ()
+        self._nearer = nearer
         self._farther: Cache | None = None
+        self._beside = self  # where copies for this tier come from, if that is a cache too
         self._added = 0
         self._present_until = 0
         self._changed: set[int] = set()
         self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
         self._moves = 0
-        self.refused: tuple[int, int, Cache, int] | None = None
-        self._demand = Order(self.copies, self._demand_key)
-        self._ahead = Order(self.copies, self._ahead_key)
+        self._rest: tuple[int, int, Cache | None, int] | None = None
+        self._lowest = 0
+        self._resting_here = (self,) if nearer is None else (self, nearer)  # while there is no room here
+        self._freed = 0
+        self._refused: dict[Order, tuple[int, tuple[int, int, Collection[int]]]] = {}
+        self._demand = Order(self.copies, self._demand_rank)
+        self._ahead = Order(self.copies, self._ahead_rank)
         if nearer is not None:
-            nearer._farther = self
+            nearer._farther = nearer._beside = self
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
@@ -110,6 +120,7 @@ class Cache:
         """There is no copy of `block` here any more; returns what was."""
         self._present_until = min(self._present_until, self.schedule.next_use(block))
         self._moves += 1
+        self._freed += 1
         copy = self.copies.pop(block)
         self.touch(block)
         if self._farther is not None:
@@ -121,14 +132,27 @@ class Cache:
         self._present_until = 0
         self._moves += 1
 
-    def set_limit(self, slots: int) -> None:
-        """At most `slots` slots may be taken."""
-        self.limit = max(0, min(slots, self.slots.count))
+    def turned(self) -> None:
+        """The state of a copy has changed: another tier may be fed from it now, or not any more."""
         self._moves += 1
 
-    def writing_slots(self) -> int:
-        """Slots that become free when the writes in flight are done."""
-        return sum(self._span(block) for block, copy in self.writing.items() if copy.uses == 0)
+    def set_limit(self, slots: int) -> None:
+        """At most `slots` slots may be taken."""
+        slots = max(0, min(slots, self.slots.count))
+        if slots > self.limit:
+            self._moves += 1
+            self._freed += 1
+        self.limit = slots
+
+    def writing_slots(self, enough: int) -> int:
+        """Slots that become free when the writes in flight are done; no more of them are counted than are `enough`."""
+        slots = 0
+        for block, copy in self.writing.items():
+            if slots >= enough:
+                break
+            if copy.uses == 0:
+                slots += self._blocks[block].span
+        return slots
 
     # ---- the schedule ------------------------------------------------------------------------------------------
 
@@ -162,52 +186,75 @@ class Cache:
         self.schedule.met.add(block)
         self._ranked.add(block)
 
-    def missing(self, lookahead: int) -> list[int]:
-        """The blocks without a copy among those that the next `lookahead` uses read, each once, in order. What one of
-        these uses overwrites first is no such block.
+    def missing(self, lookahead: int, most: int) -> list[int]:
+        """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
+        in order. What one of these uses overwrites first is no such block.
 
-        Uses whose blocks are all here are looked at once: until something is removed they need no second look.
+        Uses whose blocks are all here are looked at once: until something is removed they need no second look. If there
+        is no such block, `at_rest` says so from now on.
         """
         schedule, copies = self.schedule, self.copies
         start = max(schedule.position, self._present_until)
-        if start >= schedule.position + lookahead:
-            return []
         end = schedule.horizon(lookahead)
-        missing: dict[int, None] = {}
+        missing: list[int] = []
         comes_by_itself: set[int] = set()
         for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
-            absent = [block for block in blocks if block not in copies and block not in comes_by_itself]
-            if schedule.reads(at):
-                missing.update(dict.fromkeys(absent))
-            else:
-                comes_by_itself.update(absent)
+            if all(map(copies.__contains__, blocks)):
+                continue
             if not (missing or comes_by_itself):
-                self._present_until = at + 1
-        return list(missing)
+                self._present_until = at
+            absent = [block for block in blocks if block not in copies and block not in comes_by_itself]
+            if not schedule.reads(at):
+                comes_by_itself.update(absent)
+            else:
+                missing += [block for block in dict.fromkeys(absent) if block not in missing]
+                if len(missing) >= most:
+                    return missing[:most]
+        if not (missing or comes_by_itself):  # nothing is looked for behind the end, wherever that is
+            self._present_until = schedule.position + lookahead
+        elif not missing:
+            self.rest(None, None)
+        return missing
 
-    def refuse(self, block: int, where: Cache) -> None:
-        """What is missing here first, `block`, gets no room on `where` now."""
-        if not where._changed:
-            farther = self._farther or self  # whether `block` is staged says where it has to be fetched from
-            self.refused = self.schedule.next_use(block), self._moves, where, farther._moves
+    # ---- rest --------------------------------------------------------------------------------------------------
 
-    def still_refused(self) -> bool:
-        """Whether asking again for what `refuse` said would end the same way."""
-        if self.refused is None:
+    def moves(self) -> int:
+        """Another number after whatever may change what is missing here, or where it comes from."""
+        return self._moves + self._beside._moves
+
+    def rest(self, first: int | None, where: Cache | None) -> None:
+        """Nothing could be begun: all that may be is on its way; or there is no room on `where` for what comes next.
+        `first` is the first block that is missing; None if what the next use brings into sight may be begun."""
+        until = self.schedule.position if first is None else self.schedule.next_use(first)
+        self._rest = until, self.moves(), where, 0 if where is None else where._lowest
+
+    def at_rest(self, lookahead: int) -> bool:
+        """Whether looking at what the next `lookahead` uses miss would begin nothing, as far as is known."""
+        position = self.schedule.position
+        if self._present_until >= position + lookahead:
+            return True
+        if self._rest is None:
             return False
-        needed_at, moves, where, farther_moves = self.refused
-        farther = self._farther or self
-        stands = moves == self._moves and farther_moves == farther._moves and needed_at >= self.schedule.position
-        if not stands or where._changed:
-            self.refused = None
-        return self.refused is not None
+        until, moves, where, _ = self._rest
+        if position > until or moves != self._moves + self._beside._moves:
+            self._rest = None
+        elif where is not None and where._changed:
+            where._pass_on()
+        return self._rest is not None
+
+    def _disturb(self, where: Cache) -> None:
+        """On `where` copies may be given up that perhaps could not be before."""
+        if self._rest is not None and self._rest[2] is where:
+            lowest, next_use = self._rest[3], where.schedule.next_use
+            if any(next_use(block) >= lowest for block in where._changed):
+                self._rest = None
 
     # ---- what to give up ---------------------------------------------------------------------------------------
 
     def victims(self, span: int, spared: Collection[int]) -> list[int]:
         """What has to go for a place of `span` slots, by the policy's rank and without `spared`; empty if that
         cannot be done now. Dirty copies are among them: they have to be written first."""
-        return self._victims(self._demand, span, None, spared)
+        return self._victims(self._demand, span, NOTHING, spared)
 
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
         """What may be given up now, without `spared`, for a block of `span` slots that is needed at `needed_at`.
@@ -217,76 +264,93 @@ class Cache:
         the optimizer scans its states round and round, where MIN's choice is always the block just used, and waiting
         for it would leave no read behind compute; there, anything needed later gives way.
         """
+        self._lowest = needed_at + 1
         if needed_at >= NEVER:
             return []
-        lowest = needed_at + 1
-        if self.tier is Tier.DEVICE:
-            lowest = max(lowest, self._awaited(needed_at))
-        return self._victims(self._ahead, span, -lowest, spared)
+        if self.tier is DEVICE:
+            self._lowest = max(self._lowest, self._awaited(needed_at))
+        return self._victims(self._ahead, span, self._lowest, spared)
 
     def excess(self) -> list[int]:
         """What has to go because more than `limit` slots are taken, as far as it may and no write makes room."""
         excess = self.slots.used - self.limit
         if excess > 0:
-            excess -= self.writing_slots()
+            excess -= self.writing_slots(excess)
         if excess <= 0:
             return []
-        return self._without_needless(self._up_to_date(self._demand).least(excess, self._span), excess)
+        self._pass_on()
+        return self._without_needless(self._demand.first(excess, self._span), excess)
 
     def _awaited(self, needed_at: int) -> int:
         """The furthest use, from `needed_at` on, of a copy that is used before; its turn comes then."""
         schedule, copies = self.schedule, self.copies
-        before = {block for use in schedule.between(schedule.position, needed_at) for block in use if block in copies}
+        before = set(chain.from_iterable(schedule.between(schedule.position, needed_at)))
         for block in schedule.now:
             copy = copies.get(block)
             if copy is not None and (copy.uses or schedule.next_use(block) < needed_at):
                 before.add(block)
-        return max((schedule.next_use(block, needed_at) for block in before), default=0)
+        return max((schedule.next_use(block, needed_at) for block in before if block in copies), default=0)
 
-    def _up_to_date(self, order: Order) -> Order:
-        """`order`, told of what has changed since either was asked."""
+    def _pass_on(self) -> None:
+        """Tell whoever rests, and the orders, of what has changed since an order was asked."""
+        if self._changed:
+            for resting in self._resting_here:
+                resting._disturb(self)
         for changed in (self._changed, self._ranked):
             if changed:
                 self._demand.touch(changed)
                 self._ahead.touch(changed)
-        if self._changed:
-            self._changed.clear()
-            self._moves += 1
-        self._ranked.clear()
-        return order
+                changed.clear()
 
-    def _victims(self, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
+    def _victims(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
+        """Those of `order` that have to go for a place of `span` slots; see `harmless_victims`. If there were none when
+        this was last asked, and nothing has become free nor can be given up since, there are none now."""
+        self._pass_on()
+        order.ranks()
+        before, question = self._refused.get(order), (span, self._freed, spared)
+        if before is not None and before[0] <= least and order.gained < least and before[1] == question:
+            return []
+        victims = self._search(order, span, least, spared)
+        if not victims:
+            self._refused[order] = least, question
+            order.gained = NOTHING
+        return victims
+
+    def _search(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
+        """As `_victims`, found by looking."""
         victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
-            victims = self._window(self._row, order, span, most, spared)
+            victims = self._window(self._row, order, span, least, spared)
             if not victims:
                 return []
         missing = self.slots.used + span - self.limit - sum(map(self._span, victims))
         if missing <= 0:
             return victims
-        more = self._up_to_date(order).least(missing, self._span, most, {*spared, *victims} if victims else spared)
+        more = order.first(missing, self._span, least, {*spared, *victims} if victims else spared)
         more = self._without_needless(more, missing)
         return victims + more if sum(map(self._span, more)) >= missing else []
 
-    def _window(self, slots: SlotMap, order: Order, span: int, most: int | None, spared: Collection[int]) -> list[int]:
+    def _window(self, row: SlotMap, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
         """The place for `span` slots whose blocks are needed last, by the first of them that is needed again."""
-        left: dict[int, int] = {}
+        blocks, copies = self._blocks, self.copies
+        ranks = [rank for rank in order.at_least(least) if rank[-1] not in spared]
+        free = row.free_bits
+        for rank in ranks:
+            free |= ((1 << blocks[rank[-1]].span) - 1) << copies[rank[-1]].slot
+        starts = row.starts_in(free, span)
+        if not starts:
+            return []
+        free, place_bits = row.free_bits, (1 << span) - 1
         best, found = -1, None
-        with closing(self._up_to_date(order).ascending(most)) as blocks:
-            for key, block in blocks:
-                if found is not None and key[:-1] != found:
-                    break  # of places that become free with equal keys it is the last one
-                if block in spared:
-                    continue
-                start = self.copies[block].slot
-                for place in range(start // span, (start + self._span(block) - 1) // span + 1):
-                    if (place + 1) * span > slots.count:
-                        break
-                    inside = min(start + self._span(block), (place + 1) * span) - max(start, place * span)
-                    left[place] = left.get(place, slots.taken(place, span)) - inside
-                    if not left[place]:
-                        best, found = max(best, place), key[:-1]
-        return slots.inside(best, span) if found is not None else []
+        for rank in ranks:
+            if found is not None and rank[:-2] != found:
+                break  # of places that become free with equal ranks it is the last one
+            start, slots = copies[rank[-1]].slot, blocks[rank[-1]].span
+            free |= ((1 << slots) - 1) << start
+            for first in range(start - start % span, start + slots, span):
+                if starts >> first & 1 and not ~(free >> first) & place_bits:
+                    best, found = max(best, first), rank[:-2]
+        return row.inside(best // span, span)
 
     def _without_needless(self, chosen: list[int], slots: int) -> list[int]:
         """`chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the last
@@ -303,21 +367,21 @@ class Cache:
     def _span(self, block: int) -> int:
         return self._blocks[block].span
 
-    def _demand_key(self, block: int) -> Key | None:
+    def _demand_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
         if copy is None or not copy.idle:
             return None
         next_use = self.schedule.next_use(block)
-        if next_use != NEVER and block in self._nearer:
+        if next_use != NEVER and self._nearer is not None and block in self._nearer.copies:
             next_use = NEVER - 1
-        rank = self._policy.rank(CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty))
-        return (*(-value for value in rank), copy.number)
+        facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
+        return (*self._policy.rank(facts), -copy.number, block)
 
-    def _ahead_key(self, block: int) -> Key | None:
+    def _ahead_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
         if copy is None or copy.dirty or not copy.idle:
             return None
-        return -self.schedule.next_use(block), copy.last_use, copy.number
+        return self.schedule.next_use(block), -copy.last_use, -copy.number, block
 
     def check(self) -> None:
         """Raise `AssertionError` where copies and slots disagree."""
@@ -325,7 +389,7 @@ class Cache:
             label, home, span = self._blocks[block].label, self._blocks[block].home, self._blocks[block].span
             assert copy.uses >= copy.waiting >= 0, f"{label} has a wrong use count"
             assert home > self.tier, f"{label} is cached at or above its home"
-            assert not copy.dirty or (self.tier is Tier.HOST and copy.state is CopyState.VALID)
+            assert not copy.dirty or (self.tier is HOST and copy.state is VALID)
             assert not copy.writing or copy.dirty
             if copy.slot >= 0:
                 assert self.slots.has(block, copy.slot, span), "a slot has another owner"

@@ -12,7 +12,7 @@ from hetmem.plan.arrangement import arrange, state_bytes
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.largest import largest_parameters
 from hetmem.plan.placement import Capacities, NoRoom
-from hetmem.plan.planner import WORTH, Candidate, Setting, judged, search, tuning
+from hetmem.plan.planner import WORTH, Candidate, Setting, judged, search, tuning, with_streaming
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size
@@ -34,12 +34,13 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A variant that fits: what to do, the forwards and backwards of a step, its seconds, and the most bytes on the
-    device that are not chunks."""
+    device that are not chunks. `streamed`: the seconds are those with states sent to the device for their update."""
 
     advice: str
     micro_batches: int
     step_seconds: float
     activation_bytes: int
+    streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,15 @@ def _alternatives(
             continue
         candidate = judged(workload, asked, hardware, variant.micro_batches)
         if isinstance(candidate, Candidate):
+            if seconds is not None:  # else the advice is about what fits, and says nothing of how states are updated
+                candidate = with_streaming(workload, candidate, hardware, variant.micro_batches)
             result = candidate.result
             found[variant.kind] = Alternative(
-                variant.advice, variant.micro_batches, result.seconds, result.non_model_peak_bytes
+                variant.advice,
+                variant.micro_batches,
+                result.seconds,
+                result.non_model_peak_bytes,
+                candidate.setting.streamed,
             )
     return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
 
@@ -113,7 +120,10 @@ def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
     """What would be worth doing differently although it fits."""
     for other in others:
         if other.step_seconds < WORTH * best.result.seconds:
-            yield f"{other.advice}: then a step takes {other.step_seconds:.2f} s, not {best.result.seconds:.2f} s"
+            alone = other.streamed and not best.setting.streamed  # else `tuning` says so
+            profile = " and give manage the profile of the machine, hardware=…" if alone else ""
+            seconds = f"{other.step_seconds:.2f} s, not {best.result.seconds:.2f} s"
+            yield f"{other.advice}{profile}: then a step takes {seconds}"
 
 
 def _overlapped(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Iterator[str]:

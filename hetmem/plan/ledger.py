@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 
 from hetmem.errors import StateError
-from hetmem.plan.cache import Block, Cache, Copy, CopyState
+from hetmem.plan.cache import LOADING, STALE, VALID, Block, Cache, Copy
 from hetmem.plan.commands import Command, Counts, Drop, Fetch, Write
 from hetmem.plan.policy import EvictionPolicy
-from hetmem.plan.trace import Tier
+from hetmem.plan.trace import DEVICE, HOST, NVME, Tier
 
 
 class Ledger:
@@ -25,8 +25,8 @@ class Ledger:
     def __init__(self, slots: dict[Tier, int], policy: EvictionPolicy) -> None:
         self.blocks: list[Block] = []
         self.counts = Counts()
-        device = Cache(Tier.DEVICE, slots.get(Tier.DEVICE, 0), self.blocks, policy)
-        host = Cache(Tier.HOST, slots.get(Tier.HOST, 0), self.blocks, policy, nearer=device)
+        device = Cache(DEVICE, slots.get(DEVICE, 0), self.blocks, policy)
+        host = Cache(HOST, slots.get(HOST, 0), self.blocks, policy, nearer=device)
         self.caches = (device, host)
         self.in_flight = 0
         self.tick = 0
@@ -60,21 +60,22 @@ class Ledger:
         """`copy`, which has a place, is VALID for users who will overwrite what is there."""
         copy.fetched = self.tick
         copy.waiting = 0
-        copy.state = CopyState.VALID
+        copy.state = VALID
 
     def fetch(self, block: int, source: Tier, tier: Tier, copy: Copy, commands: list[Command]) -> None:
         """Fill `copy` of `block` on `tier`, which has a place, from `source`."""
         copy.fetched = self.tick
         copy.waiting = 0
-        copy.state = CopyState.LOADING
+        copy.state = LOADING
         copy.load = True
         self.in_flight += 1
         cache = self.caches[tier]
         cache.loading += 1
         cache.touch(block)
+        cache.turned()
         self.counts.fetches[tier] += 1
         if self._feeds(block, source):
-            staging = self.caches[Tier.HOST]
+            staging = self.caches[HOST]
             staging.copies[block].uses += 1
             staging.touch(block)
         self.note(block, "fetch to", tier)
@@ -84,7 +85,7 @@ class Ledger:
         """Write `copy`, the dirty one of `block` in HOST staging, home."""
         copy.writing = True
         self.in_flight += 1
-        staging = self.caches[Tier.HOST]
+        staging = self.caches[HOST]
         staging.writing[block] = copy
         staging.touch(block)
         self.counts.writes += 1
@@ -117,7 +118,7 @@ class Ledger:
             copy.dirty = False
             self.note(command.block, "written")
         else:
-            copy.state = CopyState.VALID
+            copy.state = VALID
             self.note(command.block, "valid on", command.target)
 
     def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
@@ -128,19 +129,17 @@ class Ledger:
             self.note(command.block, "write failed")
             return
         self.note(command.block, "fetch failed")
-        copy.state = CopyState.STALE
+        copy.state = STALE
         if copy.uses == 0:
             self.drop(command.block, command.target, commands)
 
     def _answered(self, command: Fetch | Write, event: str) -> Copy:
         """The copy that `command` moved, which is not in flight any more."""
         block = command.block
-        tier = Tier.HOST if isinstance(command, Write) else command.target
+        tier = HOST if isinstance(command, Write) else command.target
         cache = self.caches[tier]
         copy = cache.copies.get(block)
-        in_flight = copy is not None and (
-            copy.writing if isinstance(command, Write) else copy.state is CopyState.LOADING
-        )
+        in_flight = copy is not None and (copy.writing if isinstance(command, Write) else copy.state is LOADING)
         if copy is None or not in_flight or copy.slot != command.slot:
             raise self.illegal(block, tier, f"{command} {event}")
         self.in_flight -= 1
@@ -149,8 +148,9 @@ class Ledger:
             del cache.writing[block]
         else:
             cache.loading -= 1
+            cache.turned()
             if self._feeds(block, command.source):
-                staging = self.caches[Tier.HOST]
+                staging = self.caches[HOST]
                 staging.copies[block].uses -= 1
                 staging.touch(block)
         cache.touch(block)
@@ -158,4 +158,4 @@ class Ledger:
 
     def _feeds(self, block: int, source: Tier) -> bool:
         """Whether a fetch of `block` from `source` reads a staged copy."""
-        return source is Tier.HOST and self.blocks[block].home is Tier.NVME
+        return source is HOST and self.blocks[block].home is NVME

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hetmem.plan.placement import Capacities, Ground, NoRoom
 from hetmem.plan.share import idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import STEP, Moment, SegmentTrace, Tier, TraceBook
+from hetmem.plan.trace import DEVICE, STEP, Moment, SegmentTrace, TraceBook
 from hetmem.units import format_size
 
 FORWARD, BACKWARD = ("forward",), ("backward",)
@@ -28,9 +28,12 @@ class Peaks:
 
     def note(self, chunk_bytes: int, other_bytes: int) -> None:
         """So many are there at one time."""
-        self.device = max(self.device, chunk_bytes + other_bytes)
-        self.chunk = max(self.chunk, chunk_bytes)
-        self.other = max(self.other, other_bytes)
+        if chunk_bytes + other_bytes > self.device:
+            self.device = chunk_bytes + other_bytes
+        if chunk_bytes > self.chunk:
+            self.chunk = chunk_bytes
+        if other_bytes > self.other:
+            self.other = other_bytes
 
 
 class Notes:
@@ -109,11 +112,12 @@ class Notes:
         self._traffic.poll()
         live = live_bytes + self._traffic.gradient_bytes()
         at = len(self._moments)
-        expected = live if self._known is None else self._known.moments[at].non_model_bytes
-        self._moments.append(Moment(operator, blocks, expected))
-        self._set_limit(expected)
-        self._traffic.residency.reach(blocks, Tier.DEVICE)
-        self.peaks.note(self.chunk_bytes(), expected)
+        known = self._known
+        moment = Moment(operator, blocks, live) if known is None else known.moments[at]
+        self._moments.append(moment)
+        self._set_limit(moment.non_model_bytes)
+        self._traffic.residency.reach(blocks, DEVICE)
+        self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
 
     def staged(self, block: int) -> None:
         """`block` is used in host memory."""
@@ -121,7 +125,7 @@ class Notes:
 
     def chunk_bytes(self) -> int:
         """What chunks take of the device now, homes and copies."""
-        return self._traffic.residency.used_slots(Tier.DEVICE) * self._slot_bytes + self.home_bytes
+        return self._traffic.residency.used_slots(DEVICE) * self._slot_bytes + self.home_bytes
 
     def idle_bytes(self) -> int:
         """See `plan.share`."""
@@ -149,7 +153,7 @@ class Notes:
             raise NoRoom(
                 f"activations and other tensors take {format_size(live)} and chunks in use "
                 f"{format_size(self.chunk_bytes())} of the device",
-                Tier.DEVICE,
+                DEVICE,
                 missing,
             )
         self.peaks.note(self.chunk_bytes(), live)
@@ -163,4 +167,4 @@ class Notes:
         limit = max(0, room // self._slot_bytes)
         if limit != self._limit:
             self._limit = limit
-            self._traffic.execute(self._traffic.residency.limit(Tier.DEVICE, limit))
+            self._traffic.execute(self._traffic.residency.limit(DEVICE, limit))

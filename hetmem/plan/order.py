@@ -1,116 +1,96 @@
 """Blocks in the order in which they are given up, kept up to date by saying what has changed. Pure.
 
-Note "lazy heap": a rank depends on the next use of a block and on its copy, and both change for few blocks between two
-questions. So `touch` only notes blocks, and the next question ranks those again; an entry of the heap that is not the
-block's present one is skipped when it surfaces (a heap with lazy deletion; M. T. Goodrich, R. Tamassia, "Algorithm
-Design", 2002, section 2.4).
+Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between
+two questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to
+put one of a few thousand in, or to take it out, moves a few KiB, and to read from the end on costs what is read.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import closing
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-Key = tuple[int, ...]
-"""A rank with its signs turned, so that the least is given up first, and the copy's number, which makes it unique."""
+from hetmem.plan.trace import NEVER
 
-_SLACK = 64
+NOTHING = -2 * NEVER
+"""Less than any rank begins with."""
+
+Rank = tuple[int, ...]
+"""The greatest is given up first. Its last number is the block, the one before tells copies of equal rank apart."""
 
 
 class Order:
-    """The blocks of `copies` by `key(block)`, the least first; those without one (None) may not be given up.
+    """The blocks of `copies` by `rank(block)`; those without one (None) may not be given up.
 
-    Whoever changes what `key` depends on must say so with `touch`. A question costs O(log blocks) for each block that
-    was touched since the last one, and for each in the answer.
+    Whoever changes what `rank` depends on must say so with `touch`. A question costs O(log blocks) comparisons for each
+    block that was touched since the last one.
     """
 
-    def __init__(self, copies: Mapping[int, object], key: Callable[[int], Key | None]) -> None:
+    def __init__(self, copies: Mapping[int, object], rank: Callable[[int], Rank | None]) -> None:
         self._copies = copies
-        self._key = key
-        self._keys: dict[int, Key] = {}
-        self._heap: list[tuple[Key, int]] = []
+        self._rank = rank
+        self._rank_of: dict[int, Rank] = {}
+        self._ranks: list[Rank] = []
         self._touched: set[int] = set()
         self._outdated = False
+        self.gained = NEVER
+        """The greatest number that a rank begins with which is new since this was last set to `NOTHING`."""
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """The keys of `blocks` may have changed."""
+        """The ranks of `blocks` may have changed."""
         self._touched.update(blocks)
 
     def renew(self) -> None:
-        """Every key may have changed."""
+        """Every rank may have changed."""
         self._outdated = True
 
-    def least(
-        self, slots: int, spans: Callable[[int], int], most: int | None = None, spared: Collection[int] = ()
+    def ranks(self) -> Sequence[Rank]:
+        """All ranks, the greatest last, as they are until the next `touch`."""
+        if self._outdated:
+            found = map(self._rank, self._copies)
+            self._rank_of = {rank[-1]: rank for rank in found if rank is not None}
+            self._ranks = sorted(self._rank_of.values())
+            self._outdated = False
+            self._touched.clear()
+            self.gained = NEVER
+        elif self._touched:
+            self._update()
+        return self._ranks
+
+    def at_least(self, least: int) -> Sequence[Rank]:
+        """The ranks that do not begin with less than `least`, the greatest first."""
+        ranks = self.ranks()
+        return ranks[bisect_left(ranks, (least,)) :][::-1]
+
+    def _update(self) -> None:
+        ranks, rank_of = self._ranks, self._rank_of
+        for block in self._touched:
+            rank, before = self._rank(block), rank_of.get(block)
+            if rank == before:
+                continue
+            if before is not None:
+                del ranks[bisect_left(ranks, before)]
+            if rank is None:
+                del rank_of[block]
+            else:
+                insort(ranks, rank)
+                rank_of[block] = rank
+                self.gained = max(self.gained, rank[0])
+        self._touched.clear()
+
+    def first(
+        self, slots: int, span: Callable[[int], int], least: int = NOTHING, spared: Collection[int] = ()
     ) -> list[int]:
         """The first blocks that take `slots` slots together, all there are if they do not suffice.
 
-        Without those whose key begins with more than `most`, and without `spared`.
+        Without those whose rank begins with less than `least`, and without `spared`.
         """
-        if slots <= 0:
-            return []
-        self._update()
-        first = self._first()
-        if first is None or (most is not None and first[0][0] > most):
-            return []
-        if first[1] not in spared and spans(first[1]) >= slots:
-            return [first[1]]
         chosen: list[int] = []
-        with closing(self.ascending(most)) as blocks:
-            for _, block in blocks:
-                if block not in spared:
-                    chosen.append(block)
-                    slots -= spans(block)
-                    if slots <= 0:
-                        break
+        for rank in reversed(self.ranks()):
+            if slots <= 0 or rank[0] < least:
+                break
+            block = rank[-1]
+            if block not in spared:
+                chosen.append(block)
+                slots -= span(block)
         return chosen
-
-    def ascending(self, most: int | None = None) -> Generator[tuple[Key, int], None, None]:
-        """Keys and blocks, the least first, up to those whose key begins with more than `most`.
-
-        To be closed before anything else is asked: what was looked at goes back then.
-        """
-        self._update()
-        heap, keys = self._heap, self._keys
-        seen: list[tuple[Key, int]] = []
-        try:
-            while heap:
-                key, block = heap[0]
-                if keys.get(block) != key or (seen and seen[-1] == heap[0]):  # it changed, and may have changed back
-                    heapq.heappop(heap)
-                    continue
-                if most is not None and key[0] > most:
-                    return
-                seen.append(heapq.heappop(heap))
-                yield key, block
-        finally:
-            for entry in seen:
-                heapq.heappush(heap, entry)
-
-    def _first(self) -> tuple[Key, int] | None:
-        """The present entry of the block that comes first."""
-        heap, keys = self._heap, self._keys
-        while heap:
-            entry = heap[0]
-            if keys.get(entry[1]) == entry[0]:
-                return entry
-            heapq.heappop(heap)
-        return None
-
-    def _update(self) -> None:
-        if self._outdated or len(self._heap) > 2 * len(self._copies) + _SLACK:
-            keys = {block: self._key(block) for block in self._copies}
-            self._keys = {block: key for block, key in keys.items() if key is not None}
-            self._heap = [(key, block) for block, key in self._keys.items()]
-            heapq.heapify(self._heap)
-            self._outdated = False
-        else:
-            for block in self._touched:
-                key = self._key(block)
-                if key is None:
-                    self._keys.pop(block, None)
-                elif self._keys.get(block) != key:
-                    self._keys[block] = key
-                    heapq.heappush(self._heap, (key, block))
-        self._touched.clear()

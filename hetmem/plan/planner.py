@@ -83,10 +83,10 @@ def search(
             found = judged(workload, setting, hardware, micro_batches)
             if isinstance(found, Candidate) and found.result.seconds < worth * best.result.seconds:
                 best = found
-    return _streamed(workload, best, hardware, micro_batches), None
+    return with_streaming(workload, best, hardware, micro_batches), None
 
 
-def _streamed(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Candidate:
+def with_streaming(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Candidate:
     """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
     waits for, whoever updates them; a device to which the host itself copies has no link with time of its own."""
     ground, result = best.arrangement.ground, best.result

@@ -6,12 +6,10 @@ the schedule of the trace; `LRU` and `FIFO` are there to compare with, and LRU i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class CopyFacts:
+class CopyFacts(NamedTuple):
     """What a policy may know of an idle copy.
 
     `next_use` counts uses (`trace.NEVER` if none is known); `last_use` and `fetched` are ticks of the residency's

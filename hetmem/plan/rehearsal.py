@@ -67,6 +67,7 @@ class Rehearsal:
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
             for event in workload.events
         ]
+        self._used: dict[int, tuple[list[tuple[int, int]], tuple[int, ...]]] = {}
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
         self._usual = {number: micro_batches * count for number, count in workload.gradients().items()}
@@ -184,9 +185,9 @@ class Rehearsal:
             if block is not None:
                 self._traffic.release(block, Tier.DEVICE)
         self._gone.clear()
-        used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
-        self._notes.moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
-        new = [(p, block) for p, block in used if event.kind is Kind.USE or p not in self._held]
+        used, blocks = self._used.get(index) or self._look_up(index, event)
+        self._notes.moment(event.operator, blocks, event.live_bytes)
+        new = used if event.kind is Kind.USE else [(p, block) for p, block in used if p not in self._held]
         for _, block in new:
             self._traffic.acquire(block, Tier.DEVICE)
         self._phase(event.during, self._seconds[index][0])
@@ -196,6 +197,12 @@ class Rehearsal:
             else:
                 self._traffic.release(block, Tier.DEVICE)
         self._phase(event.after, self._seconds[index][1])
+
+    def _look_up(self, index: int, event: Event) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+        """The parameters and blocks that `event` uses, and its blocks alone; kept while the arrangement is."""
+        used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
+        self._used[index] = found = used, tuple(dict.fromkeys(block for _, block in used))
+        return found
 
     def _operand(self, chunk: int) -> tuple[str, int]:
         """The role of `chunk` that copies on the device are fetched from."""
@@ -272,6 +279,7 @@ class Rehearsal:
         self._held.clear()
         self._traffic.forget_copies()
         self._arrangement = arrangement
+        self._used.clear()
         for (role, chunk), block in self._blocks.items():
             self._traffic.sizes[block] = arrangement.role_bytes(chunk, role)
         self._notes.forget()
@@ -287,11 +295,12 @@ class Rehearsal:
                 home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
                 counts = self._steps > 0 or role in ("param", "compute", "grad")
                 nbytes = arrangement.ground.home_bytes(chunk, role)
-                self._traffic.move_in(self._blocks[role, chunk], home, nbytes * counts)
+                self._traffic.move_in(self._blocks[role, chunk], home, arrangement.role_bytes(chunk, role) * counts)
                 self._notes.home_bytes += nbytes
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
         self._arrangement = moved(arrangement, chosen)
+        self._used.clear()
 
     def _choose_streamed(self) -> None:
         """As `optim.places`."""

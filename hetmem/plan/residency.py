@@ -17,12 +17,12 @@ gives way, `Ledger` keeps the books and makes the commands, `Cache` knows one ti
 from __future__ import annotations
 
 from hetmem.errors import CapacityError
-from hetmem.plan.cache import Block, Copy, CopyState
+from hetmem.plan.cache import LOADING, STALE, VALID, WAITING, Block, Copy, CopyState
 from hetmem.plan.commands import Command, Fetch, Write
 from hetmem.plan.ledger import Ledger
 from hetmem.plan.policy import EvictionPolicy, NextUse
 from hetmem.plan.supply import Supply
-from hetmem.plan.trace import Schedule, Tier
+from hetmem.plan.trace import DEVICE, HOST, Schedule, Tier
 
 
 class Residency:
@@ -60,14 +60,14 @@ class Residency:
     def slot(self, block: int, tier: Tier) -> int:
         """The first slot of the VALID copy of `block` on `tier`."""
         copy = self._caches[tier].copies.get(block)
-        if copy is None or copy.state is not CopyState.VALID:
+        if copy is None or copy.state is not VALID:
             raise self._ledger.illegal(block, tier, "slot asked for")
         return copy.slot
 
     def place(self, block: int, tier: Tier) -> int:
         """The first slot of the copy of `block` on `tier` that is VALID, or that something in flight makes so."""
         copy = self._caches[tier].copies.get(block)
-        if copy is None or copy.state not in (CopyState.VALID, CopyState.LOADING):
+        if copy is None or copy.state not in (VALID, LOADING):
             raise self._ledger.illegal(block, tier, "place asked for")
         return copy.slot
 
@@ -78,7 +78,7 @@ class Residency:
 
     def dirty(self, block: int) -> bool:
         """Whether the HOST copy of `block` is newer than its home."""
-        copy = self._caches[Tier.HOST].copies.get(block)
+        copy = self._caches[HOST].copies.get(block)
         return copy is not None and copy.dirty
 
     def uses(self, block: int, tier: Tier) -> int:
@@ -92,7 +92,7 @@ class Residency:
 
     def writing(self, block: int) -> bool:
         """Whether the HOST copy of `block` is on its way home, so that it must not be changed."""
-        copy = self._caches[Tier.HOST].copies.get(block)
+        copy = self._caches[HOST].copies.get(block)
         return copy is not None and copy.writing
 
     def free_slots(self, tier: Tier) -> list[int]:
@@ -129,20 +129,21 @@ class Residency:
         self.counts.acquires += 1
         cache.meet(block)
         copy = cache.copies.get(block)
-        if copy is not None and copy.state is CopyState.VALID:
+        if copy is not None and copy.state is VALID:
             copy.uses += 1
             copy.last_use = ledger.tick
             self._supply.prefetch(cache, commands)
             return commands
         self.counts.faults[tier] += load
         if copy is None:
-            copy = cache.add(block, Copy(CopyState.WAITING, load=load))
-        elif copy.state is CopyState.STALE:
-            copy.state = CopyState.WAITING
+            copy = cache.add(block, Copy(WAITING, load=load))
+        elif copy.state is STALE:
+            copy.state = WAITING
             copy.load = load
+            cache.turned()
         copy.uses += 1
         copy.last_use = ledger.tick
-        if copy.state is CopyState.WAITING:
+        if copy.state is WAITING:
             copy.waiting += 1
             copy.load = copy.load or load
             self._supply.request(block, tier)
@@ -162,7 +163,7 @@ class Residency:
         """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
         cache = self._caches[tier]
         copy = cache.copies.get(block)
-        changeable = tier is Tier.HOST and copy is not None and copy.state is CopyState.VALID and not copy.writing
+        changeable = tier is HOST and copy is not None and copy.state is VALID and not copy.writing
         if copy is None or copy.uses <= copy.waiting or (dirty and not changeable):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses -= 1
@@ -172,7 +173,7 @@ class Residency:
             copy.dirty = copy.load = True
             self._ledger.note(block, "dirty")
         commands: list[Command] = []
-        if copy.uses == 0 and (copy.state is CopyState.STALE or not copy.load):
+        if copy.uses == 0 and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
         self._supply.go_on(cache, commands)
         return commands
@@ -180,24 +181,26 @@ class Residency:
     def settle(self, block: int) -> list[Command]:
         """Start to write the HOST copy home if it is dirty; it stays VALID meanwhile and is clean when that is done."""
         commands: list[Command] = []
-        copy = self._caches[Tier.HOST].copies.get(block)
+        copy = self._caches[HOST].copies.get(block)
         if copy is not None and copy.dirty and not copy.writing:
             self._ledger.write(block, copy, commands)
         return commands
 
     def invalidate(self, block: int, tier: Tier) -> list[Command]:
         """The copy of `block` on `tier` is superseded: an idle one is dropped, one in use turns STALE."""
-        copy = self._caches[tier].copies.get(block)
+        cache = self._caches[tier]
+        copy = cache.copies.get(block)
         if copy is None:
             return []
-        if copy.dirty or copy.state in (CopyState.LOADING, CopyState.WAITING):
+        if copy.dirty or copy.state in (LOADING, WAITING):
             raise self._ledger.illegal(block, tier, "invalidate")
         commands: list[Command] = []
         if copy.uses == 0:
             self._ledger.drop(block, tier, commands)
             self._supply.serve(commands)
         else:
-            copy.state = CopyState.STALE
+            copy.state = STALE
+            cache.turned()
             self._ledger.note(block, "stale on", tier)
         return commands
 
@@ -227,7 +230,7 @@ class Residency:
         self._supply.resume(block)
         commands: list[Command] = []
         self._supply.serve(commands)
-        self._supply.prefetch(self._caches[Tier.DEVICE], commands)
+        self._supply.prefetch(self._caches[DEVICE], commands)
         return commands
 
     def prefetch(self, block: int, tier: Tier) -> list[Command]:
@@ -241,7 +244,8 @@ class Residency:
         self._ledger.done(command)
         commands: list[Command] = []
         for cache in self._caches:
-            self._supply.trim(cache, commands)
+            if cache.slots.used > cache.limit:
+                self._supply.trim(cache, commands)
         self._supply.serve(commands)
         for cache in self._caches:
             self._supply.prefetch(cache, commands)
@@ -267,4 +271,4 @@ class Residency:
             tier = cache.tier
             for block, copy in cache.copies.items():
                 waits = self._supply.requested(block, tier)
-                assert waits == (copy.state is CopyState.WAITING) == (copy.waiting > 0), "a wait is lost"
+                assert waits == (copy.state is WAITING) == (copy.waiting > 0), "a wait is lost"

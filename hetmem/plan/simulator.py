@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.cache import LOADING, VALID, WAITING, Block
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.links import Link, LinkUse
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Tier
+from hetmem.plan.trace import DEVICE, HOST, Tier
 
 GRADIENTS_IN_FLIGHT = 4
 SMALL_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class LinkQueue:
         seconds = self.rate.seconds(nbytes)
         self.load.bytes += nbytes
         self.load.seconds += seconds
-        start = max(now, self.free_at)
+        start = now if now > self.free_at else self.free_at
         if self.beside is not None and self.beside[0].free_at > start:
             seconds = self._seconds_beside(seconds, self.beside[0].free_at - start, self.beside[1])
         self.free_at = start + seconds
@@ -107,6 +107,7 @@ class SimulatedTraffic:
         self.worker: Worker | None = None
         self._gradients = 0
         self._gradient_ends: deque[tuple[float, int]] = deque()
+        self._gradient_bytes = 0
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
 
@@ -142,7 +143,7 @@ class SimulatedTraffic:
         commands = residency.acquire(block, tier, load=load)
         if commands:
             self.execute(commands, urgent=block)
-        while residency.state(block, tier) is not CopyState.VALID:
+        while residency.state(block, tier) is not VALID:
             if not self._go_on():
                 raise residency.withdraw(block, tier)
 
@@ -155,24 +156,24 @@ class SimulatedTraffic:
 
     def open_staged(self, block: int, *, load: bool) -> None:
         """Use `block`, whose home is on NVMe, in host memory."""
-        self.residency.reach((block,), Tier.HOST)
-        self.acquire(block, Tier.HOST, load=load)
+        self.residency.reach((block,), HOST)
+        self.acquire(block, HOST, load=load)
         while self.residency.writing(block):
             self.wait_for_one()
 
     def ask(self, block: int, *, load: bool, ahead: bool = True) -> None:
         """Begin what `open_staged` does, and do not wait. One that is not read `ahead` is in no schedule."""
         if ahead:
-            self.residency.reach((block,), Tier.HOST)
+            self.residency.reach((block,), HOST)
         self.events += 1
-        self.execute(self.residency.acquire(block, Tier.HOST, load=load))
+        self.execute(self.residency.acquire(block, HOST, load=load))
 
     def unask(self, block: int) -> None:
         """Take `ask` back."""
-        if self.residency.state(block, Tier.HOST) is CopyState.WAITING:
-            self.residency.withdraw(block, Tier.HOST)
+        if self.residency.state(block, HOST) is WAITING:
+            self.residency.withdraw(block, HOST)
         else:
-            self.release(block, Tier.HOST)
+            self.release(block, HOST)
 
     def wait_until_written(self, blocks: Iterable[int]) -> None:
         """Write the dirty ones among `blocks` to NVMe, and wait for that."""
@@ -189,11 +190,11 @@ class SimulatedTraffic:
         if operand is None:
             return False
         self.residency.suspend(operand)
-        while self.residency.state(operand, Tier.DEVICE) is CopyState.LOADING:
+        while self.residency.state(operand, DEVICE) is LOADING:
             self.wait_for_one()
-        found = self.residency.state(operand, Tier.DEVICE) is CopyState.VALID
+        found = self.residency.state(operand, DEVICE) is VALID
         if found and not keep_copy:
-            self.execute(self.residency.invalidate(operand, Tier.DEVICE))
+            self.execute(self.residency.invalidate(operand, DEVICE))
         return found
 
     def end_update(self, operand: int | None, *, renew: bool, near: bool = False) -> None:
@@ -203,7 +204,7 @@ class SimulatedTraffic:
             self._near = operand if near else None
             self.execute(self.residency.resume(operand))
             if renew:
-                self.execute(self.residency.prefetch(operand, Tier.DEVICE))
+                self.execute(self.residency.prefetch(operand, DEVICE))
             self._near = None
 
     def copy_beside(self, link: LinkQueue, nbytes: int, done: Callable[[], None], then_seconds: float = 0.0) -> None:
@@ -217,7 +218,7 @@ class SimulatedTraffic:
         """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
         self.execute(self.residency.settle(block))
         self.drain()
-        for tier in (Tier.HOST, Tier.DEVICE):
+        for tier in (HOST, DEVICE):
             self.execute(self.residency.invalidate(block, tier))
         self.residency.blocks[block] = home
         self.on_device.add(block)
@@ -227,7 +228,7 @@ class SimulatedTraffic:
     def forget_copies(self) -> None:
         """Drop every copy on every tier."""
         self.drain()
-        for tier in (Tier.DEVICE, Tier.HOST):
+        for tier in (DEVICE, HOST):
             for block in self.residency.resident(tier):
                 self.execute(self.residency.invalidate(block, tier))
 
@@ -250,6 +251,7 @@ class SimulatedTraffic:
         self.now += self._transfer_seconds
         end = self.device_to_host.send(self.now, nbytes)
         self._gradient_ends.append((end, device_bytes))
+        self._gradient_bytes += device_bytes
         self.later(end, partial(self._gradient_arrived, arrived))
         while self._gradients > GRADIENTS_IN_FLIGHT:
             self.wait_for_one()
@@ -261,8 +263,8 @@ class SimulatedTraffic:
     def gradient_bytes(self) -> int:
         """Bytes of gradients that have not left the device yet."""
         while self._gradient_ends and self._gradient_ends[0][0] <= self.now:
-            self._gradient_ends.popleft()
-        return sum(nbytes for _, nbytes in self._gradient_ends)
+            self._gradient_bytes -= self._gradient_ends.popleft()[1]
+        return self._gradient_bytes
 
     def wait_for_gradients(self) -> None:
         """Every gradient is at home."""
@@ -306,7 +308,9 @@ class SimulatedTraffic:
 
     def execute(self, commands: Sequence[Command], urgent: int | None = None) -> None:
         """Start `commands` in order; what follows from one that is done at once goes behind the others."""
-        self._commands.extend((command, command.block == urgent) for command in commands)
+        if not commands:
+            return
+        self._commands.extend([(command, command.block == urgent) for command in commands])
         if self._executing:
             return
         self._executing = True
@@ -333,7 +337,7 @@ class SimulatedTraffic:
         if isinstance(command, Write):
             link = self.nvme_write
         else:
-            link = self.host_to_device if command.target is Tier.DEVICE else self.nvme_read
+            link = self.host_to_device if command.target is DEVICE else self.nvme_read
         nbytes = self.sizes[command.block]
         if command.block in self.on_device or command.block == self._near:
             self.now += self._cast.seconds(nbytes)

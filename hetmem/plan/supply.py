@@ -7,10 +7,10 @@ answer to a command changes, is not its business.
 from __future__ import annotations
 
 from hetmem.errors import CapacityError
-from hetmem.plan.cache import Cache, Copy, CopyState
+from hetmem.plan.cache import STALE, VALID, WAITING, Cache, Copy
 from hetmem.plan.commands import Command
 from hetmem.plan.ledger import Ledger
-from hetmem.plan.trace import Tier
+from hetmem.plan.trace import DEVICE, HOST, NVME, Tier
 
 
 class Supply:
@@ -53,8 +53,9 @@ class Supply:
         if not copy.waiting:
             self._waiting.remove((tier, block))
             if copy.slot >= 0:
-                copy.state = CopyState.STALE  # it had a stale copy before it asked
+                copy.state = STALE  # it had a stale copy before it asked
                 self._caches[tier].touch(block)
+                self._caches[tier].turned()
             else:
                 self._caches[tier].remove(block)
         return error
@@ -62,28 +63,28 @@ class Supply:
     def suspend(self, block: int) -> None:
         """Until `resume` nothing brings `block` to the device."""
         self._suspended.add(block)
-        self._caches[Tier.DEVICE].moved()
+        self._caches[DEVICE].moved()
 
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
-        self._caches[Tier.DEVICE].moved()
+        self._caches[DEVICE].moved()
 
-    def serve(self, commands: list[Command], changed: Tier = Tier.HOST) -> None:
+    def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on: find their source, then a slot, then fetch. The oldest first. What changed on the device
         alone is of no use for those that wait for staging."""
         self._too_large.clear()
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
                 continue  # feeding the device has started it meanwhile
-            if tier > changed or (tier is Tier.DEVICE and block in self._suspended):
+            if tier > changed or (tier is DEVICE and block in self._suspended):
                 continue
             copy = self._caches[tier].copies[block]
             source = self._blocks[block].home
-            if copy.load and tier is Tier.DEVICE and source is Tier.NVME:
+            if copy.load and tier is DEVICE and source is NVME:
                 if not self._stage(block, commands):
                     continue
-                source = Tier.HOST
+                source = HOST
             if not self._find_place(block, tier, copy, commands):
                 continue
             self._waiting.remove((tier, block))
@@ -94,21 +95,21 @@ class Supply:
 
     def _stage(self, block: int, commands: list[Command]) -> bool:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
-        staging = self._caches[Tier.HOST]
+        staging = self._caches[HOST]
         staged = staging.copies.get(block)
         if staged is None:
-            staged = staging.add(block, Copy(CopyState.WAITING))
-        elif staged.state is CopyState.STALE:
-            staged.state = CopyState.WAITING
-        if staged.state is CopyState.WAITING:
-            if not self._find_place(block, Tier.HOST, staged, commands):
+            staged = staging.add(block, Copy(WAITING))
+        elif staged.state is STALE:
+            staged.state = WAITING
+        if staged.state is WAITING:
+            if not self._find_place(block, HOST, staged, commands):
                 if staged.uses == 0:
                     staging.remove(block)
                 return False
-            if (Tier.HOST, block) in self._waiting:
-                self._waiting.remove((Tier.HOST, block))
-            self._ledger.fetch(block, Tier.NVME, Tier.HOST, staged, commands)
-        return staged.state is CopyState.VALID
+            if (HOST, block) in self._waiting:
+                self._waiting.remove((HOST, block))
+            self._ledger.fetch(block, NVME, HOST, staged, commands)
+        return staged.state is VALID
 
     def go_on(self, cache: Cache, commands: list[Command]) -> None:
         """A copy of `cache` is used less: give up what is too much, then requests, then prefetching."""
@@ -122,19 +123,20 @@ class Supply:
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if self._waiting or cache.loading >= self._at_once or (cache.refused and cache.still_refused()):
+        most = self._at_once - cache.loading
+        if self._waiting or most <= 0 or cache.at_rest(self._lookahead):
             return
-        flying, here = cache.loading, True
-        for block in cache.missing(self._lookahead):
-            if flying >= self._at_once:
-                return
+        missing = cache.missing(self._lookahead, most)
+        if not missing:
+            return
+        moves, full = cache.moves(), None
+        for block in missing:
             full = self._prefetch(block, cache, commands)
             if full is not None:
-                if here:
-                    cache.refuse(block, full)
-                return
-            here = here and block in cache.copies  # else it is asked for again before those behind it
-            flying += 1
+                break
+        if cache.moves() == moves:
+            all_seen = full is None and len(missing) < most
+            cache.rest(None if all_seen else missing[0], full)
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
@@ -145,21 +147,21 @@ class Supply:
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> Cache | None:
         """Bring in `block`, which is missing in `cache`; returns where that has to wait for something, if it has to."""
         tier, home = cache.tier, self._blocks[block].home
-        if home <= tier or (tier is Tier.DEVICE and block in self._suspended):
+        if home <= tier or (tier is DEVICE and block in self._suspended):
             return None
-        if tier is Tier.DEVICE and home is Tier.NVME:
-            staging = self._caches[Tier.HOST]
+        if tier is DEVICE and home is NVME:
+            staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
                 return self._prefetch(block, staging, commands)
-            if staged.state is not CopyState.VALID:
+            if staged.state is not VALID:
                 return None
         slot = self._make_room(cache, self._blocks[block].span, commands, cache.schedule.next_use(block))
         if slot is None:
             return cache
-        copy = cache.add(block, Copy(CopyState.WAITING, last_use=self._ledger.tick))
+        copy = cache.add(block, Copy(WAITING, last_use=self._ledger.tick))
         self._ledger.place(block, tier, copy, slot)
-        self._ledger.fetch(block, Tier.HOST if tier is Tier.DEVICE else Tier.NVME, tier, copy, commands)
+        self._ledger.fetch(block, HOST if tier is DEVICE else NVME, tier, copy, commands)
         return None
 
     # ---- room --------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ class Supply:
         else:
             # What is staged for another request is spared: two could take it from each other for ever.
             spared = {block for other, block in self._waiting if other is not cache.tier}
-            if cache.writing_slots() < span:
+            if cache.writing_slots(span) < span:
                 victims = cache.victims(span, spared)
             else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
                 victims = cache.harmless_victims(span, cache.schedule.position + 2 * self._lookahead, spared)

@@ -69,6 +69,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"the largest model of this shape would have about {count(plan.largest_parameters)} parameters"
     for other in plan.alternatives:
         how, memory = f"{other['step_seconds']:.3f} s a step", format_size(other["activation_bytes"])
+        how += ", states sent to the device for their update" if other.get("streamed") else ""
         yield f"judged too: {other['advice']}: {how}, {memory} of activations"
     yield from (f"do: {advice}" for advice in plan.advice)
     yield f"write: {plan.decorator}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
-from hetmem.plan.order import Order
+from hetmem.plan.order import NOTHING, Order
 from hetmem.plan.policy import FIFO, LRU, NextUse
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Schedule, Tier
@@ -122,16 +122,22 @@ def test_every_decision_is_the_one_that_looking_at_all_copies_makes(seed: int, p
     st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 3), st.booleans()), max_size=60),
     st.integers(0, 6),
 )
-def test_an_order_is_that_of_the_present_keys_whatever_they_were_before(
+def test_an_order_is_that_of_the_present_ranks_whatever_they_were_before(
     changes: list[tuple[int, int | None, bool]], slots: int
 ) -> None:
-    keys: dict[int, int | None] = dict.fromkeys(range(6))
-    order = Order(keys, lambda block: None if keys[block] is None else (keys[block] or 0, block))
-    for block, key, asks in changes:
-        keys[block] = key
+    values: dict[int, int | None] = dict.fromkeys(range(6))
+    order = Order(values, lambda block: None if values[block] is None else (values[block] or 0, -block, block))
+    asked: set[tuple[int, int]] = set()
+    for block, value, asks in changes:
+        values[block] = value
         order.touch([block])
         if asks:
-            expected = sorted((key, block) for block, key in keys.items() if key is not None)
-            assert order.least(slots, lambda _: 1) == [block for _, block in expected][:slots]
-            assert order.least(6, lambda _: 1, most=1) == [block for key, block in expected if key <= 1]
-            assert order.least(2, lambda _: 1, spared={0, 1}) == [b for _, b in expected if b > 1][:2]
+            order.gained = NOTHING
+            there = {(value, -block) for block, value in values.items() if value is not None}
+            expected = sorted(there, reverse=True)
+            assert order.first(slots, lambda _: 1) == [-number for _, number in expected][:slots]
+            assert order.gained == max((value for value, _ in there - asked), default=NOTHING)
+            assert order.first(6, lambda _: 1, least=1) == [-number for value, number in expected if value >= 1]
+            assert order.first(2, lambda _: 1, spared={0, 1}) == [-n for _, n in expected if -n > 1][:2]
+            assert [(rank[0], rank[1]) for rank in order.at_least(2)] == [rank for rank in expected if rank[0] >= 2]
+            asked = there
