@@ -13,18 +13,24 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from hetmem.memory.nvme import Extent, NvmeStore
 from hetmem.plan.links import Link, LinkUse
 
+_LOOK_SECONDS = 0.0005
+"""Between two looks at copies, while something else may be over before them."""
+
 
 @dataclass(slots=True)
 class Finished:
-    """The end of a job: `tag` is what it was submitted with, `error` None if it was carried out."""
+    """The end of a job: `tag` is what it was submitted with, `error` None if it was carried out. `beside`: it was none
+    of the copier's."""
 
     tag: Any
     error: BaseException | None = field(default=None)
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,10 @@ class ThreadCopier:
     def poll(self) -> None:
         """The threads report."""
 
+    def busy(self) -> bool:
+        """The threads report."""
+        return False
+
     def wait(self) -> bool:
         """The threads report."""
         return False
@@ -154,6 +164,7 @@ class TransferEngine:
         self._store = store
         self._copied = {link: LinkUse() for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._beside = 0  # jobs under way that are none of the copier's
         self._counting = threading.Lock()
         self._copier = device.copier(self._copied_over, self._finished.put)
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
@@ -197,22 +208,25 @@ class TransferEngine:
         Raises `StoreError` instead of waiting for a disk that hangs; see `NvmeStore.patience_seconds`. The job is not
         over then: its memory stays its own, and its end is reported when the disk answers.
         """
-        self._copier.poll()
-        try:
-            return self._finished.get_nowait()
-        except queue.Empty:
+        while True:
+            self._copier.poll()
+            with contextlib.suppress(queue.Empty):
+                return self._taken(self._finished.get_nowait())
             if not wait:
                 return None
-        if self._copier.wait():
-            self._copier.poll()
-        while True:
+            if not self._beside and self._copier.wait():
+                continue
             patience = None if self._store is None else self._store.patience_seconds()
+            if self._copier.busy():  # what the disk has done must not wait for a copy, which may be behind compute
+                patience = _LOOK_SECONDS if patience is None else min(patience, _LOOK_SECONDS)
             with contextlib.suppress(queue.Empty):
-                return self._finished.get(timeout=patience)
+                return self._taken(self._finished.get(timeout=patience))
 
-    def report(self, tag: Any) -> None:
-        """Something that is no transfer is over: `take` gives it like one. May be called by any thread."""
-        self._finished.put(Finished(tag))
+    def reporter(self, tag: Any) -> Callable[[], None]:
+        """Something that is no transfer begins. Any thread calls what this returns, once, when it is over: `take` gives
+        it like one."""
+        self._beside += 1
+        return partial(self._finished.put, Finished(tag, beside=True))
 
     def links(self) -> dict[Link, LinkUse]:
         """What every link has carried so far."""
@@ -240,14 +254,19 @@ class TransferEngine:
         if self.observe is not None:
             self.observe(job.link, job.tag, start, end, job.nbytes)
 
+    def _taken(self, finished: Finished) -> Finished:
+        self._beside -= finished.beside
+        return finished
+
     def _submit(self, tag: Any, future: Future[Any], link: Link, nbytes: int) -> None:
         start, finished = time.perf_counter(), self._finished
 
         def done(ended: Future[Any]) -> None:
             if self.observe is not None:
                 self.observe(link, tag, start, time.perf_counter(), nbytes)
-            finished.put(Finished(tag, ended.exception()))
+            finished.put(Finished(tag, ended.exception(), beside=True))
 
+        self._beside += 1
         future.add_done_callback(done)
 
     def _nvme(self) -> NvmeStore:
