@@ -76,8 +76,12 @@ class Copier(Protocol):
     def poll(self) -> None:
         """Report what is over, where nobody else does."""
 
+    def busy(self) -> bool:
+        """Whether there is a job that only `poll` will report."""
+        ...
+
     def wait(self) -> bool:
-        """Wait for the oldest job, where `poll` reports; False if there is none."""
+        """Wait for the oldest of those; False if there is none."""
 
     def close(self) -> None:
         """Wait for everything and stop. Idempotent."""
