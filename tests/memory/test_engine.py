@@ -91,6 +91,18 @@ def test_waiting_for_copies_alone_looks_at_no_clock(monkeypatch: Any) -> None:
     assert (taken.tag, device.streams.waits) == ("copy", 1)
 
 
+def test_a_copy_that_is_over_is_told_of_while_a_job_goes_on() -> None:
+    device = Device()
+    engine = TransferEngine(device, None)
+    report = engine.reporter("job")
+    engine.copy("copy", Link.HOST_TO_DEVICE, nothing, 1)
+    threading.Timer(0.01, lambda: device.streams.over.add(1)).start()
+    threading.Timer(1.0, report).start()
+    taken = engine.take(wait=True)
+    assert taken is not None
+    assert (taken.tag, device.streams.waits) == ("copy", 0)
+
+
 class NoTimeouts:
     """A queue of which nobody waits for so long only."""
 
