@@ -2,13 +2,14 @@
 
     python -m benchmarks.overlap --dir DIRECTORY [--layers 48] [--width 1024] [--rounds 7]
 
-The model is a stack of layers whose accelerator is a clock: each waits, without using the CPU, as long as an
-accelerator would compute it, so that the host is free as it is beside a GPU. The waits of a forward and backward
-together take as long as the optimizer alone (`--compute` changes that). Each variant trains a copy of the same model;
-they take turns within a round, so what else the machine does falls on all of them. T is the median of a variant's
-steps. The terms are measured apart: compute is forward and backward of the plain model; the optimizer is the step of a
-model whose states all lie in host memory; the disk carries the bytes that a step moved, in chunks, both ways at once,
-and nothing else. "clipped" means that the norm's limit is below every norm, "limit kept" that it is above.
+The model is a stack of layers on an accelerator that is a clock (`benchmarks.clock`): its compute and its link take
+time and no CPU, behind the program, so that the host is free as it is beside a GPU. Compute of a forward and backward
+takes as long as the optimizer alone (`--compute` changes that). Each variant trains a copy of the same model. They take
+turns within a round, so what else the machine does falls on all of them; the first step of a turn, which pays for what
+trails behind the model before, is not counted. T is the median of the others. The terms are measured apart, in the same
+rounds, as medians: compute is forward and backward of the plain model; the optimizer is the step of a model whose
+states all lie in host memory; the disk carries the bytes that a step of the variant moved, in chunks, both ways at
+once, and nothing else. "clipped" means that the norm's limit is below every norm, "limit kept" that it is above.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 
 import hetmem
+from benchmarks.clock import ClockDevice
 from benchmarks.demo_bytes import load_demo
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import NvmeStore
@@ -36,45 +38,49 @@ CHUNK_BYTES = 4 << 20
 
 
 class Layer(torch.autograd.Function):
-    """A layer on an accelerator: it takes `seconds` in forward and twice that in backward, and no CPU. It uses its
-    weight in both; the gradient is `gradient`, which autograd copies."""
+    """A layer on an accelerator: it asks for `seconds` of compute in forward and for twice that in backward. It uses
+    its weight in both; its gradient is `gradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, seconds: float) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, ask: Any, seconds: float
+    ) -> Any:
         ctx.save_for_backward(weight)
-        ctx.gradient, ctx.seconds = gradient, seconds
-        time.sleep(seconds)
-        return x + weight[0, 0]
+        ctx.gradient, ctx.ask, ctx.seconds = gradient, ask, seconds
+        y = x + weight[0, 0]
+        ask(seconds)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        time.sleep(2 * ctx.seconds)
-        return grads[0] + weight[0, 0], ctx.gradient, None, None
+        assert len(ctx.saved_tensors) == 1  # the weight, which must be there
+        ctx.ask(2 * ctx.seconds)
+        return grads[0], ctx.gradient.detach(), None, None, None  # its own tensor, so that autograd copies nothing
 
 
 class Stack(nn.Module):
-    """`layers` weights of `width` squared elements, each `wait` seconds in forward."""
+    """`layers` weights of `width` squared elements, each `wait` seconds of `device` in forward."""
 
-    def __init__(self, layers: int, width: int, wait: float) -> None:
+    def __init__(self, layers: int, width: int, wait: float, device: ClockDevice) -> None:
         super().__init__()
-        self.wait = wait
+        self.wait, self.ask = wait, device.compute
         self.layers = nn.ParameterList(nn.Parameter(torch.randn(width, width)) for _ in range(layers))
         self.gradient = torch.randn(width, width) / width
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.layers:
-            x = Layer.apply(x, weight, self.gradient, self.wait)  # type: ignore[no-untyped-call]
+            x = Layer.apply(x, weight, self.gradient, self.ask, self.wait)  # type: ignore[no-untyped-call]
         return x.square().mean()
 
 
 @dataclass
 class Variant:
-    """One way to train, and the seconds of its steps."""
+    """One way to train, the seconds of its steps, and of the disk alone with the bytes of one."""
 
     name: str
     options: dict[str, Any]
     seconds: list[float] = field(default_factory=list)
+    disk_seconds: list[float] = field(default_factory=list)
     model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
 
@@ -113,49 +119,57 @@ def budget(placement: str, parameters: int, directory: Path) -> hetmem.Budget:
 
 
 def train(variant: Variant, batch: Sequence[torch.Tensor], steps: int) -> None:
-    """`steps` steps, of which each is measured from its forward to the next one's: what trails counts there."""
+    """`steps` steps behind one that is not counted. What trails behind a step counts in the next one."""
     assert variant.model is not None
     assert variant.optimizer is not None
-    start = time.perf_counter()
-    for _ in range(steps):
+    for count in range(steps + 1):
+        start = time.perf_counter()
         variant.model(*batch).backward()
         variant.optimizer.step()
         variant.optimizer.zero_grad()
-        end = time.perf_counter()
-        variant.seconds.append(end - start)
-        start = end
+        if count:
+            variant.seconds.append(time.perf_counter() - start)
 
 
-def disk_seconds(directory: Path, read_bytes: int, written_bytes: int) -> float:
-    """The store alone: so many bytes each way at once, four chunks in flight each way."""
-    if not read_bytes + written_bytes:
-        return 0.0
-    chunks = 8
-    store = NvmeStore([directory], chunks * CHUNK_BYTES)
-    memory = Mapping(chunks * CHUNK_BYTES)
-    extents = store.reserve_many([CHUNK_BYTES] * chunks)
-    for extent in extents:
-        store.write(extent, memory.buffer(0, CHUNK_BYTES)).result()
+def moved_bytes(variant: Variant) -> dict[str, int]:
+    """What the last step moved, by link."""
+    assert variant.model is not None
+    return dict(hetmem.report(variant.model).to_dict()["step"]["bytes"])
 
-    def move() -> None:
+
+class Disk:
+    """The store alone, four chunks in flight each way."""
+
+    def __init__(self, directory: Path) -> None:
+        self._store = NvmeStore([directory], 8 * CHUNK_BYTES)
+        self._memory = Mapping(8 * CHUNK_BYTES)
+        self._extents = self._store.reserve_many([CHUNK_BYTES] * 8)
+        for extent in self._extents:
+            self._store.write(extent, self._memory.buffer(0, CHUNK_BYTES)).result()
+
+    def seconds(self, moved: dict[str, int]) -> float:
+        """So many bytes each way at once."""
+        return timed(lambda: self._move(moved["nvme_read"] // CHUNK_BYTES, moved["nvme_write"] // CHUNK_BYTES))
+
+    def _move(self, reads: int, writes: int) -> None:
         flying: dict[str, list[Any]] = {"read": [], "write": []}
-        left = {"read": read_bytes // CHUNK_BYTES, "write": written_bytes // CHUNK_BYTES}
+        left = {"read": reads, "write": writes}
         count = 0
         while any(left.values()) or any(flying.values()):
             for verb, half in (("read", 0), ("write", 4)):
                 while left[verb] and len(flying[verb]) < 4:
                     place = half + count % 4
                     count += 1
-                    buffer = memory.buffer(place * CHUNK_BYTES, CHUNK_BYTES)
-                    flying[verb].append(getattr(store, verb)(extents[place], buffer))
+                    buffer = self._memory.buffer(place * CHUNK_BYTES, CHUNK_BYTES)
+                    flying[verb].append(getattr(self._store, verb)(self._extents[place], buffer))
                     left[verb] -= 1
             for futures in flying.values():
                 if futures:
                     futures.pop(0).result()
 
-    seconds = min(timed(move) for _ in range(3))
-    store.close()
-    return seconds
+    def close(self) -> None:
+        """Stop its threads."""
+        self._store.close()
 
 
 def demo(args: argparse.Namespace, directory: Path) -> None:
@@ -173,6 +187,7 @@ def demo(args: argparse.Namespace, directory: Path) -> None:
     for variant in variants:
         variant.model = hetmem.manage(example.GPT(example.GPTConfig()), limits, device="sim")
         variant.optimizer = hetmem.AdamW(variant.model.parameters(), **example.ADAMW, **variant.options)
+    disk = Disk(directory)
     for round_ in range(args.rounds + 2):
         x, y = next(batches)
         seconds["compute"].append(timed(lambda: plain(x, y).backward()))  # noqa: B023 - called at once
@@ -182,61 +197,70 @@ def demo(args: argparse.Namespace, directory: Path) -> None:
         for variant in variants:
             if round_ < 2:
                 variant.seconds.clear()
+                variant.disk_seconds.clear()
             train(variant, (x, y), 2)
-    assert variants[0].model is not None
-    moved = hetmem.report(variants[0].model).to_dict()["step"]["bytes"]
+            variant.disk_seconds.append(disk.seconds(moved_bytes(variant)))
+    disk.close()
     terms = {name: statistics.median(each[2:]) for name, each in seconds.items()}
-    terms["disk"] = disk_seconds(directory, moved["nvme_read"], moved["nvme_write"])
     print("\n## The demo, on a simulated device that computes with the same cores\n")
-    table(variants, terms, moved)
+    table(variants, terms)
 
 
 def compare(placement: str, args: argparse.Namespace, directory: Path) -> None:
     """All variants with homes in `placement`, in turns."""
     x = torch.randn(args.rows, args.width)
     parameters = args.layers * args.width**2
+    device = ClockDevice(args.link)
 
-    def make(options: dict[str, Any], wait: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make(place: str, wait: float, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = Stack(args.layers, args.width, wait)
-        hetmem.manage(model, budget(placement, parameters, directory), device="sim", chunk_bytes=CHUNK_BYTES)
+        model = Stack(args.layers, args.width, wait, device)
+        hetmem.manage(model, budget(place, parameters, directory), device=device, chunk_bytes=CHUNK_BYTES)
         return model, hetmem.AdamW(model.parameters(), lr=1e-5, **options)
 
-    alone = Stack(args.layers, args.width, 0.0)
-    hetmem.manage(alone, budget("host", parameters, directory), device="sim", chunk_bytes=CHUNK_BYTES)
-    updates = hetmem.AdamW(alone.parameters())
+    alone, updates = make("host", 0.0, {})
     alone(x).backward()
-    optimizer_seconds = statistics.median(timed(updates.step) for _ in range(args.rounds))
-    hetmem.release(alone)
-    wait = args.compute * optimizer_seconds / (3 * args.layers)
-    plain = Stack(args.layers, args.width, wait)
-    compute_seconds = statistics.median(timed(lambda: plain(x).backward()) for _ in range(args.rounds))
+    optimizer = [timed(updates.step) for _ in range(5)]
+    wait = args.compute * statistics.median(optimizer) / (3 * args.layers)
+    plain = Stack(args.layers, args.width, wait, device)
+
+    def compute() -> None:
+        plain(x).backward()
+        plain.zero_grad()
+        device.finish()
+
     variants = [Variant(name, options) for name, options in VARIANTS]
     for variant in variants:
-        variant.model, variant.optimizer = make(variant.options, wait)
-        train(variant, (x,), 3)
+        variant.model, variant.optimizer = make(placement, wait, variant.options)
+        train(variant, (x,), 2)
         variant.seconds.clear()
+    disk, apart = Disk(directory), {"compute": [timed(compute)], "optimizer": optimizer}
     for _ in range(args.rounds):
+        apart["compute"].append(timed(compute))
+        apart["optimizer"].append(timed(updates.step))
         for variant in variants:
             train(variant, (x,), 2)
-    assert variants[0].model is not None
-    moved = hetmem.report(variants[0].model).to_dict()["step"]["bytes"]
-    disk = disk_seconds(directory, moved["nvme_read"], moved["nvme_write"])
-    terms = {"compute": compute_seconds, "optimizer": optimizer_seconds, "disk": disk}
+            variant.disk_seconds.append(disk.seconds(moved_bytes(variant)))
+    disk.close()
+    hetmem.release(alone)
     print(f"\n## Homes on {placement}\n")
-    table(variants, terms, moved)
+    table(variants, {name: statistics.median(each) for name, each in apart.items()})
 
 
-def table(variants: list[Variant], terms: dict[str, float], moved: dict[str, int]) -> None:
+def table(variants: list[Variant], terms: dict[str, float]) -> None:
     """Print the terms and each variant's steps beside the longest of them; let go of the models."""
-    bound = max(terms.values())
     off = statistics.median(variants[0].seconds)
-    print("Terms apart: " + ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in terms.items()))
-    print(f"NVMe of a step: {moved['nvme_read'] >> 20} MiB read, {moved['nvme_write'] >> 20} MiB written\n")
-    print("| overlap | T / longest term | quartiles | T / T of off |\n|---|---|---|---|")
+    print("Terms apart: " + ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in terms.items()) + "\n")
+    print("| overlap | NVMe MiB read, written | disk ms | T / longest term | quartiles | T / T of off |")
+    print("|---|---|---|---|---|---|")
     for variant in variants:
+        moved, disk = moved_bytes(variant), statistics.median(variant.disk_seconds)
+        bound = max(disk, *terms.values())
         low, middle, high = statistics.quantiles(variant.seconds, n=4)
-        print(f"| {variant.name} | {middle / bound:.2f} | {low / bound:.2f}–{high / bound:.2f} | {middle / off:.2f} |")
+        print(
+            f"| {variant.name} | {moved['nvme_read'] >> 20}, {moved['nvme_write'] >> 20} | {disk * 1e3:.0f} "
+            f"| {middle / bound:.2f} | {low / bound:.2f}–{high / bound:.2f} | {middle / off:.2f} |"
+        )
         assert variant.model is not None
         hetmem.release(variant.model)
 
@@ -250,6 +274,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compute", type=float, default=1.0, help="compute, as a multiple of the optimizer's time")
+    parser.add_argument("--link", type=float, default=12e9, help="bytes a second of the accelerator's link, each way")
     parser.add_argument("--demo-only", action="store_true", help="only the example's model")
     args = parser.parse_args()
     machine = f"{usable_cores()} cores, {platform.machine()}, torch {torch.__version__}"

@@ -103,6 +103,10 @@ class StreamCopier:
             while jobs and self._is_over(jobs[0]):
                 self._report(jobs.popleft())
 
+    def busy(self) -> bool:
+        """Whether any is under way."""
+        return any(self._queues.values())
+
     def wait(self) -> bool:
         """Wait for the job that was started first."""
         heads = [jobs[0] for jobs in self._queues.values() if jobs]

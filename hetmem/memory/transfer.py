@@ -13,19 +13,25 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme import Extent, NvmeStore
 from hetmem.plan.links import Link, LinkUse
 
+_LOOK_SECONDS = 0.0005
+"""Between two looks at copies, while something else may be over before them."""
+
 
 @dataclass(slots=True)
 class Finished:
-    """The end of a job: `tag` is what it was submitted with, `error` None if it was carried out."""
+    """The end of a job: `tag` is what it was submitted with, `error` None if it was carried out. `beside`: it was none
+    of the copier's."""
 
     tag: Any
     error: BaseException | None = field(default=None)
+    beside: bool = False
 
 
 _WOKEN = Finished(None)
@@ -75,8 +81,12 @@ class Copier(Protocol):
     def poll(self) -> None:
         """Report what is over, where nobody else does."""
 
+    def busy(self) -> bool:
+        """Whether there is a job that only `poll` will report."""
+        ...
+
     def wait(self) -> bool:
-        """Wait for the oldest job, where `poll` reports; False if there is none."""
+        """Wait for the oldest of those; False if there is none."""
 
     def close(self) -> None:
         """Wait for everything and stop. Idempotent."""
@@ -123,6 +133,10 @@ class ThreadCopier:
     def poll(self) -> None:
         """The threads report."""
 
+    def busy(self) -> bool:
+        """The threads report."""
+        return False
+
     def wait(self) -> bool:
         """The threads report."""
         return False
@@ -159,6 +173,7 @@ class TransferEngine:
         self._store = store
         self._copied = {link: LinkUse() for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._beside = 0  # jobs under way that are none of the copier's
         self._counting = threading.Lock()
         self._copier = device.copier(self._copied_over, self._finished.put)
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
@@ -207,35 +222,42 @@ class TransferEngine:
         if not wait:
             return self._one()
         HELD_BACK.raise_here()
-        finished = self._one()
-        if finished is None and self._copier.wait():
-            self._copier.poll()
-        while finished is None:
-            finished = HELD_BACK.wait(self._next, self._wake)
-            if finished is _WOKEN:
-                finished = None
+        while (finished := self._one()) is None:
+            if self._beside or not self._copier.wait():
+                finished = HELD_BACK.wait(self._next, self._wake)
                 HELD_BACK.raise_here()
+                if finished not in (None, _WOKEN):
+                    return self._taken(finished)
+            self._copier.poll()
         return finished
-
-    def _next(self) -> Finished | None:
-        patience = None if self._store is None else self._store.patience_seconds()
-        with contextlib.suppress(queue.Empty):
-            return self._finished.get(timeout=patience)
-        return None
 
     def _one(self) -> Finished | None:
         with contextlib.suppress(queue.Empty):
             while (finished := self._finished.get_nowait()) is _WOKEN:
                 pass
-            return finished
+            return self._taken(finished)
         return None
+
+    def _next(self) -> Finished | None:
+        patience = None if self._store is None else self._store.patience_seconds()
+        if self._copier.busy():  # what the disk has done must not wait for a copy, which may be behind compute
+            patience = _LOOK_SECONDS if patience is None else min(patience, _LOOK_SECONDS)
+        with contextlib.suppress(queue.Empty):
+            return self._finished.get(timeout=patience)
+        return None
+
+    def _taken(self, finished: Finished) -> Finished:
+        self._beside -= finished.beside
+        return finished
 
     def _wake(self) -> None:
         self._finished.put(_WOKEN)
 
-    def report(self, tag: Any) -> None:
-        """Something that is no transfer is over: `take` gives it like one. May be called by any thread."""
-        self._finished.put(Finished(tag))
+    def reporter(self, tag: Any) -> Callable[[], None]:
+        """Something that is no transfer begins. Any thread calls what this returns, once, when it is over: `take` gives
+        it like one."""
+        self._beside += 1
+        return partial(self._finished.put, Finished(tag, beside=True))
 
     def links(self) -> dict[Link, LinkUse]:
         """What every link has carried so far."""
@@ -269,8 +291,9 @@ class TransferEngine:
         def done(ended: Future[Any]) -> None:
             if self.observe is not None:
                 self.observe(link, tag, start, time.perf_counter(), nbytes)
-            finished.put(Finished(tag, ended.exception()))
+            finished.put(Finished(tag, ended.exception(), beside=True))
 
+        self._beside += 1
         future.add_done_callback(done)
 
     def _nvme(self) -> NvmeStore:

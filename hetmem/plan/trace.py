@@ -107,6 +107,7 @@ class Schedule:
         """The blocks of the use just reached."""
         self.met: set[int] = set()
         """Those of them that are there, so that from now on their next use counts."""
+        self._passed_over: set[int] = set()
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
         self._positions, self._places = known.positions, known.places
 
@@ -115,6 +116,8 @@ class Schedule:
         one as long as the trace is followed. False, and nothing moves, if none is known."""
         count = self._count
         at = self.position % count if self.periodic else self.position
+        if self._passed_over:
+            self._passed_over.difference_update(blocks)
         if at < count and self.uses[at] == blocks and self.position < self._segment:  # as expected
             self.position += 1
             self.met.clear()
@@ -136,9 +139,17 @@ class Schedule:
         before, self.position = self.position, 1 + min(near, key=lambda at: abs(at - self.position))
         if self.position < before:
             self._next.clear()
+        elif self._overwritten:
+            self._pass_over(before, self.position - 1)
         self.met.clear()
         self.now = blocks
         return True
+
+    def _pass_over(self, start: int, end: int) -> None:
+        """The uses from `start` up to `end` have not come: what they will overwrite, they still will."""
+        for at, blocks in enumerate(self.between(start, end), start):
+            if at % len(self.uses) in self._overwritten:
+                self._passed_over.update(blocks)
 
     def next_use(self, block: int, start: int | None = None) -> int:
         """The first use of `block` at or after `start`, counted in uses from the start; NEVER if unknown.
@@ -175,8 +186,12 @@ class Schedule:
         return end if self.barrier is None or end < self.barrier else self.barrier
 
     def reads(self, at: int) -> bool:
-        """Whether the use number `at`, counted as `position` is, needs what its blocks hold before."""
-        return not self._overwritten or at % len(self.uses) not in self._overwritten
+        """Whether the use number `at`, counted as `position` is, needs what its blocks hold now. It does not if it
+        overwrites them, nor if a use that does, and comes before it, is late: it was passed over for others."""
+        if not self._overwritten:
+            return True
+        place = at % len(self.uses)
+        return place not in self._overwritten and not self._passed_over.issuperset(self.uses[place])
 
     def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
         """The uses from `start` up to `end`, both counted as `position` is."""

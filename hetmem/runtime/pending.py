@@ -69,7 +69,7 @@ class Pending:
 
     def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
         """The same for what tells of its errors by itself. Returns what any thread calls at its end."""
-        return partial(self._engine.report, self.expect(lambda _: done()))
+        return self._engine.reporter(self.expect(lambda _: done()))
 
     def copy_beside(
         self,

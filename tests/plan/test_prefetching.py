@@ -116,6 +116,21 @@ def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(look
     assert r.counts.fetches[HOST] == 2
 
 
+def test_what_is_late_to_be_overwritten_is_not_read_ahead() -> None:
+    """A gradient arrives behind the use that came after it in the last step: its home is old."""
+    r = residency(NVME, NVME, NVME, host=3, lookahead=4)
+    ahead = r.expect(HOST, Schedule(Uses([(0,), (1,), (0,), (1,), (2,)], overwritten=[0, 1]), segment=5))
+    assert ahead == []
+    for load in (False, True):  # 0 is written and read before 1 is written
+        r.reach((0,), HOST)
+        ahead += r.acquire(0, HOST, load=load)
+        ahead += r.release(0, HOST, dirty=not load)
+    assert ahead == [read(2, 1)]
+    r.reach((1,), HOST)
+    r.acquire(1, HOST, load=False)
+    assert r.counts.fetches[HOST] == 1
+
+
 def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
     r = residency(NVME, NVME, host=2, lookahead=2)
     assert r.expect(HOST, Schedule(Uses([(0,), (1,), (0,)], overwritten=[0]))) == [read(1, 0)]

@@ -1,0 +1,113 @@
+"""Whoever waits for the engine is told of what is over first, wherever that was under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.nvme import NvmeStore
+from hetmem.memory.streams import StreamCopier
+from hetmem.memory.transfer import Finished, Seen, TransferEngine
+from hetmem.plan.links import Link
+
+BLOCK = 4096
+
+
+class StreamsBehindCompute:
+    """Copies that are over only once somebody has waited for them, and waits that are counted."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.over: set[int] = set()
+
+    def mark(self) -> int:
+        return 0
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[int, int]:
+        return 0, 1
+
+    def order_compute(self, event: int) -> None: ...
+
+    def passed(self, event: int) -> bool:
+        return event in self.over
+
+    def wait(self, event: int) -> None:
+        self.waits += 1
+        self.over.add(event)
+
+    def when(self, event: int) -> float:
+        return 0.0
+
+
+class Device:
+    def __init__(self) -> None:
+        self.streams = StreamsBehindCompute()
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> StreamCopier:
+        return StreamCopier(self.streams, seen, finished)
+
+
+def nothing() -> None:
+    """A copy."""
+
+
+def test_what_the_disk_has_read_is_told_of_while_a_copy_is_behind_compute(tmp_path: Path) -> None:
+    device, store = Device(), NvmeStore([tmp_path], BLOCK)
+    engine = TransferEngine(device, store)
+    engine.copy("copy", Link.DEVICE_TO_HOST, nothing, 1)
+    engine.read("read", store.reserve(BLOCK), Mapping(BLOCK).buffer(0, BLOCK))
+    first = engine.take(wait=True)
+    assert first is not None
+    assert (first.tag, device.streams.waits) == ("read", 0)
+    second = engine.take(wait=True)  # nothing but the copy is left to wait for
+    assert second is not None
+    assert (second.tag, device.streams.waits) == ("copy", 1)
+    store.close()
+
+
+def test_the_end_of_a_job_is_told_of_while_a_copy_is_behind_compute() -> None:
+    device = Device()
+    engine = TransferEngine(device, None)
+    report = engine.reporter("job")
+    engine.copy("copy", Link.HOST_TO_DEVICE, nothing, 1)
+    threading.Timer(0.01, report).start()
+    tags = [taken.tag for _ in range(2) if (taken := engine.take(wait=True)) is not None]
+    assert tags == ["job", "copy"]
+    assert device.streams.waits == 1
+
+
+def test_waiting_for_copies_alone_looks_at_no_clock(monkeypatch: Any) -> None:
+    device = Device()
+    engine = TransferEngine(device, None)
+    engine.reporter("over before")()
+    assert engine.take(wait=True) is not None
+    engine.copy("copy", Link.HOST_TO_DEVICE, nothing, 1)
+    monkeypatch.setattr(engine, "_finished", NoTimeouts(engine._finished))
+    taken = engine.take(wait=True)
+    assert taken is not None
+    assert (taken.tag, device.streams.waits) == ("copy", 1)
+
+
+def test_a_copy_that_is_over_is_told_of_while_a_job_goes_on() -> None:
+    device = Device()
+    engine = TransferEngine(device, None)
+    report = engine.reporter("job")
+    engine.copy("copy", Link.HOST_TO_DEVICE, nothing, 1)
+    threading.Timer(0.01, lambda: device.streams.over.add(1)).start()
+    threading.Timer(1.0, report).start()
+    taken = engine.take(wait=True)
+    assert taken is not None
+    assert (taken.tag, device.streams.waits) == ("copy", 0)
+
+
+class NoTimeouts:
+    """A queue of which nobody waits for so long only."""
+
+    def __init__(self, queue: Any) -> None:
+        self.put, self.get_nowait = queue.put, queue.get_nowait
+
+    def get(self, timeout: float | None = None) -> Any:
+        raise AssertionError(f"a look every {timeout} s")
