@@ -78,7 +78,8 @@ def _install_kernels() -> None:
 
 
 def _is_pinned(fake: FakeCuda, tensor: torch.Tensor) -> bool:
-    return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in fake.pinned.items())
+    address = tensor.untyped_storage().data_ptr()
+    return any(start <= address < start + nbytes for start, nbytes in fake.pinned.items())
 
 
 def _pinned(fake: FakeCuda, tensor: torch.Tensor) -> torch.Tensor:

@@ -300,7 +300,7 @@ class LateKernels(ShimBackend):
         self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: Any = None
     ) -> None:
         self.launched.append(kernel)
-        current_stream().ask(partial(super().launch, source, kernel, blocks, arguments, None))
+        (stream or current_stream()).ask(partial(super().launch, source, kernel, blocks, arguments, None))
 
 
 class CpuCuda(CudaDevice):
