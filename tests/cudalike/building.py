@@ -26,7 +26,18 @@ def library(folder: Path) -> Path:
         links = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
         handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
-        command = [shim.GPP or "g++", "-O1", "-std=c++20", "-shared", "-fPIC", *includes, str(SOURCE), "-o", made, *links]
+        command = [
+            shim.GPP or "g++",
+            "-O1",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            *includes,
+            str(SOURCE),
+            "-o",
+            made,
+            *links,
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         os.replace(made, target)

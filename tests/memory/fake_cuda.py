@@ -280,6 +280,7 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         "stream": fake.stream,
         "current_stream": current_stream,
         "default_stream": lambda device=None: fake.default,
+        "is_current_stream_capturing": lambda: False,
     }
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
