@@ -68,6 +68,48 @@ def test_training_equals_torch(
     hetmem.release(managed)
 
 
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Scaled(Small):
+    """A custom function is the first that uses a weight, and no function of torch's: autograd takes it as it is."""
+
+    def __init__(self, *, checkpointing: bool | None = None) -> None:
+        super().__init__(checkpointing=checkpointing)
+        for block in self.blocks:
+            block.norm = Scaling(64)
+
+
+class Scaling(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scale.apply(x, self.weight)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_a_custom_function_gets_weights_and_gives_gradients_on_the_device(
+    placement: str, mixed: torch.dtype | None, checkpointing: bool | None, tmp_path: Path
+) -> None:
+    build = lambda: Scaled(checkpointing=checkpointing)  # noqa: E731
+    expected = steps_of(build, mixed=mixed, where="cuda" if placement == "resident" else "cpu")
+    hetmem.release(train(expected, placement, tmp_path, build, mixed_precision=mixed, device="cuda"))
+
+
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: str, tmp_path: Path) -> None:
     fails = [True]
