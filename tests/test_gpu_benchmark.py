@@ -91,7 +91,9 @@ def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, mo
     assert found["tests/gpu/test_managed.py"]["cut off"].startswith("longer than ")
     text = (tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.md").read_text()
     assert "## streamed" in text and "## tests/gpu/test_moves.py" in text
-    assert limits[3] == gpu.SECONDS["rates"] and all(limit <= 90.0 for limit in limits), "no more than is left for all"
+    assert limits[len(gpu_processes.TESTS)] == gpu.SECONDS["rates"] and all(limit <= 90.0 for limit in limits), (
+        "no more than is left for all"
+    )
     assert gpu.measure(options(tmp_path / "none", 0.0, "rates", tests=True)) == 1
     assert (tmp_path / "none" / "gpu-a-fake-GPU-1.5-2000-01-01.json").exists()
     assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-for _absent in os.environ.get("CUDALIKE_ABSENT", "hypothesis xdist transformers playwright ruff mypy").split():
+for _absent in os.environ.get("CUDALIKE_ABSENT", "hypothesis transformers playwright ruff mypy").split():
     sys.modules[_absent] = None  # type: ignore[assignment]
 
-import torch
+import torch  # noqa: E402
 
-from tests.memory.fake_cuda import FakeCuda, LateKernels, Stream, current_stream, install
+from tests.memory.fake_cuda import FakeCuda, LateKernels, current_stream, install  # noqa: E402
 
 MEMORY_BYTES = 3 << 30
 _Refused = ctypes.CFUNCTYPE(None, ctypes.c_int64)
@@ -91,6 +91,3 @@ def _pinned(fake: FakeCuda, tensor: torch.Tensor) -> torch.Tensor:
 def _put(where: Any, name: str, value: Any, *, raising: bool = True) -> None:
     assert not raising or hasattr(where, name), f"{where} has no {name}"
     setattr(where, name, value)
-
-
-__all__ = ["Stream", "pytest_configure"]
