@@ -1,10 +1,12 @@
 """What a GPU shows: its tests, link rates, the managed step against plain torch with all, half and a tenth of the
 memory, and the largest GPT that trains here.
 
-    python -m benchmarks.gpu [--tests] [--only rates,resident,streamed,largest] [--seconds 460] [--largest 9.4]
+    python -m benchmarks.gpu [--tests] [--only rates,resident,streamed,largest] [--seconds 460]
+                             [--largest 9.4 --host 104GiB --nvme 52GiB]
 
 Writes gpu-<name>-<date>.json and .md with device, driver, versions and commit. Every part runs in a process of its own,
 so one that fails, or hangs, leaves the others' numbers; what one found before its time was up is kept, with "cut off".
+How large the largest model is depends on the memory, the disk and the time that are left, unless it is said.
 Ratios are of medians within one run.
 """
 
@@ -30,6 +32,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_processes import TESTS, in_a_process, tested
+from benchmarks.gpu_sizes import disk, largest_here
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
@@ -214,7 +217,7 @@ def largest(billions: float, host: str, nvme: str, width: int = 6144) -> dict[st
 
     depth = max(1, round((billions * 1e9 - 51328 * width) / (12 * width * width)))
     count = parameters_of(width, depth)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=disk()) as directory:
         start = time.perf_counter()
         budget = hetmem.Budget(host=host, nvme=nvme, nvme_dir=directory)
 
@@ -311,7 +314,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECONDS), help="parts, separated by commas")
     parser.add_argument("--part", help="run this part here and print its result (for the parts' processes)")
-    parser.add_argument("--largest", type=float, default=9.4, help="billions of parameters")
+    parser.add_argument("--largest", type=float, help="billions of parameters; with it --host and --nvme count")
     parser.add_argument("--host", default="104GiB")
     parser.add_argument("--nvme", default="52GiB")
     parser.add_argument("--tests", action="store_true", help="run the tests that need a GPU first")
@@ -354,8 +357,7 @@ def tell(result: dict[str, Any]) -> None:
 
 
 def _measured(part: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    command = ["-m", "benchmarks.gpu", "--part", part, "--largest", str(options.largest)]
-    code, out, errors = in_a_process([*command, "--host", options.host, "--nvme", options.nvme], seconds)
+    code, out, errors = in_a_process(["-m", "benchmarks.gpu", "--part", part, *_size(options, seconds)], seconds)
     results = [line for line in out.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(results[-1][7:]) if results else {}
     if code is None:
@@ -363,6 +365,15 @@ def _measured(part: str, options: argparse.Namespace, seconds: float) -> dict[st
     elif code or not results:
         result["failed"] = errors[-2000:] or f"exit status {code}"
     return result
+
+
+def _size(options: argparse.Namespace, seconds: float) -> list[str]:
+    """The largest model and its budget: as it was asked for, or as the machine and the time allow."""
+    billions, host, nvme = options.largest, options.host, options.nvme
+    if billions is None:
+        size = largest_here(seconds)
+        billions, host, nvme = size.parameters / 1e9, str(size.host_bytes), str(size.nvme_bytes)
+    return ["--largest", f"{billions:.3f}", "--host", host, "--nvme", nvme]
 
 
 def write(found: dict[str, Any], directory: Path) -> None:

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TESTS = {"tests/cuda/test_on_gpu.py": 60, "tests/gpu/test_moves.py": 50, "tests/gpu/test_managed.py": 110}
+TESTS = {
+    "tests/gpu/test_assumptions.py": 40,
+    "tests/cuda/test_on_gpu.py": 60,
+    "tests/gpu/test_moves.py": 50,
+    "tests/gpu/test_managed.py": 110,
+}
 """Seconds that each may take. One process each: after an illegal access a process can do nothing more on a GPU."""
 _GRACE_SECONDS = 5.0  # what is interrupted says what it found; what hangs in the driver is killed
 

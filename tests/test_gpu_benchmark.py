@@ -7,11 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_processes
+from benchmarks import gpu, gpu_processes, gpu_sizes
 from hetmem import bench_device
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 
@@ -90,7 +91,9 @@ def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, mo
     assert found["tests/gpu/test_managed.py"]["cut off"].startswith("longer than ")
     text = (tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.md").read_text()
     assert "## streamed" in text and "## tests/gpu/test_moves.py" in text
-    assert limits[3] == gpu.SECONDS["rates"] and all(limit <= 90.0 for limit in limits), "no more than is left for all"
+    assert limits[len(gpu_processes.TESTS)] == gpu.SECONDS["rates"] and all(limit <= 90.0 for limit in limits), (
+        "no more than is left for all"
+    )
     assert gpu.measure(options(tmp_path / "none", 0.0, "rates", tests=True)) == 1
     assert (tmp_path / "none" / "gpu-a-fake-GPU-1.5-2000-01-01.json").exists()
     assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0
@@ -108,6 +111,28 @@ def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is
     monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 0.2)
     assert gpu_processes.in_a_process(["-c", rude], 2.4) == (None, "begun\n", "")
     assert gpu_processes.in_a_process(["-c", "raise SystemExit(3)"], 60.0) == (3, "", "")
+
+
+def test_the_largest_model_is_as_large_as_memory_disk_and_time_allow() -> None:
+    gib = gpu_sizes.GIB
+    whole = gpu_sizes.largest(1e6, 100 * gib, 1000 * gib)
+    assert (whole.host_bytes, whole.nvme_bytes) == (80 * gib, 40 * gib)
+    assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).host_bytes == 50 * gib
+    assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).nvme_bytes == 10 * gib
+    assert gpu_sizes.largest(1e6, 100 * gib, 5 * gib).nvme_bytes == 4 * gib
+    for seconds in (80, 300, 1e6):
+        size = gpu_sizes.largest(seconds, 100 * gib, 60 * gib)
+        assert 0 < gpu_sizes.STATE_BYTES * size.parameters < 0.9 * (size.host_bytes + size.nvme_bytes)
+
+
+@pytest.mark.parametrize(("filesystem", "there"), [("tmpfs", False), ("ext4", True)])
+def test_files_of_the_benchmark_are_not_in_memory(
+    filesystem: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=tmp_path, fstype=filesystem)]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "inner"))
+    assert gpu_sizes.disk() == (tmp_path / "inner" if there else gpu.ROOT)
 
 
 def test_an_environment_without_git_or_driver_tools_is_said_to_be_unknown(

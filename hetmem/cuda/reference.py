@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS
 from hetmem.cuda.segments import Segments
 
 BLOCK_ELEMENTS = 256
@@ -33,45 +32,15 @@ def gradient_out(
     segments: Segments,
     source: torch.Tensor,
     destination: torch.Tensor,
-    partials: torch.Tensor,
     scale: float,
     add: bool,
 ) -> None:
-    """`hetmem.cuda.gradient.gradient_out`, with the kernel's order of additions."""
+    """`hetmem.cuda.gradient.gradient_out`."""
     factor = float(np.float32(scale))
-    for index, (start, place, count) in enumerate(segments.tiles):
+    for start, place, count in segments.runs:
         old = destination[place : place + count]
         new = source[start : start + count].float() * factor
-        written = (old.to(new) + new if add else new).to(old.dtype)
-        old.copy_(written)
-        partials[index] = _tile_sum(written.double().square())
-
-
-def _tile_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum as a block makes it: each thread's groups of eight one after the other, then the threads as a tree."""
-    padded = torch.nn.functional.pad(values, (0, -values.numel() % (THREADS * GROUP_ELEMENTS)))
-    sums = padded.new_zeros(THREADS)
-    for row in padded.view(-1, THREADS, GROUP_ELEMENTS):
-        for element in row.unbind(1):
-            sums = sums + element
-    return _tree_sum(sums)
-
-
-def _tree_sum(sums: torch.Tensor) -> torch.Tensor:
-    while sums.numel() > 1:
-        low, high = sums.chunk(2)
-        sums = low + high
-    return sums[0]
-
-
-def sum_partials(partials: torch.Tensor, total: torch.Tensor, not_finite: torch.Tensor) -> None:
-    """`hetmem.cuda.gradient.sum_partials`."""
-    padded = torch.nn.functional.pad(partials, (0, -partials.numel() % THREADS))
-    sums = padded.new_zeros(THREADS)
-    for row in padded.view(-1, THREADS):
-        sums = sums + row
-    total[0] = _tree_sum(sums)
-    not_finite[0] = (~total[0].isfinite()).int()
+        old.copy_(old.to(new) + new if add else new)
 
 
 def adamw(

@@ -105,7 +105,8 @@ class CudaDevice:
             host.prefer_node(self.node)
         cudart: Any = torch.cuda.cudart()
         with torch.cuda.device(self.torch_device):
-            error = int(cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE | _MAPPED))
+            error = cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE | _MAPPED)
+        error = int(getattr(error, "value", error))  # torch's own enumeration, which need not be a number
         if error:
             with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
                 torch.zeros(1, device=self.torch_device)

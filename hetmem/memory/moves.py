@@ -19,7 +19,7 @@ import torch
 from hetmem.cuda.backend import Backend
 from hetmem.cuda.cast import CASTS, cast
 from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
-from hetmem.cuda.segments import TILE_ELEMENTS, Segments
+from hetmem.cuda.segments import Segments
 from hetmem.memory.ways import Way, Ways
 from hetmem.units import MIB
 
@@ -76,7 +76,6 @@ class Moves:
         self._staging = {"in": Staging(device), "out": Staging(device)}
         self._casting = torch.cuda.Stream(device)
         self._segments: dict[int, Segments] = {}
-        self._partials: torch.Tensor | None = None
         self._turn = threading.Lock()  # buffers are shared by all models on this device
 
     def __str__(self) -> str:
@@ -146,8 +145,7 @@ class Moves:
             return
         home, gradient = _flat(target), _flat(arrived)
         if self._has_kernel(home, gradient):
-            with self._turn:
-                self._by_kernel(home, gradient, add=add)
+            self._by_kernel(home, gradient, add=add)
         elif not add and home.dtype is gradient.dtype:
             home.copy_(gradient, non_blocking=True)
         else:
@@ -160,20 +158,9 @@ class Moves:
 
     def _by_kernel(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         write = Write.ADD if add else Write.OVERWRITE
-        if self._partials is None:  # nobody reads them yet, so launches may write over each other's
-            tiles = KERNEL_ELEMENTS // TILE_ELEMENTS + 1
-            self._partials = torch.empty(tiles, dtype=torch.float64, device=self._device)
         for part in _pieces(home.numel(), KERNEL_ELEMENTS):
-            segments = self._whole(part.stop - part.start)
-            gradient_out(
-                self.kernels,
-                segments,
-                gradient[part],
-                home[part],
-                self._partials,
-                write=write,
-                blocks=self.ways.blocks,
-            )
+            whole = self._whole(part.stop - part.start)
+            gradient_out(self.kernels, whole, gradient[part], home[part], write=write, blocks=self.ways.blocks)
 
     def _by_torch(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         """Cast and add on the device, so that only copies without a cast cross, which need no host."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from hetmem.plan.balance import streamed_part, update_costs
@@ -20,8 +21,10 @@ SLOTS = 2
 _ALIGNMENT = 4096
 
 _LARGE = 8
-"""Chunks of more than so many times the bytes of the middle one (an embedding) are updated on the host: slots for them
-would take memory that homes of many others fill."""
+"""Chunks of more than so many times the bytes of the usual one are updated on the host: slots for them would take
+memory that homes of many others fill. The usual one is that in which the middle byte lies of all but the largest two,
+which may be an embedding and a head. It is not the middle chunk: between the weights there may be as many chunks that
+hold a few biases, and then all that counts would be large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,10 @@ class StreamedShare:
 
 def _but_large(fitting: Sequence[Fitting]) -> list[Fitting]:
     """`fitting` without those that need slots too large; see `_LARGE`."""
-    middle = sorted(chunk.nbytes for chunk in fitting)[len(fitting) // 2] if fitting else 0
-    return [chunk for chunk in fitting if chunk.nbytes <= _LARGE * middle]
+    sizes = sorted(chunk.nbytes for chunk in fitting)
+    others = sizes[:-2] or sizes
+    usual = next((size for size, upto in zip(others, accumulate(others), strict=True) if 2 * upto >= sum(others)), 0)
+    return [chunk for chunk in fitting if chunk.nbytes <= _LARGE * usual]
 
 
 def spread(chunks: Sequence[Fitting], part: float) -> frozenset[int]:

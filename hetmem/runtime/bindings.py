@@ -86,6 +86,14 @@ class Bindings:
         if managed.rest is not managed.home:
             self._resting.append(managed)
 
+    def leave_home(self) -> None:
+        """Compute begins: what is trained rests, also before its first operator. A custom function of autograd takes a
+        parameter as it is, and expects its gradient on the device, and of the dtype, that it then has."""
+        for managed in self.by_id.values():
+            if managed.rest is not managed.home and managed.parameter.requires_grad:
+                managed.parameter.data = managed.rest
+                self._resting.append(managed)
+
     def go_home(self) -> None:
         """Compute has ended: every parameter is its home again."""
         for managed in self._resting:

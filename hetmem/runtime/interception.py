@@ -137,6 +137,9 @@ class Interception:
             return
         if compute.task >= 0:
             self.runtime.notice_writes_by_hooks()
+        if self.runtime.memory.streams:
+            with self.runtime.unwatched():
+                self.runtime.bindings.leave_home()
         compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
         self._saved.enter(compute)
 

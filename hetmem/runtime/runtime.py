@@ -69,6 +69,7 @@ class Runtime:
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
+        memory.device.peak_bytes()  # what the process had there before is no need of this model
 
     def close(self) -> None:
         """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""

@@ -48,7 +48,7 @@ def kernel_names(folder: Path, source: str) -> list[str]:
 def build(source: str, out: Path, flags: Sequence[str] = ("-O2",), folder: Path = SOURCES) -> Path:
     """`source` of `folder` as a shared library in `out`, with a `launch_…` for each kernel."""
     text = (folder / source).read_text()
-    barriers = "true" if re.search("__syncthreads|block_sum|__shfl", text) else "false"
+    barriers = "true" if re.search("__syncthreads|__shfl", text) else "false"
     names = kernel_names(folder, source)
     assert names, f"no kernel in {source}"
     launchers = "".join(f"LAUNCHER({name}, {barriers})\n" for name in names)

@@ -8,6 +8,7 @@ before. Nothing here knows hetmem, so its own calls of `torch.cuda` are what is 
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +103,9 @@ class Stream:
         event.record(stream)
         self.wait_event(event)
 
+    def query(self) -> bool:
+        return not self.asked
+
     def synchronize(self) -> None:
         while self.asked:
             self.run_one()
@@ -141,6 +145,13 @@ class Deferred(TorchDispatchMode):
         return result
 
 
+class CudaError:
+    """What a call of the driver returns through torch: one of an enumeration, and no number."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
 class FakeCuda:
     """One machine. `free_bytes` is what `mem_get_info` says, `reserved_bytes` and `peak` what the allocator says.
 
@@ -153,7 +164,7 @@ class FakeCuda:
         _cuda = self
         self.streams: list[Stream] = []
         self.default = Stream(late=False)
-        self.current = self.default
+        self._of_thread = threading.local()
         self.free_bytes = 1 << 30
         self.reserved_bytes = 0
         self.peak: Callable[[], int] = lambda: 0
@@ -168,8 +179,21 @@ class FakeCuda:
         self.observers: list[Callable[[int, int, int, int], None]] = []
         self.properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0, uuid="12-34")
 
+    @property
+    def current(self) -> Stream:
+        """Of this thread: another one, autograd's, has the default stream until it is told of another."""
+        found: Stream = getattr(self._of_thread, "stream", self.default)
+        return found
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._of_thread.stream = stream
+
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        if stream is None:  # torch changes nothing then
+            yield
+            return
         before, self.current = self.current, stream
         try:
             if stream.late:
@@ -181,17 +205,17 @@ class FakeCuda:
         finally:
             self.current = before
 
-    def host_register(self, address: int, nbytes: int, flags: int) -> int:
+    def host_register(self, address: int, nbytes: int, flags: int) -> CudaError:
         assert address % 4096 == 0 and nbytes > 0 and address not in self.pinned
         if self.register_error:
             self.sticky_error = self.register_error
-            return self.register_error
+            return CudaError(self.register_error)
         self.pinned[address] = nbytes
-        return 0
+        return CudaError(0)
 
-    def host_unregister(self, address: int) -> int:
+    def host_unregister(self, address: int) -> CudaError:
         del self.pinned[address]
-        return 0
+        return CudaError(0)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.kept.append((tensor.data_ptr(), stream))
@@ -226,6 +250,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` as on a machine with one GPU."""
     gc.collect()  # models of earlier tests are told of refusals too, as long as they live
     fake = FakeCuda()
+    install(fake, monkeypatch.setattr)
+    return fake
+
+
+def install(fake: FakeCuda, put: Callable[..., None]) -> None:
+    """Make `torch.cuda` the `fake` one; `put` is like `setattr`."""
 
     class Cudart:
         cudaHostRegister = staticmethod(fake.host_register)  # noqa: N815
@@ -250,14 +280,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "stream": fake.stream,
         "current_stream": current_stream,
         "default_stream": lambda device=None: fake.default,
+        "is_current_stream_capturing": lambda: False,
     }
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
-        monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
+        put(torch.cuda, name, replacement)
+    put(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
     hetmem.memory.cuda._observe_allocator.cache_clear()
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
-    return fake
+    put(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
 
 
 class LateKernels(ShimBackend):
@@ -271,7 +301,7 @@ class LateKernels(ShimBackend):
         self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: Any = None
     ) -> None:
         self.launched.append(kernel)
-        current_stream().ask(partial(super().launch, source, kernel, blocks, arguments, None))
+        (stream or current_stream()).ask(partial(super().launch, source, kernel, blocks, arguments, None))
 
 
 class CpuCuda(CudaDevice):

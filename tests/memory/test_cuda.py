@@ -20,6 +20,7 @@ from hetmem.memory.mapping import Mapping
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Finished, Job
 from hetmem.plan.links import Link
+from hetmem.runtime import registry
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
 from tests.runtime.lazy_device import HostSlots
@@ -123,6 +124,17 @@ def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(cuda: FakeCud
     plain, managed = pair(Tower, room, tmp_path, chunk_bytes="16KiB", device=Counted(), sanitize=False)
     train_both(plain, managed, token_batches(6), Recipe(steps=6))
     assert 3 * 16384 <= pools[0].held_bytes() <= 4 * 16384
+
+
+def test_what_the_process_needed_before_is_no_need_of_the_model(cuda: FakeCuda, tmp_path: Path) -> None:
+    """A plain model was trained here first, say: its peak would have left no room for chunks, for ever."""
+    peaks = [80 * 1024]
+    cuda.peak = lambda: peaks[0]
+    cuda.reset_peak = lambda: peaks.__setitem__(0, 0)
+    room = hetmem.Budget(device="96KiB", host="8MiB")
+    plain, managed = pair(Tower, room, tmp_path, chunk_bytes="16KiB", device=CpuCuda(), sanitize=False)
+    train_both(plain, managed, token_batches(6), Recipe())
+    assert registry.of_module(managed).runtime.non_model_peak_bytes == 0
 
 
 def test_the_budget_is_nine_tenths_of_what_is_free_or_already_this_process_s(cuda: FakeCuda) -> None:

@@ -102,6 +102,19 @@ def test_one_chunk_much_larger_than_the_others_takes_no_slots_and_is_the_hosts()
         assert steps.slots.slot_bytes == (16384 if most == 9 else 8 * 16384)
 
 
+def test_weights_are_not_large_beside_chunks_of_a_few_biases_between_them() -> None:
+    layers = [Fitting(number, 1000, 64 if number % 2 else 16384) for number in range(9)]
+    steps = Steps(Slots(2 * SLOT))
+    for _ in range(2):
+        found = steps.look(layers)
+    assert found == set(range(9))
+    embeddings = [Fitting(9, 2000, 9 * 16384), Fitting(10, 2000, 9 * 16384)]
+    steps = Steps(Slots(2 * 9 * SLOT))
+    for _ in range(2):
+        found = steps.look([*layers, *embeddings])
+    assert found == set(range(9))
+
+
 def test_what_large_chunks_do_not_take_the_others_do() -> None:
     """7/11 of all: where half of the elements are left, all of those."""
     rate = Rate(8e6)

@@ -124,7 +124,7 @@ def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
         return left is right
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    left, right = left.detach().contiguous().reshape(-1), right.detach().contiguous().reshape(-1)
+    left, right = (side.detach().cpu().contiguous().reshape(-1) for side in (left, right))
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
@@ -134,7 +134,7 @@ def assert_same(left: torch.Tensor | None, right: torch.Tensor | None, what: str
         if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
             kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in (left, right)]
             raise AssertionError(f"{what}: plain {kinds[0]}, managed {kinds[1]}")
-        worst = (left.detach().double() - right.detach().double()).abs().max().item()
+        worst = (left.detach().cpu().double() - right.detach().cpu().double()).abs().max().item()
         raise AssertionError(f"{what}: bits differ, by up to {worst:.3g}")
 
 

@@ -1,0 +1,93 @@
+"""A pytest plugin: `torch.cuda` for a whole run of tests, on the device that `device.cpp` adds to torch.
+
+    LD_PRELOAD=<what `building.library` gives> python -m pytest -p tests.cudalike.plugin tests/gpu
+
+Streams are those of `fake_cuda`, kernels are compiled by g++. What is not sure to be on a machine with a GPU is not
+here either, so that no test that is to run there asks for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+for _absent in os.environ.get("CUDALIKE_ABSENT", "hypothesis transformers playwright ruff mypy").split():
+    sys.modules[_absent] = None  # type: ignore[assignment]
+
+import torch  # noqa: E402
+
+from tests.memory.fake_cuda import FakeCuda, LateKernels, current_stream, install  # noqa: E402
+
+MEMORY_BYTES = 3 << 30
+_Refused = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+
+class Kernels(LateKernels):
+    """In the place of `CupyBackend`."""
+
+    name = "cupy"
+    reason = "g++"
+
+    def __init__(self, cache_directory: Path) -> None:
+        folder = Path(os.environ["CUDALIKE_KERNELS"])
+        super().__init__({path.stem: path for path in folder.glob("*.cu.so")})
+
+    def address(self, tensor: torch.Tensor, what: str) -> Any:
+        if tensor.device.type != "cuda" and not tensor.is_pinned():
+            raise ValueError(f"{what} must be on the GPU or in pinned memory, got unpinned memory on {tensor.device}")
+        return super().address(tensor, what)
+
+
+def pytest_configure() -> None:
+    """Before anything asks whether there is a GPU."""
+    library = ctypes.CDLL(None)
+    for name in ("cudalike_allocated", "cudalike_peak"):
+        getattr(library, name).restype = ctypes.c_int64
+    library.cudalike_limit(ctypes.c_int64(MEMORY_BYTES))
+    fake = FakeCuda()
+    fake.free_bytes = MEMORY_BYTES
+    fake.peak, fake.reset_peak = library.cudalike_peak, library.cudalike_reset_peak
+    install(fake, _put)
+    told = _Refused(lambda asked: [observer(0, asked, MEMORY_BYTES, 0) for observer in fake.observers] and None)
+    library.cudalike_observe(told)
+    extra: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "memory_allocated": lambda device=None: library.cudalike_allocated(),
+        "memory_reserved": lambda device=None: library.cudalike_allocated(),
+        "memory_stats": lambda device=None: {"allocation.all.allocated": library.cudalike_allocated()},
+        "empty_cache": lambda: None,
+        "_sleep": lambda cycles: current_stream().ask(lambda: None),
+    }
+    for name, replacement in extra.items():
+        _put(torch.cuda, name, replacement)
+    _put(torch.Tensor, "is_pinned", lambda tensor: _is_pinned(fake, tensor))
+    _put(torch.Tensor, "pin_memory", lambda tensor: _pinned(fake, tensor))
+    _install_kernels()
+    fake.told = told  # as long as anybody may be told
+
+
+def _install_kernels() -> None:
+    from hetmem.cuda import backend, nvrtc
+
+    _put(backend, "CupyBackend", Kernels)
+    _put(nvrtc, "library", lambda: None)
+
+
+def _is_pinned(fake: FakeCuda, tensor: torch.Tensor) -> bool:
+    address = tensor.untyped_storage().data_ptr()
+    return any(start <= address < start + nbytes for start, nbytes in fake.pinned.items())
+
+
+def _pinned(fake: FakeCuda, tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.clone()
+    fake.pinned[copied.untyped_storage().data_ptr()] = copied.untyped_storage().nbytes()
+    return copied
+
+
+def _put(where: Any, name: str, value: Any, *, raising: bool = True) -> None:
+    assert not raising or hasattr(where, name), f"{where} has no {name}"
+    setattr(where, name, value)

@@ -1,0 +1,35 @@
+"""What needs a GPU runs on a device that acts like one, in a process of its own: torch asks once, at its start, what
+devices there are, and autograd starts their threads with the first backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda.shim import GPP, ROOT
+from tests.cudalike.building import environment
+
+pytestmark = [
+    pytest.mark.skipif(GPP is None, reason="g++ is not installed"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own"),
+]
+REFUSED = "tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on"
+
+
+def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(tmp_path: Path) -> None:
+    options = ["-p", "tests.cudalike.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "tests/cudalike/test_training.py", REFUSED],
+        env={**environment(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    last = ended.stdout.strip().splitlines()[-1]
+    assert "passed" in last and "skipped" not in last, last

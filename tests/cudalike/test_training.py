@@ -1,0 +1,148 @@
+"""Training on a device that is no CPU to torch: autograd runs on a thread of its own, and memory of both does not mix.
+
+These run in a process that has `plugin`; `test_in_a_process` starts it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.gpu.test_managed import Model, Step, assert_trains_alike, batches, steps_of
+
+pytestmark = [
+    pytest.mark.skipif("CUDALIKE_KERNELS" not in os.environ, reason="another process runs these"),
+    pytest.mark.filterwarnings("default"),
+]
+PLACEMENTS = {
+    "resident": {"device": "64MiB", "host": "64MiB"},
+    "host": {"device_chunks": "256KiB", "host": "64MiB"},
+    "nvme": {"device_chunks": "256KiB", "host": "512KiB", "nvme": "64MiB"},
+}
+
+
+def budget(placement: str, directory: Path) -> hetmem.Budget:
+    sizes: dict[str, Any] = {"device": torch.cuda.memory_allocated() + (40 << 20), **PLACEMENTS[placement]}
+    return hetmem.Budget(**sizes, **({"nvme_dir": directory} if placement == "nvme" else {}))
+
+
+class Small(Model):
+    """Weights of 400 KiB. Notes which threads its backward runs on."""
+
+    def __init__(self, *, checkpointing: bool | None = None) -> None:
+        super().__init__(64, 3, checkpointing=checkpointing)
+        self.threads: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: self.threads.add(threading.get_ident()))
+        return loss
+
+
+def train(expected: Sequence[Step], placement: str, directory: Path, build: Any = Small, **options: Any) -> Any:
+    managed: Any = assert_trains_alike(build, expected, budget(placement, directory), chunk_bytes="64KiB", **options)
+    assert managed.threads and threading.get_ident() not in managed.threads, "autograd ran on this thread"
+    return managed
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_training_equals_torch(
+    placement: str, mixed: torch.dtype | None, checkpointing: bool | None, tmp_path: Path
+) -> None:
+    build = lambda: Small(checkpointing=checkpointing)  # noqa: E731
+    expected = steps_of(build, mixed=mixed, where="cuda" if placement == "resident" else "cpu")
+    managed = train(expected, placement, tmp_path, build, mixed_precision=mixed, device="cuda")
+    assert (hetmem.report(managed).to_dict()["evictions"] > 0) == (placement != "resident")
+    hetmem.release(managed)
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Scaled(Small):
+    """A custom function is the first that uses a weight, and no function of torch's: autograd takes it as it is."""
+
+    def __init__(self, *, checkpointing: bool | None = None) -> None:
+        super().__init__(checkpointing=checkpointing)
+        for block in self.blocks:
+            block.norm = Scaling(64)
+
+
+class Scaling(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scale.apply(x, self.weight)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_a_custom_function_gets_weights_and_gives_gradients_on_the_device(
+    placement: str, mixed: torch.dtype | None, checkpointing: bool | None, tmp_path: Path
+) -> None:
+    build = lambda: Scaled(checkpointing=checkpointing)  # noqa: E731
+    expected = steps_of(build, mixed=mixed, where="cuda" if placement == "resident" else "cpu")
+    hetmem.release(train(expected, placement, tmp_path, build, mixed_precision=mixed, device="cuda"))
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: str, tmp_path: Path) -> None:
+    fails = [True]
+
+    class Failing(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if fails and torch.is_grad_enabled():
+                self.blocks[1].norm.register_full_backward_hook(_fail_once)
+            return super().forward(x)
+
+    def _fail_once(*_: object) -> None:
+        if fails:
+            fails.clear()
+            raise ValueError("a hook of the user's")
+
+    expected = steps_of(Small, mixed=None, where="cpu")
+    torch.manual_seed(0)
+    managed: Any = hetmem.manage(Failing(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
+    with pytest.raises(ValueError, match="a hook of the user's"):
+        managed(batches(1)[0]).backward()
+    for step in expected:
+        optimizer.zero_grad()
+        for batch in batches(2):
+            managed(batch).backward()
+        nn.utils.clip_grad_norm_(managed.parameters(), 0.05)
+        optimizer.step()
+        for name, ours in managed.named_parameters():
+            assert torch.equal(ours.detach(), step.weights[name]), f"{name} differs"
+
+
+def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:
+    """So whatever above did not go through hetmem would have raised."""
+    managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        managed.last.weight + torch.ones(64, device="cuda")
