@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.compute import Compute, Hook
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
@@ -75,18 +76,43 @@ class SavedTensors:
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top):
             return False
+        _AUTOGRAD._push_saved_tensors_default_hooks(*self._over(top, around))
+        return True
+
+    def displace_others(self, around: Any) -> Any:
+        """The same for a whole region, until `restore_others` is called with what this returns. It is in the place of
+        their hooks, which they take away in our place if an interrupt ends the region."""
+        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        if top is None or _is_ours(top):
+            return None
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
+        over = self._over(top, around)
+        _AUTOGRAD._push_saved_tensors_default_hooks(*over)
+        return over[0], top
+
+    @staticmethod
+    def restore_others(displaced: Any) -> None:
+        """The region is over."""
+        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        if displaced is not None and top is not None and top[0] is displaced[0]:
+            _AUTOGRAD._pop_saved_tensors_default_hooks()
+            _AUTOGRAD._push_saved_tensors_default_hooks(*displaced[1])
+
+    def _over(self, others: tuple[Any, Any], around: Any) -> tuple[Any, Any]:
         pack: Callable[[torch.Tensor], Any]
         unpack: Callable[[Any], torch.Tensor]
-        pack, unpack = top
+        pack, unpack = others
 
+        @uncompiled
         def unpack_again(packed: Any) -> torch.Tensor:
             with self._recomputes.recomputing():
                 return unpack(packed)
 
-        _AUTOGRAD._push_saved_tensors_default_hooks(
-            lambda tensor: pack(self._alias(tensor)), unpack if pack is around else unpack_again
-        )
-        return True
+        @uncompiled
+        def pack_alias(tensor: torch.Tensor) -> Any:
+            return pack(self._alias(tensor))
+
+        return pack_alias, unpack if pack is around else unpack_again
 
     @staticmethod
     def leave() -> None:
@@ -141,6 +167,7 @@ class _Pack(Hook):
         super().__init__(compute)
         self._saved = weakref.ref(saved)
 
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
         with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
@@ -152,6 +179,7 @@ class _Pack(Hook):
 _Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
 
 
+@uncompiled
 def _unpack(packed: _Packed) -> torch.Tensor:
     saved, kept, version = packed
     tensor = saved.unpack(kept) if saved is not None else kept
