@@ -39,7 +39,7 @@ def exchange(callback: Any) -> Any:
 def uncompiled(function: _FunctionT) -> _FunctionT:
     """`function` and what it calls run as they are, whoever calls it."""
 
-    @skipped
+    @opaque
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = exchange(None)
@@ -72,7 +72,7 @@ class Tracing:
 
 
 def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> list[RemovableHandle]:
-    """Register `before` (with keyword arguments) and `after` (always called) with all of `parts`, under the same number,
+    """Register `before` (with keyword arguments) and `after` (always called) with all of `parts`, under one number,
     as the number is a part of what compiled code is good for: so a block's is good for all that are like it."""
     handles: list[RemovableHandle] = []
     for part in parts:

@@ -17,6 +17,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
@@ -309,6 +310,7 @@ class _Before:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
+    @uncompiled
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
         if sink is not None and self._key in sink.runtime.bindings.by_id:
@@ -322,6 +324,7 @@ class _After:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
+    @uncompiled
     def __call__(self, parameter: torch.Tensor) -> None:
         sink = self._sink()
         if sink is not None and self._key in sink.runtime.bindings.by_id:

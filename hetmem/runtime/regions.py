@@ -58,8 +58,7 @@ class Regions:
             return False
         if region.call.is_on(frame):
             return True
-        region.compute.enter_functions_again()  # an interrupt has ended it without a word
-        self._close()
+        self._close()  # an interrupt has ended it without a word
         return False
 
     def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
@@ -77,10 +76,13 @@ class Regions:
             if asked:
                 self._warn(module)
             return None
-        begun = None if faults is None else faults.begin_region(f"compiled {type(module).__name__}", used)
-        self._running = _Region(compute, call, faults, used, begun, compiler)
         compute.leave_functions()
-        self.tracing.region = True
+        try:
+            begun = None if faults is None else faults.begin_region(f"compiled {type(module).__name__}", used)
+        except BaseException:
+            compute.enter_functions_again()
+            raise
+        self._running, self.tracing.region = _Region(compute, call, faults, used, begun, compiler), True
         return (compiler or self.compiler) if can_compile() else None
 
     def _has_room(self, used: list[ManagedParameter]) -> bool:
@@ -105,7 +107,6 @@ class Regions:
         region = self._running
         if region is None or not region.call.is_made_in(frame):
             return compiler
-        region.compute.enter_functions_again()
         self._close()
         return region.outside
 
@@ -119,8 +120,10 @@ class Regions:
     def _close(self) -> None:
         region, self._running = self._running, None
         self.tracing.region = False
-        if region is not None and region.faults is not None:
-            region.faults.end_region(region.used, region.begun)
+        if region is not None:
+            if region.faults is not None:
+                region.faults.end_region(region.used, region.begun)
+            region.compute.enter_functions_again()
 
     def _release(self) -> None:
         held_back, self._held_back = self._held_back, None

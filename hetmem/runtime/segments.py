@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hetmem.plan.trace import STEP
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.runtime import Runtime
 
 _MEASUREMENTS = 3
@@ -43,6 +44,7 @@ class _Ended:
     def __init__(self, segments: Segments, number: int) -> None:
         self._segments, self._number = weakref.ref(segments), number
 
+    @uncompiled
     def __call__(self) -> None:
         segments = self._segments()
         if segments is not None and segments.backwards == self._number:
