@@ -92,7 +92,7 @@ class Compute:
         while self.calls and not self.calls[-1].is_on(top):
             self.calls.pop()
         if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
-            return self._until_gone not in _get_current_function_mode_stack()
+            return not self._left[1] and self._until_gone not in _get_current_function_mode_stack()
         return self.with_call and not self.calls
 
     def enter_functions(self, handler: Handler) -> None:
@@ -119,11 +119,6 @@ class Compute:
         """`handler` is called in the place of operators."""
         self.operators = handler
         _Operators(self).__enter__()
-
-    @property
-    def lasts_until_gone(self) -> bool:
-        """Whether its end is when what it entered is gone, see `lasts_for_node`."""
-        return self._until_gone is not None
 
     def lasts_for_node(self) -> None:
         """It is within a node of autograd, at whose end there is no hook: autograd restores what was entered before it

@@ -65,7 +65,7 @@ class Regions:
         """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
         compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""
         asked = compiler not in (None, self.compiler) or has_compiled_forward(module)
-        if not (asked or self.compiler is not None) or compute.lasts_until_gone:
+        if not asked and self.compiler is None:
             return None
         faults = compute.functions if isinstance(compute.functions, OperatorFaults) else None
         used = faults.weights(module) if faults is not None else []

@@ -24,22 +24,22 @@ from tests.runtime.lazy_device import UnwatchedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
 
-WIDTH, BLOCKS = 64, 8
+WIDTH, BLOCKS = 64, 6
 BATCH = (torch.randn(3, WIDTH),)
 Ways = dict[str, Callable[[nn.Module, Any], Any]]
 
 
 class Block(nn.Module):
-    """Three chunks of weights."""
+    """Weights in five chunks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.before: Callable[[], None] | None = None
+        self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.before is not None:
-            self.before()
+        if self.fails:
+            fail()
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
@@ -60,6 +60,15 @@ class Stack(nn.Module):
             else:
                 x = checkpoint(block, x, use_reentrant=self.reentrant)  # type: ignore[assignment]
         return x
+
+
+raised: type[BaseException] = ValueError
+
+
+@torch._dynamo.disable
+def fail() -> None:
+    """Is not compiled itself."""
+    raise raised
 
 
 class Backend:
@@ -139,7 +148,7 @@ def limits(slots: int, directory: Path, **changes: Any) -> hetmem.Budget:
 
 
 def managed_and_plain(
-    make: Callable[[], Any], compiled: Callable[[Any, Any], Any], directory: Path, slots: int = 16, **options: Any
+    make: Callable[[], Any], compiled: Callable[[Any, Any], Any], directory: Path, slots: int = 24, **options: Any
 ) -> tuple[Any, Any, Any, Any, Backend]:
     """A model, the same managed, what to call each by, and the backend of the managed one."""
     torch.manual_seed(0)
@@ -202,7 +211,7 @@ def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tm
     """Nothing is compiled there; the weights of a region are bound all the same."""
     torch.manual_seed(0)
     plain = Stack()
-    managed = manage(copy.deepcopy(plain), limits(16, tmp_path, device="1MiB", device_chunks=16 * CHUNK), tmp_path)
+    managed = manage(copy.deepcopy(plain), limits(24, tmp_path, device="1MiB", device_chunks=24 * CHUNK), tmp_path)
     train(plain, managed, plain, compiled(managed, Backend()))
     names = [moment.operator for moment in registry.of_module(managed).runtime.events.moments]  # type: ignore[union-attr]
     assert "compiled Block" in names
@@ -213,7 +222,7 @@ def test_mixed_precision_is_compiled_in_sixteen_bits(tmp_path: Path) -> None:
     plain = Stack()
     managed = manage(
         copy.deepcopy(plain),
-        limits(16, tmp_path),
+        limits(24, tmp_path),
         tmp_path,
         device=UnwatchedDevice(0),
         mixed_precision=torch.bfloat16,
@@ -229,7 +238,7 @@ def test_with_autograd_of_its_own_a_region_saves_where_weights_are(tmp_path: Pat
     """Code of forward and backward, made ahead of time, keeps weights in between."""
     torch.manual_seed(0)
     plain = Stack()
-    managed = manage(copy.deepcopy(plain), limits(16, tmp_path), tmp_path, device=UnwatchedDevice(0))
+    managed = manage(copy.deepcopy(plain), limits(24, tmp_path), tmp_path, device=UnwatchedDevice(0))
     each_block(plain, "aot_eager")
     each_block(managed, "aot_eager")
     train_both(plain, managed, [BATCH], Recipe(steps=4))
@@ -262,19 +271,14 @@ def test_a_region_that_is_broken_off_leaves_nothing_behind(
     plain, managed, call, call_managed, _ = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
 
-    @torch._dynamo.disable
-    def fail() -> None:
-        raise error
-
-    block = managed.blocks[3]
-    block = getattr(block, "_orig_mod", block)
-    block.before = fail
+    global raised
+    raised, managed.blocks[3].fails = error, True
     with pytest.raises(error):
         call_managed(*BATCH)
-    block.before = None
-    for parameter in managed.parameters():
-        assert not backend_memory(managed).is_device_address(parameter.data_ptr())
-    assert_same_weights(plain, managed)
+    managed.blocks[3].fails = False
+    assert_same_weights(plain, managed)  # which interrupts are noticed by
+    memory = backend_memory(managed)
+    assert not any(memory.is_device_address(parameter.data_ptr()) for parameter in managed.parameters())
     train(plain, managed, call, call_managed, steps=2)
 
 
