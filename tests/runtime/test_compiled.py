@@ -143,7 +143,8 @@ def forgetful() -> Any:
 
 def limits(slots: int, directory: Path, **changes: Any) -> hetmem.Budget:
     return hetmem.Budget(
-        **{"device": slots * CHUNK, "host": "8MiB", "nvme": "8MiB", "nvme_dir": directory, "home_copies": False} | changes
+        **{"device": slots * CHUNK, "host": "8MiB", "nvme": "8MiB", "nvme_dir": directory, "home_copies": False}
+        | changes
     )
 
 
@@ -212,7 +213,7 @@ def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tm
     torch.manual_seed(0)
     plain = Stack()
     managed = manage(copy.deepcopy(plain), limits(24, tmp_path, device="1MiB", device_chunks=24 * CHUNK), tmp_path)
-    train(plain, managed, plain, compiled(managed, Backend()))
+    train(plain, managed, compiled(plain, Backend()), compiled(managed, Backend()))
     names = [moment.operator for moment in registry.of_module(managed).runtime.events.moments]  # type: ignore[union-attr]
     assert "compiled Block" in names
 
