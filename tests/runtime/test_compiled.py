@@ -1,7 +1,7 @@
 """`torch.compile`: a compiled module is one region, with its weights on the device; bits are those of plain torch.
 
-torch compiles nothing where a dispatch mode sees operators, so most of this is on a device that nobody watches, as a GPU
-is. Its slots are poisoned when they are freed.
+torch compiles nothing where a dispatch mode sees operators, so most of this is on a device that nobody watches, as a
+GPU is. Its slots are poisoned when they are freed.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale
         for block in self.blocks:
-            if self.reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)  # type: ignore[assignment]
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 
@@ -207,7 +204,7 @@ def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
     assert backend.calls == 2 * 3 * BLOCKS
 
 
-@pytest.mark.parametrize("compiled", (*BY_BLOCK, *AS_A_WHOLE))
+@pytest.mark.parametrize("compiled", [*BY_BLOCK, *AS_A_WHOLE])
 def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tmp_path: Path) -> None:
     """Nothing is compiled there; the weights of a region are bound all the same."""
     torch.manual_seed(0)
