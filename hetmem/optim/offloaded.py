@@ -24,6 +24,7 @@ from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.bindings import is_shared
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
 
@@ -104,6 +105,7 @@ class OffloadedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss, if there is one.
@@ -143,6 +145,7 @@ class OffloadedOptimizer(Optimizer):
         if self.loss_scale is not None:
             self.loss_scale.update(finite=grad_scale is not None)
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
         if not set_to_none:

@@ -68,8 +68,11 @@ class Compute:
         self.with_call, self.is_over = began is not None, False
         self.functions: Handler | None = None
         self.operators: Handler | None = None
+        self.compiler: Any = None
+        """Who compiles what is around it; see `compiled`."""
         self._ended = ended
         self._until_gone: _Functions | None = None
+        self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 
     def runs(self) -> bool:
         """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
@@ -89,13 +92,28 @@ class Compute:
         while self.calls and not self.calls[-1].is_on(top):
             self.calls.pop()
         if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
-            return self._until_gone not in _get_current_function_mode_stack()
+            return not self._left[1] and self._until_gone not in _get_current_function_mode_stack()
         return self.with_call and not self.calls
 
     def enter_functions(self, handler: Handler) -> None:
         """`handler` is called in the place of torch's functions."""
         self.functions = handler
         _Functions(self).__enter__()
+
+    def leave_functions(self) -> None:
+        """`enter_functions` does not count until `enter_functions_again`."""
+        stack = _get_current_function_mode_stack()
+        self._left = [mode for mode in stack if not self._is_own(mode)], stack
+        _exchange_modes(stack, self._left[0])
+
+    def enter_functions_again(self) -> None:
+        """On its thread; nothing happens if what was entered meanwhile has not been left, or if it is over."""
+        (others, before), self._left = self._left, ([], [])
+        if not self.is_over and before and _get_current_function_mode_stack() == others:
+            _exchange_modes(others, before)
+
+    def _is_own(self, mode: TorchFunctionMode) -> bool:
+        return isinstance(mode, _Functions) and mode.is_of(self)
 
     def enter_operators(self, handler: Handler) -> None:
         """`handler` is called in the place of operators."""
@@ -131,6 +149,10 @@ class _Functions(TorchFunctionMode):
         if compute is None or not compute.runs() or compute.functions is None:
             return func(*args, **(kwargs or {}))
         return compute.functions(func, types, args, kwargs or {})
+
+    def is_of(self, compute: Compute) -> bool:
+        """Whether it is there for `compute`."""
+        return self._compute() is compute
 
     def is_over(self) -> bool:
         """Whether it does nothing any more."""
@@ -181,12 +203,17 @@ def forget_what_is_over() -> None:
     on top. The one in whose place something is called just now is not there, and comes back after that."""
     functions, operators = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
     if any(isinstance(mode, _Functions) and mode.is_over() for mode in functions):
-        for _ in functions:
-            _pop_mode()
-        for mode in functions:
-            if not (isinstance(mode, _Functions) and mode.is_over()):
-                _push_mode(mode)
+        lasting = [mode for mode in functions if not (isinstance(mode, _Functions) and mode.is_over())]
+        _exchange_modes(functions, lasting)
     while operators and isinstance(operators[-1], _Operators) and operators[-1].is_over():
         operators.pop().__exit__(None, None, None)
     while (top := _AUTOGRAD._top_saved_tensors_default_hooks(True)) and isinstance(top[0], Hook) and top[0].is_over():
         _AUTOGRAD._pop_saved_tensors_default_hooks()
+
+
+def _exchange_modes(before: Sequence[TorchFunctionMode], after: Sequence[TorchFunctionMode]) -> None:
+    """The stack of function modes, `before`, is `after`."""
+    for _ in before:
+        _pop_mode()
+    for mode in after:
+        _push_mode(mode)

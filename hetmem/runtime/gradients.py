@@ -18,6 +18,7 @@ from hetmem.memory.device import Device
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
@@ -310,6 +311,7 @@ class _Before:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
+    @uncompiled
     @HELD_BACK
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
@@ -324,6 +326,7 @@ class _After:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
+    @uncompiled
     @HELD_BACK
     def __call__(self, parameter: torch.Tensor) -> None:
         sink = self._sink()

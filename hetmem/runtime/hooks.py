@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.runtime.compiled import Tracing, opaque, skipped
 
 
 class Hooked(Protocol):
@@ -29,13 +30,22 @@ class Hooked(Protocol):
 
 
 class BeforeForward:
-    """A forward pre-hook."""
+    """A forward pre-hook. Code that is compiled with it within goes by what `tracing` says, see `compiled`."""
 
-    def __init__(self, hooked: Hooked | None = None) -> None:
+    def __init__(self, hooked: Hooked | None = None, tracing: Tracing | None = None) -> None:
         self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+        self._tracing = tracing or Tracing()
 
-    @HELD_BACK
+    @skipped
     def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if torch.compiler.is_compiling() and self._tracing.region:
+            return None
+        return self._tell(module, args, kwargs)
+
+    @opaque
+    def _tell(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         hooked = self._hooked()
@@ -50,11 +60,17 @@ class BeforeForward:
 class AfterForward:
     """The forward hook beside it."""
 
-    def __init__(self, hooked: Hooked | None = None) -> None:
+    def __init__(self, hooked: Hooked | None = None, tracing: Tracing | None = None) -> None:
         self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+        self._tracing = tracing or Tracing()
 
-    @HELD_BACK
+    @skipped
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not (torch.compiler.is_compiling() and self._tracing.region):
+            self._tell(module, output)
+
+    @opaque
+    def _tell(self, module: torch.nn.Module, output: Any) -> None:
         hooked = self._hooked()
         if hooked is not None:
             hooked.after_forward(module, output)

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.runtime.compiled import exchange, hook_forwards, skipped
 from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict
 from hetmem.runtime.operators import OperatorFaults
+from hetmem.runtime.regions import Regions
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import Segments, in_backward, signature
@@ -59,10 +61,9 @@ class Interception:
         self._saved = SavedTensors(runtime, self.segments, self)
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
-        before, after = BeforeForward(self), AfterForward(self)
-        for part in module.modules():
-            self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(part.register_forward_hook(after, always_call=True))
+        self._regions = Regions(runtime)
+        tracing = self._regions.tracing
+        self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
         reading = BeforeStateDict(self)
         for part in module.modules():
             self._handles.append(part.register_state_dict_pre_hook(reading))
@@ -83,6 +84,7 @@ class Interception:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
+    @skipped
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -90,17 +92,36 @@ class Interception:
 
         With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
         """
-        frame = calling_frame(module)
-        call = Call(module, frame)
-        compute = self._current(None if frame is None else frame.f_back)
-        if compute is not None:
-            compute.calls.append(call)
-            return None
+        compiler = exchange(None)
+        compiles = compiler
+        try:
+            with HELD_BACK:
+                frame = calling_frame(module)
+                if self._regions.runs_around(frame):
+                    return None
+                compute, call = self._current(None if frame is None else frame.f_back), Call(module, frame)
+                if compute is not None:
+                    compute.calls.append(call)
+                else:
+                    compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
+                compiles = self._regions.begin(compute, call, module, compiler)
+                return (args, kwargs) if len(compute.calls) == 1 else None
+        except BaseException:
+            compiles = compiler
+            raise
+        finally:
+            exchange(compiles)
+
+    def _begin_with(
+        self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
+        """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
         with self._turn:
             self._refuse_two_threads()
             compute = self._begin(call)
+            compute.compiler = compiler
             if compute.task < 0:
-                self._forward = compute
+                self._forward, self._regions.compiler = compute, compiler
         try:
             dtype = self.runtime.memory.mixed_precision
             if dtype is not None:
@@ -109,7 +130,7 @@ class Interception:
         except BaseException:
             self.reset()
             raise
-        return None if dtype is None else (args, kwargs)
+        return compute, args, kwargs
 
     def _enter(self, compute: Compute, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self.runtime
@@ -143,17 +164,31 @@ class Interception:
         compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
         self._saved.enter(compute)
 
+    @skipped
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
-        error = sys.exc_info()[1]
-        if type(error) is RuntimeError and raised_in_call(error, module):
-            explain(error, self._model() or module, self.runtime.bindings.by_id)
-        compute = self._current(sys._getframe())
-        if compute is None or not compute.calls or not compute.calls[-1].is_made_in(calling_frame(module)):
-            return
-        compute.calls.pop()
-        if compute.calls or not compute.with_call:
-            return
+        compiles = exchange(None)
+        try:
+            with HELD_BACK:
+                error = sys.exc_info()[1]
+                if type(error) is RuntimeError and raised_in_call(error, module):
+                    explain(error, self._model() or module, self.runtime.bindings.by_id)
+                frame = calling_frame(module)
+                if self._regions.runs_around(frame):
+                    return
+                compiles = self._regions.end(frame, compiles)
+                compute = self._current(sys._getframe())
+                if compute is None or not compute.calls or not compute.calls[-1].is_made_in(frame):
+                    return
+                compute.calls.pop()
+                if not compute.calls and compute.with_call:
+                    compiles = compute.compiler
+                    self._leave(compute, output)
+        finally:
+            exchange(compiles)
+
+    def _leave(self, compute: Compute, output: Any) -> None:
+        """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
         self._end(compute)
         if compute.task < 0:
@@ -223,6 +258,7 @@ class Interception:
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
         here = self._here()
+        self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
             here.pop().end()
         if not any(compute.task < 0 for compute in here):
@@ -233,6 +269,7 @@ class Interception:
         self._current(sys._getframe())
         forget_what_is_over()
         if not self._here() and self._forward is not None and not self._forward.runs():
+            self._regions.abandon([self._forward])
             self.runtime.bindings.go_home()
 
     def before_state_dict(self) -> None:

@@ -124,6 +124,25 @@ class OperatorFaults:
             self._find(_writes_to(func, args, kwargs), written)
             self._runtime.end_use(used, untracked=func == _GET_DATA, writes=bool(written))
 
+    def weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
+        """Those of `module` that are brought to the device for operators."""
+        if not self._runtime.memory.streams:
+            return []
+        return [self._by_id[id(parameter)] for parameter in module.parameters() if id(parameter) in self._by_id]
+
+    def begin_region(self, name: str, used: list[ManagedParameter]) -> Any:
+        """`used` are bound until `end_region` is called with what this returns; see note "regions" in `regions`."""
+        if in_backward():
+            self._gradients.recompute_with(used)
+        if used:
+            self._runtime.use(name, used)
+        return self._saved.displace_others(self._around)
+
+    def end_region(self, used: list[ManagedParameter], begun: Any) -> None:
+        """On the thread of `begin_region`, or on any if that one was interrupted."""
+        self._saved.restore_others(begun)
+        self._runtime.end_use(used)
+
     def _stand_by(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model is whole on the device, where operators find it, until there is no memory for one of them."""
         over_others = self._saved.enter_over_others(self._around, aliases=False)

@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.compute import Compute, Hook
 from hetmem.runtime.monitor import nodes_behind
 from hetmem.runtime.runtime import Runtime
@@ -80,18 +81,44 @@ class SavedTensors:
         if top is None or _is_ours(top):
             return False
         self._met_others = True
+        _AUTOGRAD._push_saved_tensors_default_hooks(*self._over(top, around, aliases=aliases))
+        return True
+
+    def displace_others(self, around: Any) -> Any:
+        """The same for a whole region, until `restore_others` is called with what this returns. It is in the place of
+        their hooks, which they take away in our place if an interrupt ends the region."""
+        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        if top is None or _is_ours(top):
+            return None
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
+        self._met_others = True
+        over = self._over(top, around, aliases=True)
+        _AUTOGRAD._push_saved_tensors_default_hooks(*over)
+        return over[0], top
+
+    @staticmethod
+    def restore_others(displaced: Any) -> None:
+        """The region is over."""
+        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        if displaced is not None and top is not None and top[0] is displaced[0]:
+            _AUTOGRAD._pop_saved_tensors_default_hooks()
+            _AUTOGRAD._push_saved_tensors_default_hooks(*displaced[1])
+
+    def _over(self, others: tuple[Any, Any], around: Any, *, aliases: bool) -> tuple[Any, Any]:
         pack: Callable[[torch.Tensor], Any]
         unpack: Callable[[Any], torch.Tensor]
-        pack, unpack = top
+        pack, unpack = others
 
+        @uncompiled
         def unpack_again(packed: Any) -> torch.Tensor:
             with self._recomputes.recomputing():
                 return unpack(packed)
 
-        _AUTOGRAD._push_saved_tensors_default_hooks(
-            (lambda tensor: pack(self._alias(tensor))) if aliases else pack, unpack if pack is around else unpack_again
-        )
-        return True
+        @uncompiled
+        def pack_alias(tensor: torch.Tensor) -> Any:
+            return pack(self._alias(tensor))
+
+        return pack_alias if aliases else pack, unpack if pack is around else unpack_again
 
     @staticmethod
     def leave() -> None:
@@ -173,6 +200,7 @@ class _Pack(Hook):
         super().__init__(compute)
         self._saved = weakref.ref(saved)
 
+    @uncompiled
     @HELD_BACK
     def __call__(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
@@ -185,6 +213,7 @@ class _Pack(Hook):
 _Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
 
 
+@uncompiled
 @HELD_BACK
 def _unpack(packed: _Packed) -> torch.Tensor:
     saved, kept, version = packed

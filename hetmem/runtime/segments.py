@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.plan.trace import STEP
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.runtime import Runtime
 
 _MEASUREMENTS = 3
@@ -44,6 +45,7 @@ class _Ended:
     def __init__(self, segments: Segments, number: int) -> None:
         self._segments, self._number = weakref.ref(segments), number
 
+    @uncompiled
     @HELD_BACK
     def __call__(self) -> None:
         segments = self._segments()

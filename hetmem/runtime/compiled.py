@@ -1,0 +1,92 @@
+"""What hetmem knows of `torch.compile`: who compiles, and how to keep them from code that is hetmem's own.
+
+It knows of no model. torch's callback is whoever compiles the frames that a thread is about to run; None: nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
+
+_EVAL: Any = torch._C._dynamo.eval_frame
+_SKIP = _EVAL._FrameExecStrategy(_EVAL._FrameAction.SKIP, _EVAL._FrameAction.DEFAULT)
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
+
+
+def skipped(function: _FunctionT) -> _FunctionT:
+    """`function` is compiled within what calls it, never by itself; what it calls may be."""
+    _EVAL.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
+
+
+def opaque(function: _FunctionT) -> _FunctionT:
+    """`function` is never compiled: a graph ends before each call of it."""
+    function.__dict__["_torchdynamo_disable"] = True
+    return skipped(function)
+
+
+@skipped
+def exchange(callback: Any) -> Any:
+    """Have `callback` compile the frames that this thread runs from here on. Returns the one that did so far."""
+    return _EVAL.set_eval_frame(callback) or None
+
+
+def uncompiled(function: _FunctionT) -> _FunctionT:
+    """`function` and what it calls run as they are, whoever calls it."""
+
+    @opaque
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiler = exchange(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            exchange(compiler)
+
+    return cast(_FunctionT, call)
+
+
+def has_compiled_forward(module: torch.nn.Module) -> bool:
+    """Whether somebody has put a compiled function in the place of the `forward` of `module`."""
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+
+
+def can_compile() -> bool:
+    """Whether torch compiles here: where a dispatch mode sees operators it never does, and remembers that for good."""
+    return not _get_current_dispatch_mode_stack()
+
+
+class Tracing:
+    """What hooks ask of a model while code is made of its modules, which may hold no more than this."""
+
+    __slots__ = ("region",)
+
+    def __init__(self) -> None:
+        self.region = False
+        """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
+
+
+def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> list[RemovableHandle]:
+    """Register `before` (with keyword arguments) and `after` (always called) with all of `parts`, under one number,
+    as the number is a part of what compiled code is good for: so a block's is good for all that are like it."""
+    handles: list[RemovableHandle] = []
+    for part in parts:
+        handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(part.register_forward_hook(after, always_call=True))
+        for handle, first in zip(handles[-2:], handles[:2], strict=True):
+            _renumber(handle, first.id)
+    return handles
+
+
+def _renumber(handle: RemovableHandle, number: int) -> None:
+    """`handle`, just registered, has `number`, which nobody else has."""
+    for found in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = found()
+        if hooks is not None and handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+    handle.id = number

@@ -1,0 +1,314 @@
+"""`torch.compile`: a compiled module is one region, with its weights on the device; bits are those of plain torch.
+
+torch compiles nothing where a dispatch mode sees operators, so most of this is on a device that nobody watches, as a
+GPU is. Its slots are poisoned when they are freed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import hetmem
+from hetmem.runtime import registry
+from tests.runtime.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
+from tests.runtime.lazy_device import UnwatchedDevice
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
+
+WIDTH, BLOCKS = 64, 6
+BATCH = (torch.randn(3, WIDTH),)
+Ways = dict[str, Callable[[nn.Module, Any], Any]]
+
+
+class Block(nn.Module):
+    """Weights in five chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            fail()
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """`BLOCKS` blocks, each checkpointed where `reentrant` says how, and a function of a weight of its own."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+raised: type[BaseException] = ValueError
+
+
+@torch._dynamo.disable
+def fail() -> None:
+    """Is not compiled itself."""
+    raise raised
+
+
+class Backend:
+    """Runs what it gets as it is, and keeps what it got; with `memory`, weights must be on the device."""
+
+    def __init__(self) -> None:
+        self.graphs: list[int] = []
+        self.calls = 0
+        self.memory: Any = None
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+
+        def call(*arguments: Any) -> Any:
+            self.calls += 1
+            for argument in arguments:
+                if isinstance(argument, nn.Parameter):
+                    assert self.memory is None or self.memory.is_device_address(argument.data_ptr())
+            return graph(*arguments)
+
+        return call
+
+
+def each_block(model: Any, backend: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def each_forward(model: Any, backend: Any) -> Any:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+    return model
+
+
+def each_wrapped(model: Any, backend: Any) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def whole(model: Any, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def whole_in_place(model: Any, backend: Any) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+def function_around(model: Any, backend: Any) -> Any:
+    @torch.compile(backend=backend)
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return model(x)  # type: ignore[no-any-return]
+
+    return around
+
+
+BY_BLOCK = (each_block, each_forward, each_wrapped)
+AS_A_WHOLE = (whole, whole_in_place, function_around)
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Any:
+    """What was compiled for one test is nothing to the next; nothing is left of torch's state."""
+    torch._dynamo.reset()
+    yield
+    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert not _get_current_function_mode_stack()
+
+
+def limits(slots: int, directory: Path, **changes: Any) -> hetmem.Budget:
+    return hetmem.Budget(
+        **{"device": slots * CHUNK, "host": "8MiB", "nvme": "8MiB", "nvme_dir": directory, "home_copies": False}
+        | changes
+    )
+
+
+def managed_and_plain(
+    make: Callable[[], Any], compiled: Callable[[Any, Any], Any], directory: Path, slots: int = 24, **options: Any
+) -> tuple[Any, Any, Any, Any, Backend]:
+    """A model, the same managed, what to call each by, and the backend of the managed one."""
+    torch.manual_seed(0)
+    plain = make()
+    device = UnwatchedDevice(0)
+    managed = manage(copy.deepcopy(plain), limits(slots, directory), directory, device=device, **options)
+    backend = Backend()
+    found = registry.of_module(managed)
+    assert found is not None
+    backend.memory = found.runtime.memory
+    return plain, managed, compiled(plain, Backend()), compiled(managed, backend), backend
+
+
+def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = 4) -> None:
+    """Losses, gradients and weights are the same."""
+    calls = {id(plain): call, id(managed): call_managed}
+    train_both(
+        plain,
+        managed,
+        [BATCH],
+        Recipe(steps=steps),
+        loss=lambda module, batch: calls[id(module)](*batch).square().mean(),
+    )
+
+
+@pytest.mark.parametrize("compiled", BY_BLOCK)
+def test_code_of_one_block_is_good_for_all_of_them(compiled: Any, tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
+    train(plain, managed, call, call_managed)
+    assert backend.graphs == [5], "one graph, with every operator of a block in it"
+    assert backend.calls == 4 * BLOCKS, "and every forward ran it"
+
+
+@pytest.mark.parametrize("compiled", AS_A_WHOLE)
+def test_of_a_model_compiled_as_a_whole_the_parts_that_have_room_are(compiled: Any, tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
+    train(plain, managed, call, call_managed)
+    assert backend.graphs == [5] and backend.calls == 4 * BLOCKS
+
+
+@pytest.mark.parametrize("compiled", AS_A_WHOLE)
+def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path, slots=600)
+    train(plain, managed, call, call_managed)
+    assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == 4
+
+
+@pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
+    reentrant: bool, compiled: Any, tmp_path: Path
+) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
+    train(plain, managed, call, call_managed, steps=3)
+    assert backend.calls == 2 * 3 * BLOCKS
+
+
+@pytest.mark.parametrize("compiled", [*BY_BLOCK, *AS_A_WHOLE])
+def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tmp_path: Path) -> None:
+    """Nothing is compiled there; the weights of a region are bound all the same."""
+    torch.manual_seed(0)
+    plain = Stack()
+    managed = manage(copy.deepcopy(plain), limits(24, tmp_path, device="1MiB", device_chunks=24 * CHUNK), tmp_path)
+    train(plain, managed, compiled(plain, Backend()), compiled(managed, Backend()))
+    names = [moment.operator for moment in registry.of_module(managed).runtime.events.moments]  # type: ignore[union-attr]
+    assert "compiled Block" in names
+
+
+def test_mixed_precision_is_compiled_in_sixteen_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    managed = manage(
+        copy.deepcopy(plain),
+        limits(24, tmp_path),
+        tmp_path,
+        device=UnwatchedDevice(0),
+        mixed_precision=torch.bfloat16,
+    )
+    backend = Backend()
+    each_block(managed, backend)
+    batches = [(BATCH[0].bfloat16(),)]
+    train_both(plain, managed, batches, Recipe(steps=3, mixed=torch.bfloat16))
+    assert backend.graphs == [5] and backend.calls == 3 * BLOCKS
+
+
+def test_with_autograd_of_its_own_a_region_saves_where_weights_are(tmp_path: Path) -> None:
+    """Code of forward and backward, made ahead of time, keeps weights in between."""
+    torch.manual_seed(0)
+    plain = Stack()
+    managed = manage(copy.deepcopy(plain), limits(24, tmp_path), tmp_path, device=UnwatchedDevice(0))
+    each_block(plain, "aot_eager")
+    each_block(managed, "aot_eager")
+    train_both(plain, managed, [BATCH], Recipe(steps=4))
+
+
+def test_what_has_no_room_is_not_compiled_and_says_so(tmp_path: Path) -> None:
+    plain, managed, _, _, backend = managed_and_plain(Stack, lambda model, _: model, tmp_path, slots=8)
+    each_block(managed, backend)
+    with pytest.warns(UserWarning, match="Block is not compiled"):
+        managed(*BATCH)
+    train(plain, managed, plain, managed)
+    assert not backend.graphs
+
+
+def test_a_forward_that_has_no_room_is_not_compiled_by_itself(tmp_path: Path) -> None:
+    plain, managed, _, _, backend = managed_and_plain(Stack, lambda model, _: model, tmp_path, slots=8)
+    each_forward(managed, backend)
+    with pytest.warns(UserWarning, match="Block is not compiled"):
+        managed(*BATCH)
+    train(plain, managed, plain, managed)
+    assert not backend.graphs
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_a_region_that_is_broken_off_leaves_nothing_behind(
+    reentrant: bool | None, compiled: Any, error: type[BaseException], tmp_path: Path
+) -> None:
+    plain, managed, call, call_managed, _ = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
+    train(plain, managed, call, call_managed, steps=2)
+
+    global raised
+    raised, managed.blocks[3].fails = error, True
+    with pytest.raises(error):
+        call_managed(*BATCH)
+    managed.blocks[3].fails = False
+    assert_same_weights(plain, managed)  # which interrupts are noticed by
+    memory = backend_memory(managed)
+    assert not any(memory.is_device_address(parameter.data_ptr()) for parameter in managed.parameters())
+    train(plain, managed, call, call_managed, steps=2)
+
+
+def backend_memory(managed: Any) -> Any:
+    found = registry.of_module(managed)
+    assert found is not None
+    return found.runtime.memory
+
+
+def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
+    train(plain, managed, call, call_managed, steps=2)
+    hetmem.release(managed)
+    backend.memory = None
+    assert_same(plain(*BATCH), managed(*BATCH), "output")
+    assert backend.calls == 3 * BLOCKS
+
+
+def test_a_compiled_training_step_trains_the_same(tmp_path: Path) -> None:
+    """Backward and step are hetmem's, and are not compiled."""
+    plain, managed, _, _, backend = managed_and_plain(Stack, lambda model, _: model, tmp_path)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend=backend)
+    for (batch,) in vector_batches(3):
+        assert_same(step(plain, left, batch), compiled(managed, right, batch), "loss")
+        assert_same_weights(plain, managed)
