@@ -178,7 +178,7 @@ def test_who_waits_for_a_transfer_is_interrupted_and_takes_none(when: str) -> No
             from_another_thread(lambda: signal.pthread_kill(main, signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             transfers.take(wait=True)
-        transfers.report("one")
+        transfers.reporter("one")()
         finished = transfers.take(wait=True)
         assert finished is not None and finished.tag == "one"
         assert transfers.take(wait=False) is None
@@ -187,7 +187,7 @@ def test_who_waits_for_a_transfer_is_interrupted_and_takes_none(when: str) -> No
 
 def test_who_does_not_wait_is_not_interrupted_and_what_came_is_not_lost() -> None:
     transfers = engine()
-    transfers.report("one")
+    transfers.reporter("one")()
 
     @HELD_BACK
     def work() -> None:

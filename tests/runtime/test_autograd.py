@@ -29,6 +29,7 @@ from tests.runtime.harness import (
     loss_of,
     mlp,
     pair,
+    precisions,
     streamed,
     token_batches,
     train_both,
@@ -279,19 +280,7 @@ class ScaledTwice(nn.Linear):
 
 
 @streamed
-@pytest.mark.parametrize(
-    "mixed",
-    [
-        None,
-        pytest.param(
-            torch.bfloat16,
-            marks=pytest.mark.xfail(
-                reason="autograd takes note of the dtype of the home, which a function of the user's gets first, and "
-                "adds the gradients up in float32; a stand-in for it would read as NaN where C++ asks it for memory"
-            ),
-        ),
-    ],
-)
+@precisions
 def test_a_function_of_the_users_that_gets_a_weight_twice_adds_its_gradients_up_as_torch_does(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
