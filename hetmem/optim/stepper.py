@@ -303,12 +303,14 @@ class Stepper:
         writes = self._runtime.writes
         begun = [progress for progress in self._progress.values() if progress.begun]
         self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
+        groups = self._optimizer.groups_by_parameter() if begun else {}
         for progress in begun:
             for part in progress.parts:
                 if part.managed.parameter.grad is part.gradient:
                     kept = self._passes.unscaled(part)
-                else:
-                    kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up
+                else:  # it is used up
+                    kept = self._optimizer.gradients is Gradients.STREAMED
+                    kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
                 if not kept or progress.disturbed or writes.changed(part.managed):
                     raise self._changed(progress.parts)
 
