@@ -308,9 +308,9 @@ class Stepper:
             for part in progress.parts:
                 if part.managed.parameter.grad is part.gradient:
                     kept = self._passes.unscaled(part)
-                else:  # it is used up
-                    kept = self._optimizer.gradients is Gradients.STREAMED
-                    kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
+                else:
+                    kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up
+                kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
                 if not kept or progress.disturbed or writes.changed(part.managed):
                     raise self._changed(progress.parts)
 
