@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 # Idle OpenMP threads spin by default; on two cores that takes the time of threads that work. Before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -30,6 +31,12 @@ def _same_numbers_in_every_run() -> None:
     """Sums are split by thread, so their bits depend on the number of threads as well as on the seed."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_raise() -> None:
+    """Also where they are ignored, as in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,6 @@ names and transformers' conversions. Must not know files, nor what a conversion 
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -61,14 +60,13 @@ class Declared:
         if self._model is None:
             return
         try:
-            loading = importlib.import_module("transformers.core_model_loading")
-            mapping = importlib.import_module("transformers.conversion_mapping")
+            from transformers import conversion_mapping, core_model_loading
         except ImportError:  # transformers 4
             self._renamings = _renamings_of_4(self._model)
             return
-        self._order = loading.dot_natural_key
-        for transform in mapping.get_model_conversion_mapping(self._model):
-            if isinstance(transform, loading.WeightConverter):
+        self._order = core_model_loading.dot_natural_key
+        for transform in conversion_mapping.get_model_conversion_mapping(self._model):
+            if isinstance(transform, core_model_loading.WeightConverter):
                 self._converters.append(transform)
             else:
                 self._renamings.append(partial(_renamed_by, transform))
