@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
@@ -35,10 +36,15 @@ class Passes:
     """The passes of `optimizer` over the chunks that `interception` manages."""
 
     def __init__(
-        self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool, places: UpdatePlaces
+        self,
+        optimizer: OffloadedOptimizer,
+        interception: Interception,
+        workers: WorkerPool,
+        places: UpdatePlaces,
+        kept: KeptGradients,
     ) -> None:
         self._optimizer, self._interception, self._workers = optimizer, interception, workers
-        self._places = places
+        self._places, self._kept = places, kept
         self._runtime = interception.runtime
 
     # ---- what a pass is of -------------------------------------------------------------------------------------
@@ -154,8 +160,20 @@ class Passes:
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
         progress.way = self._places.way_of(progress)
         if progress.way is Way.STREAMED:
-            return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress))
+            tails = self._use_kept(progress) if self._kept.holds(chunk) else None
+            return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress), tails=tails)
+        if self._kept.holds(chunk):
+            self._kept.bring_home(chunk)
         return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress))
+
+    def _use_kept(self, progress: Progress) -> Tails:
+        """Nobody finds gradients on the device from now on. Returns what the host needs of them."""
+        rule, gradients = self._optimizer.rule, progress.chunk.flat(Role.GRAD)
+        assert isinstance(rule, Streamable)
+        for part in progress.parts:
+            part.managed.parameter.grad = None
+        parts = [part.managed for part in progress.parts]
+        return Tails.of((managed, managed.part(gradients)[rule.host_part(managed.numel)]) for managed in parts)
 
     def _streamed(self, progress: Progress, job: Job) -> Updated:
         """What the device is to do, once the host has done its part."""
@@ -165,6 +183,8 @@ class Passes:
         updated: Updated = []
         try:
             for part, update in zip(progress.parts, self._begin(progress, job), strict=True):
+                if job.tails is not None:
+                    update.grad = job.tails.here[part.managed]
                 updated.append((part.managed, rule.streamed(update)))
         except BaseException:
             for _, streamed in updated:
@@ -233,6 +253,8 @@ class Passes:
         if not done:
             progress.begun = False
             progress.restore_numbers()
+            for part in progress.parts if self._kept.holds(chunk) else ():
+                part.managed.parameter.grad = part.gradient
         for part in progress.parts:
             self._optimizer.forget_empty(part.managed)
         if not done:

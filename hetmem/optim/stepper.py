@@ -18,6 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.views import Memory
+from hetmem.optim.kept import KeptGradients
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.passes import Passes
 from hetmem.optim.places import UpdatePlaces
@@ -42,9 +44,12 @@ class Stepper:
     def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
         self._optimizer, self._interception = optimizer, interception
         self._runtime = interception.runtime
-        self._updates = Updates(self._runtime, workers)
-        self._places = UpdatePlaces(self._runtime, optimizer.rule, self._updates.streamed)
-        self._passes = Passes(optimizer, interception, workers, self._places)
+        self._kept = KeptGradients(interception.gradients)
+        self._updates = Updates(self._runtime, workers, self._kept)
+        self._places = UpdatePlaces(
+            self._runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
+        )
+        self._passes = Passes(optimizer, interception, workers, self._places, self._kept)
         self._undo = UndoLog(self._runtime.memory.host_pool)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals: Counter[int] = Counter()
@@ -91,6 +96,13 @@ class Stepper:
         for progress in self._progress.values():
             if progress.begun:
                 self._passes.see_what_is_left(progress)
+        for chunk in self._kept.chunks:
+            if chunk not in self._progress or not self._progress[chunk].begun:
+                self._kept.bring_home(chunk)  # the user finds them where parameters are
+
+    def place_on_device(self, chunk: Chunk) -> Memory | None:
+        """See `Watcher`."""
+        return self._places.place_on_device(chunk)
 
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`, which may be updated already."""
