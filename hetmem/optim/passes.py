@@ -210,6 +210,8 @@ class Passes:
         return [self._update_of(part, job, progress.scale) for part in progress.parts]
 
     def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        if progress.way is Way.STREAMED:  # it was left to the host
+            progress.way = Way.HOST
         self._see_gradients(progress, job)
         if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)

@@ -176,12 +176,19 @@ class StreamedUpdates:
             if job.tails is not None and job.tails.there:
                 return job
         head = next((job for job in self._queue if job.tails is None), None)
-        if head is None or self._traffic.gradients.arriving(head.chunk):
+        if head is None or not self.kept.has_room or self._traffic.gradients.arriving(head.chunk):
             return None
-        if not self.kept.has_room and not self._frees_a_place():
-            self._queue.remove(head)
-            self._to_host(head)
-        return head if self.kept.has_room else None
+        return head
+
+    def give_way(self) -> bool:
+        """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""
+        if self.kept.has_room or self._frees_a_place():
+            return False
+        waiting = [job for job in self._queue if job.tails is None]
+        for job in waiting:
+            self._queue.remove(job)
+            self._to_host(job)
+        return bool(waiting)
 
     def _frees_a_place(self) -> bool:
         """Whether a place will be free that is not, whatever arrives."""

@@ -111,6 +111,7 @@ class Updates:
         stuck: Job | None = None
         try:
             while not self.idle:
+                self.streamed.give_way()
                 self.pump()
                 if self._running:
                     batch = self._running[0].batch
@@ -138,7 +139,7 @@ class Updates:
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
         nothing."""
-        gives = bool(self._opening)
+        gives = self.streamed.give_way() or bool(self._opening)
         while self._opening:
             job = self._opening.pop()
             for role in job.roles:

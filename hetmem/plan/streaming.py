@@ -83,7 +83,7 @@ class StreamedShare:
         self.chosen: frozenset[int] = frozenset()
 
     def look(self, sent_home: int, moved_bytes: int, facts: Callable[[], Facts]) -> None:
-        """`sent_home` bytes of gradients went to the host in all steps so far, or would have if all had gone; homes that
+        """`sent_home` bytes of gradients went to the host in all steps so far, or would have if all had; homes that
         have moved to the device, and slots, take `moved_bytes` there."""
         before, self._sent_home = self._sent_home, sent_home
         home_bytes = moved_bytes - SLOTS * self._slots.slot_bytes
