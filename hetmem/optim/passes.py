@@ -170,10 +170,18 @@ class Passes:
         """Nobody finds gradients on the device from now on. Returns what the host needs of them."""
         rule, gradients = self._optimizer.rule, progress.chunk.flat(Role.GRAD)
         assert isinstance(rule, Streamable)
+        progress.hidden = True
         for part in progress.parts:
             part.managed.parameter.grad = None
         parts = [part.managed for part in progress.parts]
         return Tails.of((managed, managed.part(gradients)[rule.host_part(managed.numel)]) for managed in parts)
+
+    def _show_kept(self, progress: Progress) -> None:
+        """The user, and the next step, find gradients again that were hidden, wherever they are now."""
+        for part in progress.parts if progress.hidden else ():
+            if part.managed.grad_home is part.gradient:  # else they have been read, and the device is lost since
+                part.managed.parameter.grad = part.gradient
+        progress.hidden = False
 
     def _streamed(self, progress: Progress, job: Job) -> Updated:
         """What the device is to do, once the host has done its part."""
@@ -255,8 +263,7 @@ class Passes:
         if not done:
             progress.begun = False
             progress.restore_numbers()
-            for part in progress.parts if self._kept.holds(chunk) else ():
-                part.managed.parameter.grad = part.gradient
+            self._show_kept(progress)
         for part in progress.parts:
             self._optimizer.forget_empty(part.managed)
         if not done:

@@ -129,7 +129,9 @@ class StreamedUpdates:
         finally:
             self._closing = False
         while self._queue:
-            self._to_host(self._queue.popleft())
+            job = self._queue.popleft()
+            job.tails = None
+            self._to_host(job)
         if self._free:  # wait for compute that reads them: the memory may be another stream's next
             self._traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, 0)
         for slot in self._free:
@@ -212,7 +214,7 @@ class StreamedUpdates:
             job = self._queue.popleft()
             self._traffic.end_update(job.chunk)
             job.done(False)
-        while self._running:
+        while self._running or self._tails:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
 

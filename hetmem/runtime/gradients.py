@@ -213,11 +213,18 @@ class GradientSink:
     def _lend_home(self, chunk: Chunk) -> None:
         """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
         Where no update will end (the gradients of many chunks wait for their last one), `chunk` gets one of its own."""
-        memory, traffic = self.runtime.memory, self.runtime.traffic
+        memory, traffic, made_way = self.runtime.memory, self.runtime.traffic, False
         while not memory.lend(chunk, Role.GRAD):
-            if not (memory.lends(chunk, Role.GRAD) and traffic.pending.busy()):
+            if not memory.lends(chunk, Role.GRAD):
                 return
-            traffic.wait_for_one()
+            if traffic.pending.busy():
+                traffic.wait_for_one()
+                made_way = False
+            elif made_way or not traffic.pending.make_way():
+                return
+            else:
+                made_way = True
+                traffic.pending.pump()
         self._lent.add(chunk)
 
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:

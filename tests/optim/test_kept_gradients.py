@@ -166,7 +166,7 @@ def test_a_place_is_free_for_other_gradients_as_soon_as_the_kernel_has_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that was updated gets home before the gradients of four chunks have arrived in two places."""
-    plain, managed, optimizers = both(tmp_path)
+    plain, managed, optimizers = both(tmp_path, shape=EVEN)
     arrived, waited = Event(), []
     placed: list[Any] = []
     keep, send = kept.KeptGradients.keep, streamed._SendHome.__call__
@@ -183,7 +183,7 @@ def test_a_place_is_free_for_other_gradients_as_soon_as_the_kernel_has_read_it(
 
     monkeypatch.setattr(kept.KeptGradients, "keep", keeping)
     monkeypatch.setattr(streamed._SendHome, "__call__", sending)
-    train_apart(plain, managed, optimizers, batches(ODD, 1))
+    train_apart(plain, managed, optimizers, batches(EVEN, 1))
     assert all(waited)
     assert len(placed) == LAYERS
 
@@ -258,14 +258,15 @@ def test_where_all_places_wait_for_gradients_the_next_ones_go_home_and_come_back
 class Nested(nn.Module):
     """The chunks of the two outer pairs get their last gradients after those of the others have all of theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: int = 5) -> None:
         super().__init__()
-        both = [nn.ModuleList(nn.Linear(64, 32, bias=False) for _ in range(2)) for _ in range(5)]
+        both = [nn.ModuleList(nn.Linear(64, 32, bias=False) for _ in range(2)) for _ in range(chunks)]
         self.layers = nn.ModuleList(both)
         self.seen: Callable[[torch.Tensor], None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        order = [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (1, 1), (0, 1)]
+        inner = [(chunk, half) for chunk in range(2, len(self.layers)) for half in range(2)]
+        order = [(0, 0), (1, 0), *inner, (1, 1), (0, 1)]
         for chunk, half in order:
             if (chunk, half) == (2, 0) and self.seen is not None:
                 x.register_hook(self.seen)
@@ -284,6 +285,13 @@ def test_who_waits_within_a_backward_for_an_update_that_waits_for_a_place_gets_i
     managed.seen = None
     assert updated(managed)[Way.STREAMED] - before[Way.STREAMED] == (5 + 2) * CHUNK
     assert updated(managed)[Way.HOST] - before[Way.HOST] == 3 * CHUNK
+
+
+def test_updates_that_wait_for_a_place_hold_no_memory_at_home_that_others_wait_for(tmp_path: Path) -> None:
+    """Ten chunks get all gradients while the places wait for their last ones, and there is memory for six of them."""
+    plain, managed, optimizers = both(tmp_path, shape=EVEN, build=lambda: Nested(12), chunks=12)
+    train_apart(plain, managed, optimizers, batches(EVEN, 2))
+    assert not any(Role.GRAD in chunk.homes for chunk in runtime_of(managed).chunks)
 
 
 def test_gradients_that_do_not_get_home_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,6 +437,34 @@ def test_a_step_whose_transfers_failed_is_tried_again_with_gradients_where_they_
     for optimizer in optimizers:
         optimizer.zero_grad()
     train_apart(plain, managed, optimizers, batches(ODD, 2))
+
+
+def test_a_step_whose_update_was_left_to_the_host_and_failed_there_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = hetmem.SimDevice(host_to_device="5MB", device_to_host="5MB")
+    plain, managed, optimizers = both(tmp_path, device=device)
+    batch, runtime = batches(ODD, 1)[0], runtime_of(managed)
+    loss_of(managed, batch).backward()
+    left = grads_on_device(managed)
+    assert left
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory for a temporary")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hetmem.optim.adamw.AdamWRule.tasks", fails)
+        runtime.give_way(1 << 30)
+        with pytest.raises(RuntimeError, match="no memory for a temporary"):
+            optimizers[1].step()
+    shown = [p for p in managed.parameters() if p.grad is not None]
+    assert shown
+    assert all(runtime.memory.is_home_address(p.grad.data_ptr()) for p in shown)
+    optimizers[1].step()
+    loss_of(plain, batch).backward()
+    optimizers[0].step()
+    assert_same_weights(plain, managed)
+    assert_same_states(*optimizers)
 
 
 # ---- order -------------------------------------------------------------------------------------------------------
