@@ -74,6 +74,8 @@ class Passes:
 
     def _see_gradients(self, progress: Progress, job: Job) -> None:
         """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
+        if progress.kept:  # which counted its versions as it arrived, and has no sample that nobody waits for
+            return
         self._notice_disturbance(progress, job.opened)
         for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
             part.version = part.gradient._version
@@ -82,7 +84,7 @@ class Passes:
     def see_what_is_left(self, progress: Progress) -> None:
         """The backward is over: the user finds gradients that the update of `progress` has still to read. All have
         arrived, which counts a version."""
-        for part in progress.parts:
+        for part in progress.parts if not progress.kept else ():
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
                 if self._optimizer.gradients is Gradients.STREAMED:
@@ -160,28 +162,19 @@ class Passes:
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
         progress.way = self._places.way_of(progress)
         if progress.way is Way.STREAMED:
-            tails = self._use_kept(progress) if self._kept.holds(chunk) else None
+            tails = self._tails_of(progress) if self._kept.holds(chunk) else None
             return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress), tails=tails)
         if self._kept.holds(chunk):
             self._kept.bring_home(chunk)
         return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress))
 
-    def _use_kept(self, progress: Progress) -> Tails:
-        """Nobody finds gradients on the device from now on. Returns what the host needs of them."""
+    def _tails_of(self, progress: Progress) -> Tails:
+        """What the host needs of gradients on the device."""
         rule, gradients = self._optimizer.rule, progress.chunk.flat(Role.GRAD)
         assert isinstance(rule, Streamable)
-        progress.hidden = True
-        for part in progress.parts:
-            part.managed.parameter.grad = None
+        progress.kept = True
         parts = [part.managed for part in progress.parts]
         return Tails.of((managed, managed.part(gradients)[rule.host_part(managed.numel)]) for managed in parts)
-
-    def _show_kept(self, progress: Progress) -> None:
-        """The user, and the next step, find gradients again that were hidden, wherever they are now."""
-        for part in progress.parts if progress.hidden else ():
-            if part.managed.grad_home is part.gradient:  # else they have been read, and the device is lost since
-                part.managed.parameter.grad = part.gradient
-        progress.hidden = False
 
     def _streamed(self, progress: Progress, job: Job) -> Updated:
         """What the device is to do, once the host has done its part."""
@@ -263,7 +256,7 @@ class Passes:
         if not done:
             progress.begun = False
             progress.restore_numbers()
-            self._show_kept(progress)
+            progress.kept = False
         for part in progress.parts:
             self._optimizer.forget_empty(part.managed)
         if not done:

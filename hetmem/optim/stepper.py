@@ -299,7 +299,9 @@ class Stepper:
         self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
         for progress in begun:
             for part in progress.parts:
-                if part.managed.parameter.grad is part.gradient:
+                if progress.kept:
+                    kept = part.version == part.gradient._version  # also of one that was written to and is used up
+                elif part.managed.parameter.grad is part.gradient:
                     kept = self._passes.unscaled(part)
                 else:
                     kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up

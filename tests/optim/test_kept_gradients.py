@@ -33,6 +33,7 @@ from tests.runtime.harness import (
     assert_same_weights,
     loss_of,
     pair,
+    same_bits,
     vector_batches,
 )
 from tests.runtime.lazy_device import EarlyDevice, EarlyStreams, LazyDevice
@@ -188,20 +189,38 @@ def test_a_place_is_free_for_other_gradients_as_soon_as_the_kernel_has_read_it(
     assert len(placed) == LAYERS
 
 
-def test_a_gradient_is_none_as_soon_as_its_update_has_begun(tmp_path: Path) -> None:
-    device = hetmem.SimDevice(host_to_device="20MB", device_to_host="20MB")
+def test_a_gradient_is_seen_until_its_update_has_read_it(tmp_path: Path) -> None:
+    device = hetmem.SimDevice(host_to_device="5MB", device_to_host="5MB")
     plain, managed, optimizers = both(tmp_path, device=device)
-    batch = batches(ODD, 1)[0]
-    loss_of(managed, batch).backward()
-    under_way = grads_on_device(managed)
-    assert under_way
+    batch, memory = batches(ODD, 1)[0], runtime_of(managed).memory
+    for module in (plain, managed):
+        loss_of(module, batch).backward()
+    left = {name: p.grad for name, p in managed.named_parameters() if p.grad is not None}
+    assert 0 < len(left) == len(grads_on_device(managed))
+    for name, gradient in left.items():
+        assert memory.is_device_address(gradient.data_ptr())
+        assert same_bits(gradient, plain.get_parameter(name).grad)
+    for optimizer in optimizers:
+        optimizer.step()
     assert all(parameter.grad is None for parameter in managed.parameters())
-    optimizers[1].step()
-    loss_of(plain, batch).backward()
-    optimizers[0].step()
     assert not grads_on_device(managed)
     assert_same_weights(plain, managed)
     assert_same_states(*optimizers)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gradient_that_is_written_to_before_the_step_is_refused_even_if_it_is_read_meanwhile(
+    late: bool, tmp_path: Path
+) -> None:
+    device = hetmem.SimDevice(host_to_device="5MB", device_to_host="5MB")
+    _, managed, optimizers = both(tmp_path, device=device)
+    loss_of(managed, batches(ODD, 1)[0]).backward()
+    nn.utils.clip_grad_norm_(managed.parameters(), 0.01)
+    if late:
+        optimizers[1].synchronize()
+        assert not grads_on_device(managed)
+    with pytest.raises(RuntimeError, match="changed after their update had begun"):
+        optimizers[1].step()
 
 
 def test_a_second_backward_of_a_step_is_refused_as_for_gradients_at_home(tmp_path: Path) -> None:
