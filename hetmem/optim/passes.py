@@ -84,7 +84,7 @@ class Passes:
     def see_what_is_left(self, progress: Progress) -> None:
         """The backward is over: the user finds gradients that the update of `progress` has still to read. All have
         arrived, which counts a version."""
-        for part in progress.parts if not progress.kept else ():
+        for part in progress.parts:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
                 if self._optimizer.gradients is Gradients.STREAMED:

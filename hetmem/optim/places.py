@@ -58,11 +58,8 @@ class UpdatePlaces:
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
         """For gradients of `chunk`, which nobody but its update will see; see `Watcher`."""
-        if not self._gradients_stay or not self._comes_there(chunk):
-            return None
-        if any(has_hooks_of_the_user(managed.parameter) for managed in chunk.parameters):
-            return None
-        return self._updates.place_for(chunk)
+        hooked = any(has_hooks_of_the_user(managed.parameter) for managed in chunk.parameters)
+        return self._updates.place_for(chunk) if self._comes_there(chunk) and not hooked else None
 
     def _streams(self, progress: Progress) -> bool:
         whole = len(progress.parts) == len(progress.chunk.parameters)
