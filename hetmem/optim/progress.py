@@ -36,13 +36,16 @@ class Part:
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""
-        mine, theirs = self.group, other.group
         return (
             (self.managed, self.version) == (other.managed, other.version)
             and self.gradient is other.gradient
-            and mine.keys() == theirs.keys()
-            and all(_number(mine[key]) == _number(theirs[key]) for key in mine)
+            and self.says(other.group)
         )
+
+    def says(self, group: dict[str, Any]) -> bool:
+        """Whether `group`, but for its parameters, says what the group said."""
+        mine, theirs = self.group, {name: value for name, value in group.items() if name != "params"}
+        return mine.keys() == theirs.keys() and all(_number(mine[key]) == _number(theirs[key]) for key in mine)
 
 
 @dataclass(slots=True, eq=False)

@@ -316,6 +316,7 @@ class Stepper:
         writes = self._runtime.writes
         begun = [progress for progress in self._progress.values() if progress.begun]
         self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
+        groups = self._optimizer.groups_by_parameter() if begun else {}
         for progress in begun:
             for part in progress.parts:
                 if progress.kept:
@@ -324,6 +325,7 @@ class Stepper:
                     kept = self._passes.unscaled(part)
                 else:
                     kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up
+                kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
                 if not kept or progress.disturbed or writes.changed(part.managed):
                     raise self._changed(progress.parts)
 

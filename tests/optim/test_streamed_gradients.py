@@ -136,3 +136,24 @@ def test_chunks_stay_as_they_are_where_updates_of_them_were_begun_in_the_first_b
     right.synchronize()
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
+
+
+@streamed
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_learning_rate_that_changes_before_the_step_is_refused_where_updates_have_used_the_old_one(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(partial(nn.Linear, 64, 64), placement, tmp_path)
+    left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+    batches = list(vector_batches(3, 4, 64))
+    train_apart(plain, managed, (left, right), batches[:2])
+    loss_of(managed, batches[2]).backward()
+    right.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="hyper-parameters"):
+        right.step()
+    right.param_groups[0]["lr"] = 1e-2
+    loss_of(plain, batches[2]).backward()
+    left.step()
+    right.step()
+    right.synchronize()
+    assert_same_weights(plain, managed)
