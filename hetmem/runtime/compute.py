@@ -92,7 +92,7 @@ class Compute:
         while self.calls and not self.calls[-1].is_on(top):
             self.calls.pop()
         if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
-            return not self._left[1] and self._until_gone not in _get_current_function_mode_stack()
+            return self._until_gone not in _get_current_function_mode_stack()
         return self.with_call and not self.calls
 
     def enter_functions(self, handler: Handler) -> None:

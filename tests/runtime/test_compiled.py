@@ -286,6 +286,49 @@ def backend_memory(managed: Any) -> Any:
     return found.runtime.memory
 
 
+class Kept(Stack):
+    """What autograd saves is kept by hooks of the user's, as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda kept: kept):
+            for block in self.blocks:
+                x = block(x)
+        return x * self.scale
+
+
+def test_whoever_keeps_what_a_region_saves_keeps_weights_of_the_device(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Kept()
+    options = {"device": UnwatchedDevice(0), "mixed_precision": torch.bfloat16}
+    managed = manage(copy.deepcopy(plain), limits(48, tmp_path), tmp_path, **options)
+    backend = Backend()
+    each_block(managed, backend)
+    train_both(plain, managed, [(BATCH[0].bfloat16(),)], Recipe(steps=2, mixed=torch.bfloat16))
+    assert backend.calls == 2 * BLOCKS
+
+
+class Stubborn(Stack):
+    """Goes on after an interrupt."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except KeyboardInterrupt:  # noqa: PERF203 - that is what it is about
+                continue
+        return x.mul(self.scale)
+
+
+def test_a_forward_that_goes_on_after_an_interrupt_is_watched_again(tmp_path: Path) -> None:
+    _, managed, _, call_managed, backend = managed_and_plain(Stubborn, each_block, tmp_path)
+    global raised
+    raised, managed.blocks[2].fails = KeyboardInterrupt, True
+    call_managed(*BATCH)
+    moments = registry.of_module(managed).runtime.events.moments  # type: ignore[union-attr]
+    assert [moment.operator for moment in moments][-1] == "mul"
+    assert backend.calls == BLOCKS - 1
+
+
 def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
