@@ -255,8 +255,8 @@ class Updates:
             recast_all(chunk)  # parameters may be what they were, and their copies not
         if job.writes:
             traffic.end_update(chunk, renew=job.had_copy and not job.keeps_copy)
-        if not failed:  # gradients that were only read too: who wants their place must not wait until they are written
-            traffic.settle(chunk.homes[role] for role in job.roles)
+            if not failed:
+                traffic.settle(chunk.homes[role] for role in job.roles)
 
     def _cannot_open(self, job: Job) -> CapacityError:
         """Nothing is under way that could make room for `job`."""

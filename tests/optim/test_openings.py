@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.chunk import Role
 from hetmem.optim.updates import Job, Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.cache import CopyState
@@ -127,31 +126,6 @@ def test_jobs_that_open_together_end_with_the_bits_of_torch(
     if limit is None:
         assert_same_states(reference, optimizer)
     assert options or slots < 12 or opened.most > 1, "updates of chunks were brought in one by one"
-
-
-def test_gradients_that_were_summed_up_are_on_their_way_home_within_the_backward(tmp_path: Path) -> None:
-    """Their place is wanted next: whoever wants it must not find that it has still to be written. Those that came last
-    nobody makes go."""
-    room = budget("nvme", tmp_path, host=f"{HOST_SLOTS[5] * CHUNK}B", device_chunks=f"{4 * CHUNK}B")
-    managed = manage(nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]), room, tmp_path)
-    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, max_grad_norm=1.0, overlap="backward")
-    train(managed, optimizer)  # what a step is like
-    (interception, stepper), seen = next(iter(optimizer._steppers.items())), []
-    residency = interception.runtime.traffic.residency
-
-    def look(_: torch.Tensor) -> None:
-        stepper._updates.finish()
-        homes = [chunk.homes[Role.GRAD] for chunk in stepper._progress]
-        blocks = [home.block for home in homes if home.tier is Tier.NVME]
-        seen.append([block for block in blocks if residency.dirty(block) and not residency.writing(block)])
-        seen.append(blocks)
-
-    x = torch.randn(8, WIDTH, requires_grad=True)
-    x.register_hook(look)
-    loss_of(managed, (x,)).backward()
-    assert seen[0] == []
-    assert len(seen[1]) >= LAYERS - 1, "all but the chunk whose gradient comes last, perhaps"
-    optimizer.step()
 
 
 def _with_threads(threads: int) -> Any:
