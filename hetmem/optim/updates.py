@@ -5,10 +5,12 @@ the tiles happens on the thread that trains, in `pump`; what a tile computes is 
 
     queued -> opening (its roles are on their way) -> running (tiles on the workers) -> done
 
-Note "openings": jobs open, and run, in their order, and one opens only once all that opened before it have a place for
-each of their roles. So those need no more memory to be computed, and at most one job, the last, holds places while it
-waits for others: for those that the jobs before it will give back. Two jobs that each held what the other needs would
-wait for ever.
+Jobs take turns by their chunks' places in the model, see `plan.turns`, and not by when they were queued.
+
+Note "openings": jobs run in the order in which they open, and one opens only once all that opened before it have a
+place for each of their roles. So those need no more memory to be computed, and at most one job, the last, holds places
+while it waits for others: for those that the jobs before it will give back. Two jobs that each held what the other
+needs would wait for ever.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
+from hetmem.plan.turns import Turns
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import Span
 from hetmem.runtime.runtime import Runtime
@@ -62,15 +65,15 @@ class Job:
 
 
 class Updates:
-    """The jobs of one optimizer on one runtime, in order. An error leaves every chunk as it was or updated."""
+    """The jobs of one optimizer on one runtime. An error leaves every chunk as it was or updated."""
 
     def __init__(self, runtime: Runtime, workers: WorkerPool) -> None:
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
-        self._queue: deque[Job] = deque()
+        self._queue: Turns[Job] = Turns(lambda job: job.chunk.spec.index)
         self._opening: deque[Job] = deque()
         self._running: list[Job] = []
         self._pumping = False
-        self.streamed = StreamedUpdates(runtime, self._queue.append, self._go_on)
+        self.streamed = StreamedUpdates(runtime, self._queue.add, self._go_on)
 
     @property
     def idle(self) -> bool:
@@ -82,7 +85,7 @@ class Updates:
         if job.writes:
             job.had_copy = self._traffic.begin_update(job.chunk, keep_copy=job.keeps_copy)
         if job.streamed is None:
-            self._queue.append(job)
+            self._queue.add(job)
         else:
             self.streamed.add(job)
         self._traffic.pending.keep(self)
@@ -140,8 +143,12 @@ class Updates:
             job = self._opening.pop()
             for role in job.roles:
                 self._traffic.unask_role(job.chunk, role)
-            self._queue.appendleft(job)
+            self._queue.add(job)
         return gives
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Somebody waits for `chunk`: if it is queued it is next."""
+        self._queue.hasten(chunk.spec.index)
 
     def close(self) -> None:
         """Carry everything out and end the threads; later work starts new ones."""
@@ -153,7 +160,7 @@ class Updates:
         self.give_way()
         self.streamed.cancel()
         while self._queue:
-            job = self._queue.popleft()
+            job = self._queue.pop()
             if job.writes:
                 self._traffic.end_update(job.chunk)
             job.done(False)
@@ -164,24 +171,25 @@ class Updates:
 
     def _next(self) -> Callable[[], None] | None:
         """What can be done now: a job can open, or run; None if there is nothing."""
-        if self._may_open():
-            return self._open
+        job = self._queue.next(self._is_free) if self._may_open() else None
+        if job is not None:
+            return partial(self._open, job)
         return self._run if self._opening and self._is_open(self._opening[0]) else None
 
     def _may_open(self) -> bool:
-        """Whether the next job in the queue may; see the note "openings"."""
-        if not self._queue or len(self._opening) + len(self._running) >= _AT_ONCE:
-            return False
-        chunk = self._queue[0].chunk
-        under_way = any(job.chunk is chunk for job in (*self._opening, *self._running))
-        if under_way or self._traffic.gradients.arriving(chunk):
+        """Whether a job may open; see the note "openings"."""
+        if len(self._opening) + len(self._running) >= _AT_ONCE:
             return False
         last = self._opening[-1] if self._opening else None  # those before it had places when it opened
         return last is None or all(self._traffic.role_has_place(last.chunk, role) for role in last.roles)
 
-    def _open(self) -> None:
-        job = self._queue.popleft()
-        self._opening.append(job)
+    def _is_free(self, job: Job) -> bool:
+        """Whether nothing else is under way with the chunk of `job`."""
+        under_way = any(other.chunk is job.chunk for other in (*self._opening, *self._running))
+        return not under_way and not self._traffic.gradients.arriving(job.chunk)
+
+    def _open(self, job: Job) -> None:
+        self._opening.append(self._queue.take(job))
         for role, load in job.roles.items():
             self._traffic.ask_role(job.chunk, role, load=load)
 

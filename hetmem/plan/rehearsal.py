@@ -345,6 +345,7 @@ class Rehearsal:
         self._sent |= {chunk} if streams else set()
         on_device = streams or (here and not by_the_caller)
         update = Update(
+            chunk,
             self._blocks.get(self._operand(chunk)),
             tuple(self._staged(chunk, whole=whole)),
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
@@ -356,8 +357,7 @@ class Rehearsal:
         )
         self._updates.add(update)
         if update.had_copy and update.keeps_copy and not here:  # the update writes it, and its bytes cross the link
-            nbytes_of_copy = self._arrangement.numels[chunk] * ground.compute_itemsize
-            self._traffic.host_to_device.load.bytes += nbytes_of_copy
+            self._traffic.host_to_device.load.bytes += self._arrangement.numels[chunk] * ground.compute_itemsize
 
     def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
         """What the update of `chunk` opens; `whole`: of all its parameters."""

@@ -69,6 +69,9 @@ class Worker(Protocol):
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
 
+    def hasten(self, block: int) -> None:
+        """Somebody waits for `block`: if it is to be worked on, that comes first."""
+
     def give_way(self) -> bool:
         """Let go of memory that is held but not worked with yet; False if there is none."""
         ...
@@ -143,6 +146,8 @@ class SimulatedTraffic:
         commands = residency.acquire(block, tier, load=load)
         if commands:
             self.execute(commands, urgent=block)
+        if self.worker is not None and residency.state(block, tier) is not VALID:
+            self.worker.hasten(block)
         while residency.state(block, tier) is not VALID:
             if not self._go_on():
                 raise residency.withdraw(block, tier)

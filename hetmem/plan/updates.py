@@ -7,7 +7,6 @@ neither chunks nor gradients. Those on the device with states brought there are 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Protocol
 from hetmem.plan.cache import CopyState
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
+from hetmem.plan.turns import Turns
 
 _AT_ONCE = 2
 """As in `optim.updates`."""
@@ -45,10 +45,11 @@ class Update:
     """The update of a chunk, and what it takes: `thread_seconds` of the thread that trains, then `host_seconds` of all
     the host's workers together, or `device_seconds`.
 
-    `operand`: the block whose copy on the device it makes old, unless it `keeps_copy`. `ready`: whether its gradients
-    are at home. `crossing`: given where states come to the device for it.
+    `number`: of the chunk. `operand`: the block whose copy on the device it makes old, unless it `keeps_copy`.
+    `ready`: whether its gradients are at home. `crossing`: given where states come to the device for it.
     """
 
+    number: int
     operand: int | None
     staged: tuple[Staged, ...]
     thread_seconds: float
@@ -78,7 +79,7 @@ class Elsewhere(Protocol):
 
 
 class Updates:
-    """The updates of one optimizer, in order, by the workers of `cores` cores; `opened` is told what it uses in host
+    """The updates of one optimizer, by the workers of `cores` cores; `opened` is told what it uses in host
     memory. `seconds` are those that something was computed. `streamed` has those with a `crossing`."""
 
     def __init__(
@@ -91,7 +92,7 @@ class Updates:
         self._traffic, self._cores, self._opened, self._streamed = traffic, cores, opened, streamed
         if streamed is not None:
             streamed.ended = self.pump
-        self._queue: deque[Update] = deque()
+        self._queue: Turns[Update] = Turns(lambda update: update.number)
         self._opening: Update | None = None
         self._running = 0
         self._free_at = 0.0
@@ -110,7 +111,7 @@ class Updates:
         """Queue `update`; until it is over nothing fetches its operand."""
         update.had_copy = self._traffic.begin_update(update.operand, keep_copy=update.keeps_copy)
         if update.crossing is None:
-            self._queue.append(update)
+            self._queue.add(update)
         else:
             assert self._streamed is not None
             self._streamed.add(update)
@@ -148,15 +149,22 @@ class Updates:
             return False
         for part in update.staged:
             self._traffic.unask(part.block)
-        self._queue.appendleft(update)
+        self._queue.add(update)
         return True
+
+    def hasten(self, block: int) -> None:
+        """`block` is waited for: if it is the operand of an update that is queued, that is next."""
+        for update in self._queue:
+            if update.operand == block:
+                self._queue.hasten(update.number)
 
     def _next(self) -> Update | None:
         """The next update to run, with everything open; None if that is not so yet."""
         if self._opening is None:
-            if self._running >= _AT_ONCE or not self._queue or not self._queue[0].ready():
+            update = self._queue.next(lambda queued: queued.ready()) if self._running < _AT_ONCE else None
+            if update is None:
                 return None
-            self._opening = self._queue.popleft()
+            self._opening = self._queue.take(update)
             for part in self._opening.staged:
                 if part.ahead:
                     self._opened(part.block)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
@@ -22,6 +23,9 @@ class Worker(Protocol):
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Somebody waits for `chunk`: if it is to be worked on, that comes first."""
 
     def give_way(self) -> bool:
         """Let go of memory that is held but not worked with yet; False if there is none."""
@@ -49,6 +53,11 @@ class Pending:
     def forget(self, worker: Worker) -> None:
         """`worker` has done everything."""
         self._at_work.discard(worker)
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Somebody waits for `chunk`: whoever is to work on it does that first."""
+        for worker in self._at_work:
+            worker.hasten(chunk)
 
     def make_way(self, worker: Worker | None = None) -> bool:
         """Have some worker, other than `worker`, give memory up; False if none does."""

@@ -105,6 +105,9 @@ class Traffic:
         commands = self._acquire(block, tier, load=load)
         try:
             self.execute(commands, urgent=block)
+            chunk, _ = self.carrier.chunk_of_block[block]
+            if chunk in self.updating and self.residency.state(block, tier) is not CopyState.VALID:
+                self.pending.hasten(chunk)
             while self.residency.state(block, tier) is not CopyState.VALID:
                 if tier is Tier.DEVICE and self.carrier.order_compute_after(block):
                     break
@@ -335,6 +338,8 @@ class Traffic:
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """No other thread writes parameters, or reads gradients, of `chunk`."""
+        if chunk in self.updating:
+            self.pending.hasten(chunk)
         while chunk in self.updating:
             if not self.pending.go_on():
                 raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")

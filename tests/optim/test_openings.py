@@ -57,8 +57,8 @@ class Opened:
         self.most = 0
         opens = Updates._open
 
-        def watched(updates: Updates) -> None:
-            opens(updates)
+        def watched(updates: Updates, job: Job) -> None:
+            opens(updates, job)
             waiting = [job for job in updates._opening if self._waits(updates, job)]
             self.most = max(self.most, len(updates._opening))
             assert waiting in ([], [updates._opening[-1]]), "a job waits that others have opened behind"

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.optim.updates import Updates
+from hetmem.optim.updates import Job, Updates
+from hetmem.plan.trace import Tier
+from hetmem.runtime import registry
 from tests.optim.stories import Twins, adamw, one, overlaps, trailing, twins
 from tests.runtime.harness import (
     Tower,
@@ -164,6 +166,43 @@ def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
         both.left.zero_grad()
         assert all(parameter.grad is None for parameter in both.managed.parameters())
     both.right.synchronize()
+    both.assert_same()
+
+
+@streamed
+@pytest.mark.parametrize("waited_for", ["nothing", "an update", "a copy"])
+def test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted(
+    waited_for: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients arrive in the opposite order. A chunk that somebody waits for is updated first."""
+    both = twins(pair(mlp, placement, tmp_path), overlap="forward")
+    batches = vector_batches(3, 4, 64)
+    both.train(batches[:2])
+    both.right.synchronize()
+    runtime, opened = registry.of_module(both.managed).runtime, []
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "_may_open", lambda _: False)
+        for module, optimizer in both.sides:
+            loss_of(module, batches[2]).backward()
+            optimizer.step()
+    opens = Updates._open
+
+    def noted(updates: Updates, job: Job) -> None:
+        opened.append(job.chunk.spec.index)
+        opens(updates, job)
+
+    monkeypatch.setattr(Updates, "_open", noted)
+    traffic, last = runtime.traffic, runtime.chunks[-1]
+    if waited_for == "an update":
+        traffic.wait_for_update(last)
+    elif waited_for == "a copy":
+        traffic.acquire(last.operand_block, Tier.DEVICE)
+        traffic.release(last.operand_block, Tier.DEVICE)
+    both.right.synchronize()
+    everyone = sorted(chunk.spec.index for chunk in runtime.chunks)
+    assert len(everyone) > 3
+    first = [] if waited_for == "nothing" else [last.spec.index]
+    assert opened == first + [index for index in everyone if index not in first]
     both.assert_same()
 
 

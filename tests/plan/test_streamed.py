@@ -38,11 +38,11 @@ def streaming(simulated: SimulatedTraffic, slots: int = 100) -> tuple[StreamedUp
 def sent(
     there: int, home: int, *, seconds: float = 0.0, ready: Callable[[], bool] = lambda: True, operand: int | None = None
 ) -> Update:
-    return Update(operand, (), 0.0, 0.0, seconds, keeps_copy=False, ready=ready, crossing=Crossing(there, home))
+    return Update(0, operand, (), 0.0, 0.0, seconds, keeps_copy=False, ready=ready, crossing=Crossing(there, home))
 
 
 def on_host(seconds: float) -> Update:
-    return Update(None, (), 0.0, seconds, 0.0, keeps_copy=False, ready=lambda: True)
+    return Update(0, None, (), 0.0, seconds, 0.0, keeps_copy=False, ready=lambda: True)
 
 
 def test_states_come_are_updated_and_go_home_one_after_the_other() -> None:

@@ -29,10 +29,16 @@ def updates(simulated: SimulatedTraffic, cores: int = 4) -> Updates:
 
 
 def update(
-    seconds: float, *, thread: float = 0.0, staged: tuple[int, ...] = (), operand: int | None = None, ready: bool = True
+    seconds: float,
+    *,
+    number: int = 0,
+    thread: float = 0.0,
+    staged: tuple[int, ...] = (),
+    operand: int | None = None,
+    ready: bool = True,
 ) -> Update:
     parts = tuple(Staged(block, load=True, changes=True) for block in staged)
-    return Update(operand, parts, thread, seconds, 0.0, keeps_copy=False, ready=lambda: ready)
+    return Update(number, operand, parts, thread, seconds, 0.0, keeps_copy=False, ready=lambda: ready)
 
 
 def test_updates_come_one_after_the_other_and_each_is_prepared_while_the_last_is_computed() -> None:
@@ -134,6 +140,24 @@ def test_a_use_of_what_is_being_updated_waits_for_that() -> None:
     made = updates(simulated, cores=1)
     made.add(update(5.0, operand=0))
     use(simulated, 0, 0.0)
+    assert simulated.now == 5.0 + 1.0
+
+
+def test_updates_take_turns_by_number_but_what_is_waited_for_is_next() -> None:
+    simulated = traffic(3, [HOST] * 3)
+    made = updates(simulated, cores=1)
+    for number in (2, 1, 0):
+        made.add(update(5.0, number=number, operand=number))
+    use(simulated, 0, 0.0)
+    assert simulated.now == 5.0 + 1.0
+    use(simulated, 2, 0.0)  # number 1 has run since
+    assert simulated.now == 3 * 5.0 + 1.0
+
+    simulated = traffic(3, [HOST] * 3)
+    made = updates(simulated, cores=1)
+    for number in (0, 1, 2):
+        made.add(update(5.0, number=number, operand=number))
+    use(simulated, 2, 0.0)
     assert simulated.now == 5.0 + 1.0
 
 
