@@ -39,8 +39,9 @@ class Call:
 
     def is_on(self, frame: FrameType | None) -> bool:
         """Whether it is on the stack that has `frame` on top."""
+        own = self._frame
         while frame is not None:
-            if self.is_made_in(frame):
+            if id(frame) == own and self.is_made_in(frame):
                 return True  # and not by one that has got the memory of a frame that is gone
             frame = frame.f_back
         return False
@@ -80,8 +81,9 @@ class Compute:
             return not self.is_over
         own = self.thread == threading.get_ident()
         top = sys._getframe(1) if own else sys._current_frames().get(self.thread)
-        if any(call.is_on(top) for call in reversed(self.calls)):
-            return True
+        for call in reversed(self.calls):  # asked at every operator
+            if call.is_on(top):
+                return True
         if own:
             self._ended(self)
         return False

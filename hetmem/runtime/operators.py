@@ -7,6 +7,7 @@ function: a managed parameter is bound to its device copy for that one call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -19,12 +20,25 @@ from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import in_backward
 
 
-def _getters(names: str) -> set[Any]:
-    return {getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name)}
+class _Asks(Enum):
+    """What a function asks of a parameter without touching its elements."""
+
+    FACT = auto()
+    """What its home says as well."""
+    LAYOUT = auto()
+    """What a stand-in, which takes no memory, would say wrongly."""
+    PLACE = auto()
+    """Where it is: for operators, on the device."""
+    DTYPE = auto()
+    IS_FLOATING = auto()
+
+
+def _getters(names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name)]
 
 
 _TENSOR: Any = torch.Tensor
-_METADATA: set[Any] = {
+_FACTS = [
     *_getters(
         "shape requires_grad grad grad_fn is_leaf layout ndim is_sparse is_quantized is_meta is_mkldnn "
         "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
@@ -41,22 +55,17 @@ _METADATA: set[Any] = {
     _TENSOR.requires_grad.__set__,
     torch.numel,
     torch.is_same_size,
+]
+_ASKS: dict[Any, _Asks] = {
+    **dict.fromkeys(_FACTS, _Asks.FACT),
+    **dict.fromkeys((torch.Tensor.stride, torch.Tensor.is_contiguous), _Asks.LAYOUT),
+    **dict.fromkeys((*_getters("device is_cuda is_cpu"), torch.Tensor.get_device), _Asks.PLACE),
+    _TENSOR.dtype.__get__: _Asks.DTYPE,
+    **dict.fromkeys((torch.Tensor.is_floating_point, torch.is_floating_point), _Asks.IS_FLOATING),
 }
-"""What is asked of a parameter without touching its elements."""
-
-_LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
-"""What a stand-in, which takes no memory, would say wrongly."""
-
-_PLACES = {
-    *_getters("device is_cuda is_cpu"),
-    torch.Tensor.get_device,
-}
-"""What says where a parameter is: for operators, on the device."""
 
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
-_DTYPE = _TENSOR.dtype.__get__
-_IS_FLOATING = {torch.Tensor.is_floating_point, torch.is_floating_point}
 _SET_DATA = _TENSOR.data.__set__
 _GET_DATA = _TENSOR.data.__get__
 
@@ -86,10 +95,25 @@ class OperatorFaults:
 
     def __call__(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`."""
+        asks = _ASKS.get(func)
+        if asks is not None:
+            return self._answer(asks, func, args, kwargs)
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs)
         with HELD_BACK:
             return self._operator(func, types, args, kwargs)
+
+    def _answer(self, asks: _Asks, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """No operator, and often asked: a model looks at a shape more often than it computes something."""
+        managed = None if asks is _Asks.FACT else self._by_id.get(id(args[0] if args else next(iter(kwargs.values()))))
+        if managed is None or not self._runtime.memory.streams:
+            return func(*args, **kwargs)
+        if asks is _Asks.LAYOUT:
+            return func(managed.home, *args[1:], **kwargs)
+        if asks is _Asks.PLACE:
+            return func(self._stand_in, *args[1:], **kwargs)
+        dtype = managed.chunk.compute_dtype
+        return dtype if asks is _Asks.DTYPE else dtype.is_floating_point
 
     def _operator(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not self._runtime.memory.streams:
@@ -102,18 +126,8 @@ class OperatorFaults:
             result = self._run(func, args, kwargs)
             self._runtime.notice_writes_to_views()
             return result
-        if func in _LAYOUT:
-            return func(used[0].home, *args[1:], **kwargs)
-        if func in _METADATA:
-            return func(*args, **kwargs)
-        if func == _DTYPE:
-            return used[0].chunk.compute_dtype
-        if func in _IS_FLOATING:
-            return used[0].chunk.compute_dtype.is_floating_point
         if func == _SET_DATA:
             return self._set_data(used[0], args[1])
-        if func in _PLACES:
-            return func(self._stand_in, *args[1:], **kwargs)
         if in_backward():
             self._gradients.recompute_with(used)
         self._runtime.use(getattr(func, "__name__", str(func)), used)
