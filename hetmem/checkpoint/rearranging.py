@@ -79,16 +79,24 @@ class Rearranging(TorchFunctionMode):
         known = self._known.get(_storage(made))
         if known is None or known.tensor._version:
             raise NotFollowedError("its values are not those of the tensors that it is made of")
-        order = sorted(range(made.dim()), key=made.stride, reverse=True)  # as they lie in memory
+        order = _order(made)
         made, into = made.permute(order), into.permute(order)
         if not known.parts:
             yield from _runs(self._numbers[_storage(made)], made, into)
             return
         if not made.is_contiguous():
             raise NotFollowedError("parts of what was joined are used")
-        into = _viewed(into, known.tensor.shape)
+        order = _order(known.tensor)  # torch joins tensors with channels last to one with channels last
+        into = _viewed(into, known.tensor.permute(order).shape).permute(
+            sorted(range(len(order)), key=order.__getitem__)
+        )
         for place, part in known.parts:
             yield from self.runs(part, place(into))
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of `tensor` as they lie in memory."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
 def _runs(number: int, made: torch.Tensor, into: torch.Tensor) -> Iterator[Run]:

@@ -34,8 +34,18 @@ FOLLOWED: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "joined in other dimensions": lambda given: torch.cat(given).view(16, 60),
     "joined in more dimensions": lambda given: torch.cat(given).view(4, 4, 6, 10),
     "none of it": lambda given: torch.cat([given[0][:0], given[1]]),
+    "joined with channels last": lambda given: torch.cat([_channels_last(each) for each in given[:2]]),
+    "joined with channels last, then turned": lambda given: torch.cat([_channels_last(given[0])] * 2).permute(
+        1, 0, 3, 2
+    ),
     "the same twice": lambda given: torch.stack([given[0], given[0]]),
 }
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    """Equal dimensions: no view of it would fail that takes one for another."""
+    return tensor.reshape(-1)[:216].view(8, 3, 3, 3).permute(0, 3, 1, 2)
+
 
 UNKNOWN: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "new values": lambda given: given[0] + given[1],
