@@ -1,6 +1,6 @@
 """How well updates hide: steps with each way of overlap beside the longest of compute, optimizer and disk.
 
-    python -m benchmarks.overlap --dir DIRECTORY [--layers 48] [--width 1024] [--rounds 7]
+    python -m benchmarks.overlap --dir DIRECTORY [--layers 48] [--host-bytes 4] [--rounds 7]
 
 The model is a stack of layers on an accelerator that is a clock (`benchmarks.clock`): its compute and its link take
 time and no CPU, behind the program, so that the host is free as it is beside a GPU. Compute of a forward and backward
@@ -108,13 +108,17 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def budget(placement: str, parameters: int, directory: Path) -> hetmem.Budget:
-    """Everything but a few chunks in host memory, or all states on NVMe behind host memory for a quarter of them."""
+def budget(placement: str, parameters: int, directory: Path, host_bytes: float = 4.0) -> hetmem.Budget:
+    """Everything but a few chunks in host memory, or on NVMe behind host memory of `host_bytes` a parameter."""
     device = f"{16 * CHUNK_BYTES}B"
     if placement == "host":
         return hetmem.Budget(device="4GiB", device_chunks=device, host=f"{40 * parameters}B")
     return hetmem.Budget(
-        device="4GiB", device_chunks=device, host=f"{4 * parameters}B", nvme=f"{20 * parameters}B", nvme_dir=directory
+        device="4GiB",
+        device_chunks=device,
+        host=int(host_bytes * parameters),
+        nvme=20 * parameters,
+        nvme_dir=directory,
     )
 
 
@@ -215,7 +219,8 @@ def compare(placement: str, args: argparse.Namespace, directory: Path) -> None:
     def make(place: str, wait: float, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = Stack(args.layers, args.width, wait, device)
-        hetmem.manage(model, budget(place, parameters, directory), device=device, chunk_bytes=CHUNK_BYTES)
+        limits = budget(place, parameters, directory, args.host_bytes)
+        hetmem.manage(model, limits, device=device, chunk_bytes=CHUNK_BYTES)
         return model, hetmem.AdamW(model.parameters(), lr=1e-5, **options)
 
     alone, updates = make("host", 0.0, {})
@@ -275,10 +280,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compute", type=float, default=1.0, help="compute, as a multiple of the optimizer's time")
     parser.add_argument("--link", type=float, default=12e9, help="bytes a second of the accelerator's link, each way")
+    parser.add_argument("--host-bytes", type=float, default=4.0, help="of host memory a parameter, before NVMe (of 16)")
     parser.add_argument("--demo-only", action="store_true", help="only the example's model")
     args = parser.parse_args()
     machine = f"{usable_cores()} cores, {platform.machine()}, torch {torch.__version__}"
-    print(f"{args.layers} layers of {args.width}², {machine}")
+    print(f"{args.layers} layers of {args.width}², {args.host_bytes:g} bytes of host a parameter, {machine}")
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         demo(args, Path(directory))
         for placement in ("host", "nvme"):

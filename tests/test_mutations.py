@@ -124,9 +124,15 @@ MUTATIONS = {
     ),
     "update before the gradients have arrived": Mutation(
         "optim/updates.py",
-        " or self._traffic.gradients.arriving(chunk)",
+        " and not self._traffic.gradients.arriving(job.chunk)",
         "",
         "tests/optim/test_overlap.py::test_gradients_that_arrive_behind_the_backward_are_waited_for",
+    ),
+    "update what somebody waits for in its turn": Mutation(
+        "runtime/traffic.py",
+        "        if chunk in self.updating:\n            self.pending.hasten(chunk)\n",
+        "",
+        "tests/optim/test_trailing.py::test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted",
     ),
     "undo nothing of a speculative update": Mutation(
         "optim/undo.py",

@@ -17,6 +17,7 @@ from torch import nn
 
 import hetmem
 from tests.gpu.test_managed import Model, Step, assert_trains_alike, batches, steps_of
+from tests.runtime.parts import Scale
 
 pytestmark = [
     pytest.mark.skipif("CUDALIKE_KERNELS" not in os.environ, reason="another process runs these"),
@@ -66,18 +67,6 @@ def test_training_equals_torch(
     managed = train(expected, placement, tmp_path, build, mixed_precision=mixed, device="cuda")
     assert (hetmem.report(managed).to_dict()["evictions"] > 0) == (placement != "resident")
     hetmem.release(managed)
-
-
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum(0)
 
 
 class Scaled(Small):

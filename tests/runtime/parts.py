@@ -68,8 +68,8 @@ class Codebook(nn.Module):
         return torch.tanh(self.layer(x - self.code))
 
 
-class _Scaled(torch.autograd.Function):
-    """Saves the weight itself."""
+class Scale(torch.autograd.Function):
+    """Gets a weight before any of torch's functions does, and saves it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
-        return gradients[0] * weight, (gradients[0] * x).sum((0, 1))
+        return gradients[0] * weight, (gradients[0] * x).flatten(0, -2).sum(0)
 
 
 class OfOwnFunction(nn.Module):
@@ -93,7 +93,7 @@ class OfOwnFunction(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # In 16 bits a weight that only such a function uses gets its gradients added up in float32: see test_autograd.
         weight = self.weight if x.dtype.itemsize > 2 else self.weight.view_as(self.weight)
-        y: torch.Tensor = _Scaled.apply(x, weight)
+        y: torch.Tensor = Scale.apply(x, weight)
         return F.linear(y, self.after.tril())
 
 

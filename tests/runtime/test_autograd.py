@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.runtime.parts import Scale
 
 
 @contextmanager
@@ -257,25 +257,11 @@ def test_derivatives_of_forward_mode_equal_torch(placement: str, tmp_path: Path)
     assert_same_grads(*modules)
 
 
-class _Scale(torch.autograd.Function):
-    """Gets a weight before any of torch's functions does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] * weight, (gradients[0] * x).sum(0)
-
-
 class ScaledTwice(nn.Linear):
     """Two gradients of one weight meet."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = _Scale.apply(_Scale.apply(x, self.bias), self.bias)
+        x = Scale.apply(Scale.apply(x, self.bias), self.bias)
         return nn.functional.linear(x, self.weight)
 
 
