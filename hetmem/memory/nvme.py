@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 
 from hetmem.config import nvme_timeout_seconds
 from hetmem.errors import BudgetError, CapacityError, StoreError
@@ -188,6 +189,15 @@ class NvmeStore:
         into = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
         start = round_down(offset, BLOCK_BYTES)
         return Look(self._start(self._looks, extent, into, start), into[offset - start :], self.patience_seconds)
+
+    def cache_pages(self, extent: Extent, offsets: Iterable[int]) -> None:
+        """Begin to bring the bytes at `offsets` of `extent` to the page cache, where a view finds them. For many that
+        somebody looks at next: one by one, each would wait for an access of the disk."""
+        starts = {round_down(offset, BLOCK_BYTES) for offset in offsets}
+        with self._lock:
+            file = self._file_of(extent)
+            for start in sorted(starts):
+                self._looks.submit(extent.file, partial(file.cache, extent.offset + start))
 
     def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
         """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.

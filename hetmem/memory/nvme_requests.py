@@ -52,6 +52,11 @@ class Link:
             self._in_flight += 1
         return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
 
+    def submit(self, index: int, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise and is no transfer, on a thread of the store's file number `index`."""
+        self._threads[index].start()
+        self._threads[index].submit(work)
+
     def end(self, moved_bytes: int) -> None:
         """A transfer has ended."""
         with self._lock:

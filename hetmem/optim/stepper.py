@@ -170,6 +170,7 @@ class Stepper:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
         self._interception.reset()
         self._interception.segments.begin_step()
+        self._runtime.writes.look_ahead()
         self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
         with self._remembering_a_failure():
             wait_for_staged_gradients(self._runtime, self._runtime.chunks)

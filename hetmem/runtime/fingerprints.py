@@ -54,6 +54,10 @@ class Fingerprints:
         theirs = others.index_select(0, index).to(values.dtype)
         return not torch.equal(_bits(values, index), _bits(theirs, torch.arange(index.numel())))
 
+    def offsets(self, chunk: Chunk) -> list[int]:
+        """The bytes of its home that are looked at."""
+        return [at * chunk.dtype.itemsize for at in self._places_of(chunk).index.tolist()]
+
     def forget(self) -> None:
         """Chunks hold other parameters now, and have no copies."""
         self._places.clear()

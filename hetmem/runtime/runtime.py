@@ -52,7 +52,7 @@ class Runtime:
         self.traffic = Traffic(
             memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
         )
-        self.writes = Writes(self.parameters, self.bindings, self.traffic)
+        self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.monitor = DeviceMonitor(
             memory.is_home_address, memory.is_device_address, weakly(self.non_model_grew), strict=sanitize
         )

@@ -13,6 +13,7 @@ import torch
 
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.nvme import NvmeStore
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
@@ -25,9 +26,11 @@ _PLACED = (CopyState.VALID, CopyState.LOADING)
 class Writes:
     """Notices writes to managed parameters and makes them count: home is right, and no superseded copy is used."""
 
-    def __init__(self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic) -> None:
+    def __init__(
+        self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic, store: NvmeStore | None
+    ) -> None:
         self._parameters, self._bindings = parameters, bindings
-        self._traffic = traffic
+        self._traffic, self._store = traffic, store
         self.unsure: set[Chunk] = set()
         """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
 
@@ -37,6 +40,7 @@ class Writes:
         """Look at every parameter for changes by the user since it was last used."""
         self._traffic.pending.poll()  # a copy that has arrived must not look as if it were still on its way
         self.unsure.clear()
+        self.look_ahead()
         for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
             counted = [managed for managed in chunk.parameters if self._counted(managed)]
             for managed in counted:
@@ -48,6 +52,20 @@ class Writes:
                     self._supersede(managed)
             elif chunk.homes[Role.PARAM].tier is Tier.DEVICE:
                 self._traffic.copy_home_again(chunk)
+
+    def look_ahead(self) -> None:
+        """All homes are looked at next: what is looked at on NVMe is read together."""
+        residency, fingerprints = self._traffic.residency, self._traffic.carrier.fingerprints
+        if self._store is None:
+            return
+        for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
+            home = chunk.homes[Role.PARAM]
+            if home.extent is None or home.block is None or chunk in self._traffic.updating:
+                continue
+            on_host, on_device = (residency.state(home.block, tier) for tier in (Tier.HOST, Tier.DEVICE))
+            copied = chunk.operand == Role.COMPUTE or on_host is CopyState.VALID or on_device in _PLACED
+            if copied and not residency.dirty(home.block):
+                self._store.cache_pages(home.extent, fingerprints.offsets(chunk))
 
     def make_sure(self, chunk: Chunk) -> None:
         """`chunk` is used next: wait for what is on its way, and see whether that is what its home says."""

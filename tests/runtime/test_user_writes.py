@@ -13,10 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.memory.chunk import Role
+import hetmem
+from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.nvme import Extent, NvmeStore
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Schedule, Tier
 from hetmem.runtime import registry
+from hetmem.runtime.fingerprints import Fingerprints
+from hetmem.runtime.writes import Writes
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     BATCHES,
@@ -289,3 +293,39 @@ def test_writes_before_the_first_forward_and_without_an_optimizer_count(
         x = x.to(mixed or torch.float32)
         with torch.no_grad():
             assert_same(reference(x), modules[1](x), "output")
+
+
+@pytest.mark.parametrize("when", ["forward", "step"])
+def test_homes_on_nvme_that_are_looked_at_are_read_together_before(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One access of the disk after the other would hold training up."""
+    _, managed = pair(mlp, "nvme", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    asked: list[Extent] = []
+    compared: list[Extent] = []
+    caches, differ = NvmeStore.cache_pages, Fingerprints.differ
+
+    def noted(fingerprints: Fingerprints, chunk: Chunk, *args: Any) -> bool:
+        compared.append(chunk.homes[Role.PARAM].extent)
+        assert set(compared) <= set(asked)
+        return differ(fingerprints, chunk, *args)
+
+    def start_anew() -> None:
+        asked.clear()
+        compared.clear()
+
+    monkeypatch.setattr(Writes, "make_sure", lambda *_: None)  # of what was on its way and could not be looked at
+    monkeypatch.setattr(Fingerprints, "differ", noted)
+    monkeypatch.setattr(NvmeStore, "cache_pages", lambda *args: (asked.append(args[1]), caches(*args)))
+    for batch in vector_batches(4, 4, WIDTH):
+        loss = loss_of(managed, batch)
+        if when == "step":
+            start_anew()
+        loss.backward()
+        optimizer.step()
+        if when == "forward":
+            start_anew()
+        optimizer.zero_grad()
+    loss_of(managed, BATCHES[0])
+    assert compared
