@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,10 @@ class Part:
 
     def says(self, group: dict[str, Any]) -> bool:
         """Whether `group`, but for its parameters, says what the group said."""
-        mine, theirs = self.group, {name: value for name, value in group.items() if name != "params"}
-        return mine.keys() == theirs.keys() and all(_number(mine[key]) == _number(theirs[key]) for key in mine)
+        return len(self.group) == len(group) - ("params" in group) and all(
+            key in group and (value is group[key] or _number(value) == _number(group[key]))
+            for key, value in self.group.items()
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -100,9 +103,11 @@ def _copied(value: Any) -> Any:
 
 
 def frozen(value: Any) -> Any:
-    """A learning rate in a tensor may be changed in place."""
+    """What no write in place changes, as a learning rate in a tensor or a list may be; `value` itself if it is so."""
     if isinstance(value, (tuple, list)):
-        return type(value)(frozen(part) for part in value)
+        parts = [frozen(part) for part in value]
+        kept = isinstance(value, tuple) and all(map(is_, parts, value))
+        return value if kept else type(value)(parts)
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
