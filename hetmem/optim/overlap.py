@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TypeVar
 
 
 class Gradients(str, Enum):
@@ -36,6 +37,18 @@ class Overlap(str, Enum):
     BACKWARD = "backward"
     SPECULATIVE = "speculative"
     FORWARD = "forward"
+
+
+_ChoiceT = TypeVar("_ChoiceT", Overlap, Gradients)
+
+
+def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
+    """What users said for `option`. Raises ValueError, with all that could be said, for anything else."""
+    try:
+        return kind(wanted)
+    except ValueError:
+        *others, last = (repr(known.value) for known in kind)
+        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}") from None
 
 
 def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:
