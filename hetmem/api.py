@@ -26,6 +26,7 @@ from hetmem.runtime.building import Building
 from hetmem.runtime.construction import build_memory
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.used_up import UsedUp
 from hetmem.units import parse_size
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -276,7 +277,7 @@ def release(module: torch.nn.Module) -> None:
                 gradient = parameter.grad
                 parameter.grad = None
                 parameter.data = _in_host_memory(parameter.data)
-                if gradient is not None:
+                if gradient is not None and not isinstance(gradient, UsedUp):
                     parameter.grad = _in_host_memory(gradient)
             for buffer in module.buffers():
                 buffer.data = buffer.data.cpu()

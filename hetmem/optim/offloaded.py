@@ -123,6 +123,8 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
+        for stepper in self._steppers.values():
+            stepper.take_marks_off()
         self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()
