@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -25,6 +26,7 @@ from hetmem.runtime.building import Building
 from hetmem.runtime.construction import build_memory
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.used_up import UsedUp
 from hetmem.units import parse_size
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -88,7 +90,8 @@ def manage(
     `budget`: see `Budget`; None = what the machine has free, less a reserve. `device`: "cuda", "cuda:0", "sim" or a
     `SimDevice`; None = the GPU if there is one, else the simulated accelerator. `mixed_precision`: torch.bfloat16 or
     torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies; gradients are float32.
-    `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB"; None = searched. `policy`: which copy
+    `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB", rounded down to a multiple of 4096
+    elements of the widest dtype; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
     memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
     and `mixed_precision`, or the path of its file. `hardware`: what this machine can do, as for `hetmem.plan`: the path
@@ -104,11 +107,12 @@ def manage(
     if not isinstance(module, torch.nn.Module):
         raise ManageError(f"expected a torch.nn.Module, got {type(module).__name__}")
     registry.refuse_managed(module)
-    if mixed_precision not in (None, torch.bfloat16, torch.float16):
-        raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {mixed_precision}")
-    _refuse_other(budget)
-    if policy is not None and not callable(getattr(policy, "rank", None)):
+    refuse_precision(mixed_precision)
+    refuse_budget(budget)
+    if policy is not None and (isinstance(policy, type) or not callable(getattr(policy, "rank", None))):
         raise ManageError(f"policy must be an instance like hetmem.LRU(), with a method rank, got {policy!r}")
+    if not isinstance(sanitize, bool):
+        raise ManageError(f"sanitize must be True or False, got {sanitize!r}")
     ahead = Prefetch()
     planned = _plan(plan)
     if planned is not None:
@@ -124,14 +128,20 @@ def manage(
     slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
     residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
     engine = TransferEngine(accelerator, memory.store)
-    runtime = Runtime(memory, residency, engine, sanitize=bool(sanitize))
+    runtime = Runtime(memory, residency, engine, sanitize=sanitize)
     runtime.hardware = profile
     interception = Interception(module, runtime)
     registry.add(module, interception)
     return module
 
 
-def _refuse_other(budget: Any) -> None:
+def refuse_precision(dtype: Any) -> None:
+    """Raise `ManageError` for what operators cannot compute in beside float32 parameters."""
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {dtype!r}")
+
+
+def refuse_budget(budget: Any) -> None:
     """Raise `ManageError` for what is no budget."""
     if isinstance(budget, type):
         raise ManageError(f"call it: hetmem.managed(hetmem.Budget(…)) decorates {budget.__name__}, or hetmem.managed()")
@@ -195,9 +205,13 @@ def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], 
     Parameters go to their tiers while the module is built, so a model larger than host memory can be constructed if
     the budget has an NVMe directory: each parameter moves to a mapped file there as soon as it is registered.
     `options` are the keywords of `manage`; a `plan` among them says the budget in place of `budget`. Raises
-    `ManageError` for anything but a class derived from `torch.nn.Module`; an instance raises what `manage` does.
+    `ManageError` for anything but a class derived from `torch.nn.Module`, and for options that `manage` does not have;
+    an instance raises what `manage` does.
     """
-    _refuse_other(budget)
+    refuse_budget(budget)
+    known = set(inspect.signature(manage).parameters) - {"module", "budget"}
+    if unknown := sorted(set(options) - known):
+        raise ManageError(f"hetmem.managed has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
 
     def decorate(cls: ClassT) -> ClassT:
         if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
@@ -263,7 +277,7 @@ def release(module: torch.nn.Module) -> None:
                 gradient = parameter.grad
                 parameter.grad = None
                 parameter.data = _in_host_memory(parameter.data)
-                if gradient is not None:
+                if gradient is not None and not isinstance(gradient, UsedUp):
                     parameter.grad = _in_host_memory(gradient)
             for buffer in module.buffers():
                 buffer.data = buffer.data.cpu()

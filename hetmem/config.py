@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hetmem.errors import BudgetError
 from hetmem.units import format_size, parse_size
@@ -39,7 +40,8 @@ class Budget:
     from NVMe for it. None: where the model computes in 16 bits and host memory has room for it beside gradients and
     three states, which is as many as any optimizer of torch's keeps; True: before those, as far as there is room, and
     on NVMe for parameters that lie there. Raises `BudgetError` (a ValueError) for a size that is none,
-    `device_chunks` above `device`, and `nvme` without `nvme_dir`.
+    `device_chunks` above `device`, `nvme` without `nvme_dir`, and an `nvme_dir` that is no path. Whether it is there is
+    seen by `manage`: a plan may be for another machine.
     """
 
     device: Size | None = None
@@ -76,9 +78,14 @@ class Budget:
     def _directories(self) -> tuple[Path, ...]:
         if self.nvme_dir is None:
             return ()
-        if isinstance(self.nvme_dir, (str, os.PathLike)):
-            return (Path(self.nvme_dir),)
-        return tuple(Path(directory) for directory in self.nvme_dir)
+        named: Any = self.nvme_dir
+        directories = list(named) if isinstance(named, Iterable) and not isinstance(named, (str, bytes)) else [named]
+        for directory in directories:
+            if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+                raise BudgetError(
+                    f"Budget(nvme_dir=…) must be the path of a directory, or a list of such, got {self.nvme_dir!r}"
+                )
+        return tuple(Path(directory) for directory in directories)
 
 
 def cache_directory() -> Path:

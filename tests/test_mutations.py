@@ -260,6 +260,18 @@ MUTATIONS = {
         "pass",
         SHARE + "test_homes_go_back_behind_what_is_summed_up_of_their_gradients",
     ),
+    "clip by squares of gradients that have changed since": Mutation(
+        "optim/stepper.py",
+        "untouched = progress is not None and progress.of(parts)\n",
+        "untouched = progress is not None\n",
+        "tests/optim/test_clipping.py::test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins",
+    ),
+    "update a state while the disk is still writing it": Mutation(
+        "runtime/traffic.py",
+        " and not residency.writing(home.block)",
+        "",
+        "tests/optim/test_late_writes.py",
+    ),
     "carry commands out before those given earlier": Mutation(
         "runtime/carrier.py",
         "self._carry_out(*self._commands.popleft())",

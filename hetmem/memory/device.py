@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from hetmem.errors import BudgetError
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
@@ -85,7 +86,7 @@ class SimDevice:
     `memory`: capacity in bytes or as a string; None = the budget's. `host_to_device`, `device_to_host`: bytes per
     second (ints or strings such as "12GB"); None = as fast as this machine copies. Operators compute on the CPU;
     `hetmem` sees to it that they meet only memory of this device, as on a GPU (with `manage(sanitize=True)` it raises
-    where they do not). Raises `BudgetError` for a size that is none.
+    where they do not). Raises `BudgetError` for a size or a speed that is none.
     """
 
     torch_device = torch.device("cpu")
@@ -102,8 +103,8 @@ class SimDevice:
         device_to_host: int | str | None = None,
     ) -> None:
         self.memory_bytes = None if memory is None else parse_size(memory, "SimDevice(memory)")
-        self.host_to_device = None if host_to_device is None else parse_size(host_to_device, "host_to_device")
-        self.device_to_host = None if device_to_host is None else parse_size(device_to_host, "device_to_host")
+        self.host_to_device = _speed(host_to_device, "SimDevice(host_to_device=…)")
+        self.device_to_host = _speed(device_to_host, "SimDevice(device_to_host=…)")
 
     def __repr__(self) -> str:
         return f"SimDevice(memory={self.memory_bytes})"
@@ -154,6 +155,14 @@ class SimDevice:
         """A thread for each direction."""
         rates = {Link.HOST_TO_DEVICE: self.host_to_device, Link.DEVICE_TO_HOST: self.device_to_host}
         return ThreadCopier(rates, seen, finished)
+
+
+def _speed(wanted: int | str | None, what: str) -> int | None:
+    """Bytes a second. Raises `BudgetError` for a speed with which nothing would ever arrive."""
+    speed = None if wanted is None else parse_size(wanted, what)
+    if speed == 0:
+        raise BudgetError(f"{what} must be above 0 bytes per second; None is as fast as this machine copies")
+    return speed
 
 
 class _Mappings:

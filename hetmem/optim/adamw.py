@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hetmem.optim.kernels.tiles import cut
 from hetmem.optim.kernels.update import update_by_torch
 from hetmem.optim.offloaded import OffloadedOptimizer
 from hetmem.optim.rule import ParameterUpdate, Rule, Streamed
-from hetmem.optim.scaling import LossScale
+from hetmem.optim.scaling import LossScale, is_number
 
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 
@@ -61,6 +62,8 @@ class AdamW(OffloadedOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        _refuse_malformed(defaults)
         for name, value, fine in (
             ("learning rate", lr, float(lr) >= 0),
             ("epsilon value", eps, eps >= 0),
@@ -70,9 +73,12 @@ class AdamW(OffloadedOptimizer):
         ):
             if not fine:
                 raise ValueError(f"Invalid {name}: {value}")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         if moments not in (None, torch.bfloat16, "8bit"):
             raise ValueError(f"moments must be None, torch.bfloat16 or '8bit', got {moments!r}")
+        if not isinstance(stochastic_rounding, bool):
+            raise ValueError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed must be an int, got {seed!r}")
         rule: Rule = AdamWRule()
         if moments is not None or stochastic_rounding:
             rule = CompactAdamWRule(moments, seed, stochastic_rounding=stochastic_rounding)
@@ -87,8 +93,10 @@ class AdamW(OffloadedOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
+        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not, and for
+        hyper-parameters that are no numbers."""
         _refuse_amsgrad([param_group])
+        _refuse_malformed(param_group)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -100,6 +108,16 @@ class AdamW(OffloadedOptimizer):
 def _refuse_amsgrad(groups: list[dict[str, Any]]) -> None:
     if any(group.get("amsgrad") for group in groups):
         raise ValueError("hetmem.AdamW has no amsgrad: use hetmem.optim.offload(torch.optim.AdamW, …, amsgrad=True)")
+
+
+def _refuse_malformed(group: dict[str, Any]) -> None:
+    """Raise ValueError for hyper-parameters that no step could compute with."""
+    for name in ("lr", "eps", "weight_decay"):
+        if name in group and not is_number(group[name]):
+            raise ValueError(f"{name} must be a number, got {group[name]!r}")
+    betas = group.get("betas", (0.0, 0.0))
+    if not (isinstance(betas, Sequence) and len(betas) == 2 and all(map(is_number, betas))):
+        raise ValueError(f"betas must be two numbers, got {betas!r}")
 
 
 class AdamWRule:

@@ -16,9 +16,9 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
-from hetmem.optim.overlap import Gradients, Overlap, check_gradients
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.optim.rule import Rule
-from hetmem.optim.scaling import LossScale, clip_factor, loss_scale
+from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
@@ -64,9 +64,9 @@ class OffloadedOptimizer(Optimizer):
         scale: LossScale | float | str | None = None,
         gradients: str = "visible",
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}")
-        self.overlap, self.gradients = Overlap(overlap), Gradients(gradients)
+        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be a positive number or None, got {max_grad_norm!r}")
+        self.overlap, self.gradients = choice(Overlap, overlap, "overlap"), choice(Gradients, gradients, "gradients")
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)
         check_gradients(self.gradients, self.overlap, needs_all=self.needs_all_gradients)
@@ -123,6 +123,8 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
+        for stepper in self._steppers.values():
+            stepper.take_marks_off()
         self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TypeVar
 
 
 class Gradients(str, Enum):
     """What is kept of gradients.
 
     "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
-    arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is None afterwards: 12 bytes a
+    arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is None after `step`: 12 bytes a
     parameter in place of 16 (float32 AdamW). It takes one backward per step, `overlap` "backward" or "forward", and
-    nothing that needs the gradients of all.
+    nothing that needs the gradients of all: between the backward and `step`, where `p.grad` has been used up, it
+    raises RuntimeError for whoever computes with it (`torch.nn.utils.clip_grad_norm_`, a norm that is logged).
     """
 
     VISIBLE = "visible"
@@ -36,6 +38,18 @@ class Overlap(str, Enum):
     BACKWARD = "backward"
     SPECULATIVE = "speculative"
     FORWARD = "forward"
+
+
+_ChoiceT = TypeVar("_ChoiceT", Overlap, Gradients)
+
+
+def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
+    """What users said for `option`. Raises ValueError, with all that could be said, for anything else."""
+    try:
+        return kind(wanted)
+    except ValueError:
+        *others, last = (repr(known.value) for known in kind)
+        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}") from None
 
 
 def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:

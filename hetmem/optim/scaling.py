@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 
 class LossScale:
     """What a float16 loss is multiplied by, so that small gradients do not vanish: `torch.amp.GradScaler`'s rule.
@@ -24,13 +26,15 @@ class LossScale:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"a loss scale must be positive and finite, got {value}")
-        if growth_factor < 1 or not 0 < backoff_factor <= 1 or growth_interval < 1:
+        if not (is_number(value) and value > 0 and math.isfinite(value)):
+            raise ValueError(f"a loss scale must be positive and finite, got {value!r}")
+        factors = is_number(growth_factor) and is_number(backoff_factor)
+        if not (factors and 1 <= growth_factor < math.inf and 0 < backoff_factor <= 1):
             raise ValueError(
-                f"expected growth_factor >= 1, 0 < backoff_factor <= 1 and growth_interval >= 1, got {growth_factor}, "
-                f"{backoff_factor}, {growth_interval}"
+                f"expected growth_factor >= 1 and 0 < backoff_factor <= 1, got {growth_factor!r} and {backoff_factor!r}"
             )
+        if not (isinstance(growth_interval, int) and growth_interval >= 1):
+            raise ValueError(f"growth_interval must be an int of steps, at least 1, got {growth_interval!r}")
         self.value = value
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.skipped = 0
@@ -66,9 +70,16 @@ def loss_scale(wanted: LossScale | float | str | None) -> LossScale | None:
         return wanted
     if wanted == "dynamic":
         return LossScale()
-    if isinstance(wanted, str):
+    if isinstance(wanted, bool) or not is_number(wanted):
         raise ValueError(f"loss_scale must be 'dynamic', a number or a LossScale, got {wanted!r}")
     return LossScale(float(wanted), growth_factor=1.0, backoff_factor=1.0)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real number, or a tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return hasattr(value, "__float__")
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.passes import Passes
@@ -27,6 +29,7 @@ from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime.gradients import has_hooks_of_the_user, honour_written_gradients, wait_for_staged_gradients
 from hetmem.runtime.interception import Interception
+from hetmem.runtime.used_up import Marks
 
 if TYPE_CHECKING:
     from hetmem.optim.offloaded import OffloadedOptimizer
@@ -52,6 +55,7 @@ class Stepper:
         self._progress: dict[Chunk, Progress] = {}
         self._left: dict[int, tuple[int, Part]] = {}
         """Where streamed gradients are used up: the others at the end of backward, after how many arrivals."""
+        self._marks = Marks()
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
@@ -90,12 +94,15 @@ class Stepper:
         self._updates.pump()
 
     def backward_over(self) -> None:
-        """See `Watcher`. Some streamed gradients are used up, and whoever clips the others clips by a wrong norm."""
+        """See `Watcher`. Some streamed gradients are used up: whoever clips them is told there and then, and whoever
+        clips the others, by a wrong norm, in the step."""
         begun = [progress for progress in self._progress.values() if progress.begun]
         for progress in begun:
             self._passes.see_what_is_left(progress)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
             self._see_what_waits({progress.chunk for progress in begun})
+            with self._runtime.unwatched(), torch.no_grad():
+                self._marks.put(part.managed for progress in begun for part in progress.parts)
 
     def _see_what_waits(self, begun: Collection[Chunk]) -> None:
         """Gradients of chunks that are not in `begun`."""
@@ -165,6 +172,10 @@ class Stepper:
         self._add_sums(progress)
 
     # ---- within a step -----------------------------------------------------------------------------------------
+
+    def take_marks_off(self) -> None:
+        """`p.grad` is None where a gradient is used up."""
+        self._marks.drop()
 
     def begin(self) -> None:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
@@ -261,6 +272,7 @@ class Stepper:
 
     def _end(self) -> None:
         self.failed = False
+        self._marks.drop()
         self._left.clear()
         for chunk in list(self._progress):
             self._drop(chunk)

@@ -232,7 +232,13 @@ def survey(
 
 def _chunk_elements(specs: Sequence[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
     if chunk_bytes is not None:
-        return max(PAGE_ELEMENTS, round_down(chunk_bytes // itemsize, PAGE_ELEMENTS))
+        least = PAGE_ELEMENTS * itemsize
+        if chunk_bytes < least:
+            raise BudgetError(
+                f"chunk_bytes must be at least {format_size(least)} ({least} bytes: {PAGE_ELEMENTS} elements of "
+                f"{itemsize} bytes, of which a chunk has a multiple), got {chunk_bytes}"
+            )
+        return round_down(chunk_bytes // itemsize, PAGE_ELEMENTS)
     upper = max(PAGE_ELEMENTS, upper)
     lower = min(MINIMUM_CHUNK_ELEMENTS, upper // 4)
     return search_chunk_elements(specs, minimum_elements=max(PAGE_ELEMENTS, lower), maximum_elements=upper)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetmem.api import refuse_budget, refuse_precision
 from hetmem.config import Budget, Limits
 from hetmem.plan.decision import Variant, decide
 from hetmem.plan.hardware import HardwareProfile
@@ -64,11 +65,17 @@ def plan(
     seconds by the simulator with the rates of `hardware`. `real`: run one forward and backward on the processor of this
     machine, for a model whose control flow depends on values; that takes their time and memory.
 
-    Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, `ProfileError` for a bad profile.
+    Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, `ProfileError` for a bad profile,
+    and `ManageError` or `BudgetError` for a budget, a precision or `chunk_bytes` that `manage` would refuse.
     A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
     """
-    named = None if isinstance(hardware, HardwareProfile) else os.fspath(hardware or DEFAULT_HARDWARE)
-    profile = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or DEFAULT_HARDWARE)
+    refuse_budget(budget)
+    refuse_precision(mixed_precision)
+    if loss is not None and not callable(loss):
+        raise PlanError(f"loss must be a function from the model's output to a scalar, got {loss!r}")
+    asked = DEFAULT_HARDWARE if hardware is None else hardware
+    profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
+    named = None if isinstance(asked, HardwareProfile) else os.fspath(asked)
     limits = (budget or Budget()).limits()
     call = Call(build_model, batch, loss, mixed_precision)
     return plan_within(
@@ -95,8 +102,8 @@ def plan_within(
     real: bool = False,
 ) -> Plan:
     """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`."""
-    if micro_batches < 1:
-        raise PlanError(f"micro_batches must be at least 1, got {micro_batches}")
+    if not (isinstance(micro_batches, int) and micro_batches >= 1):
+        raise PlanError(f"micro_batches must be an int, at least 1, got {micro_batches!r}")
     results = Results()
     workload = trace_real(call) if real else trace(call, results)
     activations = {"as written": workload.peak_live_bytes}

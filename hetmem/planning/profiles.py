@@ -19,6 +19,8 @@ def known_profiles() -> list[str]:
 
 def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
     """The shipped profile `name`, or the one in the file of that name. Raises `ProfileError`."""
+    if not isinstance(name, (str, os.PathLike)):
+        raise ProfileError(f"hardware must be the name of a profile, its path or a HardwareProfile, got {name!r}")
     text = os.fspath(name)
     if text in known_profiles():
         return HardwareProfile.from_json(_SHIPPED.joinpath(f"{text}.json").read_text())

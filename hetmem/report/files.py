@@ -5,6 +5,7 @@ It knows dicts and files; not the runtime, and not what the numbers mean.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -40,6 +41,8 @@ def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Make `text` the content of `path`: at every time there is the whole old file or the whole new one."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "cannot write here: there is no such directory", str(path.parent))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "x", encoding="utf-8") as file:

@@ -5,13 +5,14 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 
 from hetmem.config import Limits
-from hetmem.errors import ManageError
+from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.nvme import NvmeStore
@@ -65,6 +66,7 @@ def build_memory(
 ) -> Memory:
     """Lay `module` out, open the pools and move its parameters home. Nothing is changed if it raises."""
     parameters = collect(module)
+    check_directories(limits)
     capacities = Capacities(
         _device_bytes(limits, device),
         _host_bytes(limits),
@@ -117,6 +119,17 @@ def build_memory(
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device.torch_device)
     return memory
+
+
+def check_directories(limits: Limits) -> None:
+    """Raise `BudgetError` for a directory of the NVMe tier that is none, also where nothing will lie there yet."""
+    for directory in limits.nvme_directories:
+        if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
+            what = "is no directory" if not os.path.isdir(directory) else "may not be written to"
+            raise BudgetError(
+                f"Budget(nvme_dir=…): {str(directory)!r} {what}: name an existing, writable directory on the disk to "
+                f"use"
+            )
 
 
 def _compute_dtype(dtype: torch.dtype, mixed_precision: torch.dtype | None) -> torch.dtype:

@@ -52,6 +52,8 @@ def remove(module: torch.nn.Module) -> Interception:
 
 def of_module(module: torch.nn.Module) -> Interception:
     """What manages `module`. Raises `ManageError` if nothing does."""
+    if not isinstance(module, torch.nn.Module):
+        raise ManageError(f"expected a managed torch.nn.Module, got {type(module).__name__}")
     found = _modules.get(module)
     if found is None:
         raise ManageError(

@@ -18,6 +18,7 @@ from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import is_shared, stand_in, storage_references
 from hetmem.runtime.gradients import GradientSink, is_home_gradient
 from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.used_up import UsedUp
 from hetmem.runtime.weak import weakly
 
 _TRIES = 3
@@ -129,6 +130,7 @@ class ResidentShare:
     def _is_held(self, managed: ManagedParameter) -> bool:
         """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
         gradient, home = managed.parameter.grad, managed.grad_home
+        gradient = None if isinstance(gradient, UsedUp) else gradient
         if gradient is not None and not is_home_gradient(managed) and not self._comes_along(gradient, managed.chunk):
             return True
         if not managed.numel:
@@ -198,7 +200,7 @@ class ResidentShare:
         self._runtime.traffic.register_home(chunk, Role.GRAD)
         for managed in chunk.parameters:
             gradient = managed.parameter.grad
-            if gradient is not None:
+            if gradient is not None and not isinstance(gradient, UsedUp):
                 home = managed.view(Role.GRAD)
                 self._runtime.traffic.engine.copy_now(
                     Link.DEVICE_TO_HOST, partial(_copy, home, gradient.detach()), home.nbytes

@@ -7,6 +7,7 @@ on NVMe. `sanitize` poisons what is freed and fails where a GPU would have.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -247,7 +248,7 @@ def test_adapters_of_a_frozen_base_train_as_in_plain_torch(name: str, tmp_path: 
     sides = []
     for model, optimizer in ((plain, partial(torch.optim.AdamW, fused=True)), (managed, hetmem.AdamW)):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        stepper: Any = optimizer(trained, lr=1e-2)
+        stepper: Any = optimizer(model.parameters(), lr=1e-2)
         torch.manual_seed(3)
         losses = []
         for _ in range(STEPS):
@@ -260,6 +261,14 @@ def test_adapters_of_a_frozen_base_train_as_in_plain_torch(name: str, tmp_path: 
     for (key, ours), theirs in zip(managed.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(theirs, ours), key
         assert theirs.requires_grad == ours.requires_grad == (".up." in key or ".down." in key)
+    assert set(stepper.state) == set(trained), "what is frozen has states"
+    homes: Counter[str] = Counter()
+    for tier in hetmem.report(managed).to_dict()["tiers"].values():
+        homes.update(tier["homes"])
+    adapters = PARAMETER_BYTES * sum(parameter.numel() for parameter in trained)
+    for role in ("grad", "exp_avg", "exp_avg_sq"):
+        assert adapters <= homes[role] < adapters + CHUNK_BYTES, f"{role} takes more than adapters need"
+    assert homes["param"] > 3 * homes["exp_avg"]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "vit", "whisper"])

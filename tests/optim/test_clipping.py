@@ -24,11 +24,13 @@ from tests.runtime.harness import (
     everywhere,
     loss_of,
     manage,
+    mlp,
     pair,
     precisions,
     streamed,
     token_batches,
     train_both,
+    vector_batches,
 )
 
 
@@ -162,3 +164,36 @@ def test_the_gradient_scaler_of_torch_works(placement: str, tmp_path: Path) -> N
         assert_same_weights(plain, managed)
         assert_same_states(*optimizers)
     assert skipped == 2
+
+
+@pytest.mark.parametrize("change", ["written", "replaced"])
+@streamed
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+def test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins(
+    overlap: str, placement: str, change: str, tmp_path: Path
+) -> None:
+    """Squares are summed up during backward. The element that changes is not the one that is looked at, so that only
+    its version, or that it is another tensor, tells."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1.0)
+    for batch in vector_batches(4, 4, 64):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                if change == "replaced":
+                    parameter.grad = parameter.grad.clone()
+                flat = parameter.grad.view(-1)
+                flat[int(flat.abs().argmin())] = 100.0
+        gradients = [p.grad for p in plain.parameters() if p.grad is not None]
+        norm = square_sum(WorkerPool(2), [gradient.flatten() for gradient in gradients]) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(1.0 / (norm + 1e-6))
+        left.step()
+        right.step()
+        assert right.grad_norm == norm
+        left.zero_grad()
+        right.zero_grad()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)

@@ -13,6 +13,7 @@ from torch import nn
 import hetmem
 from hetmem.optim.scaling import clip_factor
 from tests.runtime.harness import (
+    CHUNK,
     PLACEMENTS,
     Recipe,
     Tower,
@@ -176,7 +177,7 @@ def test_parameters_that_are_not_managed_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["host", "resident"])
 def test_clipping_does_not_round_wide_gradients(placement: str, tmp_path: Path) -> None:
     """Gradients in float64 were rounded to float32 where a factor was applied."""
-    plain, managed = pair(lambda: mlp().double(), placement, tmp_path)
+    plain, managed = pair(lambda: mlp().double(), placement, tmp_path, chunk_bytes=2 * CHUNK)
     left = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
     right = hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=0.1, max_grad_norm=1e-3)
     batch = vector_batches(1, 4, 64, dtype=torch.float64)[0]

@@ -13,6 +13,7 @@ from torch import nn
 import hetmem
 from hetmem.optim.kernels import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
 from tests.runtime.harness import (
+    CHUNK,
     CHUNK_ELEMENTS,
     PLACEMENTS,
     STREAMED,
@@ -157,7 +158,7 @@ def test_a_parameter_takes_no_more_host_memory_than_it_says(
     ],
 )
 def test_what_cannot_be_is_refused(dtype: Any, options: dict[str, Any], match: str, tmp_path: Path) -> None:
-    managed = manage(nn.Linear(64, 64).to(dtype or torch.float32), "host", tmp_path)
+    managed = manage(nn.Linear(64, 64).to(dtype or torch.float32), "host", tmp_path, chunk_bytes=2 * CHUNK)
     with pytest.raises(ValueError, match=match):
         hetmem.AdamW(managed.parameters(), **options)
 

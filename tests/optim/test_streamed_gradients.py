@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.optim.stepper import Stepper
 from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
+from hetmem.runtime.used_up import UsedUp
 from tests.runtime.harness import (
     Tower,
     adamws,
@@ -24,6 +26,7 @@ from tests.runtime.harness import (
     everywhere,
     loss_of,
     manage,
+    mlp,
     pair,
     precisions,
     reference,
@@ -157,3 +160,81 @@ def test_a_learning_rate_that_changes_before_the_step_is_refused_where_updates_h
     right.step()
     right.synchronize()
     assert_same_weights(plain, managed)
+
+
+USES: dict[str, Any] = {
+    "clip": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    "measure": lambda module: nn.utils.clip_grad_norm_(module.parameters(), float("inf")),
+    "clip values": lambda module: nn.utils.clip_grad_value_(module.parameters(), 1.0),
+    "log": lambda module: [p.grad.norm() for p in module.parameters() if p.grad is not None],
+    "add": lambda module: [p.grad.add_(p) for p in module.parameters() if p.grad is not None],
+    "step": lambda module: torch.optim.SGD(module.parameters(), lr=0.1).step(),
+}
+
+
+def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Module, Any, Any]:
+    """A pair in the middle of its third step: every gradient of the managed one has been used up."""
+    plain, managed = pair(mlp, "host", directory)
+    left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+    *before, batch = vector_batches(3, 4, 64)
+    train_apart(plain, managed, (left, right), before)
+    for module in (plain, managed):
+        loss_of(module, batch).backward()
+    assert all(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+    return plain, managed, left, right
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("use", USES)
+def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(
+    use: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clip of all gradients found none, clipped nothing and returned 0, and nobody saw it."""
+    monkeypatch.setattr(Stepper, "backward_over", _finished_before(Stepper.backward_over))
+    plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
+    with pytest.raises(RuntimeError, match=r"met the gradient of \w+\.(weight|bias), which its update has used up dur"):
+        USES[use](managed)
+    for optimizer in (left, right):
+        optimizer.step()
+    assert all(parameter.grad is None for parameter in managed.parameters())
+    right.synchronize()
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("way", ["none", "zero", "zero of the module", "release", "forget", "squeeze"])
+def test_gradients_that_are_used_up_are_in_nobodys_way(
+    way: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stepper, "backward_over", _finished_before(Stepper.backward_over))
+    plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
+    left.step()
+    match way:
+        case "none":
+            right.zero_grad()
+        case "zero":
+            right.zero_grad(set_to_none=False)
+        case "zero of the module":
+            managed.zero_grad(set_to_none=False)
+        case "release":
+            hetmem.release(managed)
+        case "forget":
+            right.forget_step()
+        case "squeeze":
+            registry.of_module(managed).runtime.give_way(1 << 30)
+    assert_same_weights(plain, managed)
+    if way != "release":
+        if way != "forget":
+            right.step()
+        assert not any(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+        train_apart(plain, managed, (left, right), vector_batches(2, 4, 64))
+
+
+def _finished_before(told: Any) -> Any:
+    def finished(stepper: Stepper) -> None:
+        stepper.synchronize()
+        told(stepper)
+
+    return finished

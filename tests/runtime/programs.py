@@ -281,7 +281,7 @@ def drawn(seed: int) -> Program:
         dtype=draw.choice((torch.float32,) * 6 + (torch.bfloat16, torch.float64)),
         mixed=mixed,
         placement=placement,
-        chunk_elements=draw.choice((1024, 2048, 4096)),
+        chunk_elements=draw.choice((4096, 4096, 8192)),
         room=draw.choice((1.0, 1.5, 2.0, 3.0) if device_budget == "least" else (1.0, 1.1)),
         staging=draw.choice((1.0, 1.0, 1.3, 2.0, 3.0)),
         device=draw.choice(("default", "default", "linked", "late", "unwatched")),

@@ -186,11 +186,6 @@ class Managed(Side):
         share._went_back, share._idle_seen = 0, -1  # to be tried again as long as the program runs
         registry.of_module(self.module).runtime.give_way(draw.choice((1 << 12, 1 << 14, 1 << 30)))
 
-    def clip(self, draw: Random) -> Any:
-        if "gradients" in self.program.options and self.arrived and all(p.grad is None for p in self.net.parameters()):
-            raise RuntimeError("overlap=: every gradient is used up, and nobody can know what there was to clip")
-        return super().clip(draw)
-
     def make_optimizer(self) -> None:
         kind, options = OPTIMIZERS[self.program.optimizer]
         own = dict(self.program.options)

@@ -261,7 +261,7 @@ def test_an_operator_that_finds_no_memory_runs_again_when_homes_have_left(
     plain, other = Refused(), Refused()
     other.load_state_dict(plain.state_dict())
     limits = hetmem.Budget(device="512KiB", host="1MiB")
-    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="8KiB", mixed_precision=mixed)
+    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="16KiB", mixed_precision=mixed)
     assert memory_of(managed).resident
     x = torch.ones(2, 32)
     expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
@@ -281,7 +281,7 @@ def test_a_forward_behind_a_backward_that_found_no_memory_begins_with_room_for_i
     plain, other = Refused(), Refused()
     other.load_state_dict(plain.state_dict())
     limits = hetmem.Budget(device="512KiB", host="1MiB")
-    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="8KiB", mixed_precision=mixed)
+    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="16KiB", mixed_precision=mixed)
     x = torch.ones(2, 32)
     expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
     assert torch.equal(managed(x), expected)

@@ -253,7 +253,7 @@ class Short(nn.Module):
 def test_an_operator_without_memory_gets_that_of_idle_chunks_and_runs_again(tmp_path: Path) -> None:
     device = UnwatchedDevice(0)
     room = hetmem.Budget(device="64KiB", host="1MiB", device_chunks="32KiB")
-    managed = hetmem.manage(Short(), room, device=device, chunk_bytes="8KiB")
+    managed = hetmem.manage(Short(), room, device=device, chunk_bytes="16KiB")
     x = torch.ones(2, 32)
     expected = managed(x)
     assert device.pools[0].held_bytes() > 0

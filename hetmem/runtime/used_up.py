@@ -1,0 +1,76 @@
+"""What stands in `p.grad` for a gradient that is gone: its shape, and an error for whoever computes with it.
+
+From the end of a backward to `step`, None would say that there was no gradient, and a clip of all gradients would clip
+nothing, by a norm of 0. It takes no memory, and knows neither homes nor updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hetmem.memory.chunk import ManagedParameter
+
+_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+
+
+class UsedUp(torch.Tensor):
+    """The used up gradient of the parameter called `name`. Only `zero_grad` may touch it."""
+
+    hetmem_name: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
+        """In the shape of `like`, all of it the one `element`."""
+        made = torch.Tensor._make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
+        made.hetmem_name = name
+        return made
+
+    def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
+        return f"<the gradient of {self.hetmem_name}, used up by its update>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ZERO:
+            return args[0]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        name = next((leaf.hetmem_name for leaf in leaves if isinstance(leaf, cls)), "a parameter")
+        raise RuntimeError(
+            f"{func} met the gradient of {name}, which its update has used up during backward "
+            f"(gradients='streamed'): nothing can be clipped, scaled or measured any more. To clip, use "
+            f"gradients='visible' with max_grad_norm=, or with overlap='off'"
+        )
+
+
+class Marks:
+    """The gradients of one optimizer that are shown as used up."""
+
+    def __init__(self) -> None:
+        self._marked: list[torch.Tensor] = []
+        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def put(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Those of `parameters` that have no gradient have had one."""
+        for managed in parameters:
+            parameter = managed.parameter
+            if parameter.grad is not None:
+                continue
+            key = parameter.dtype, parameter.device
+            if key not in self._elements:
+                self._elements[key] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = UsedUp(parameter, self._elements[key], managed.name)
+            self._marked.append(parameter)
+
+    def drop(self) -> None:
+        """None is what a used up gradient is from now on."""
+        for parameter in self._marked:
+            if isinstance(parameter.grad, UsedUp):
+                parameter.grad = None
+        self._marked.clear()

@@ -1,0 +1,129 @@
+"""The `Trainer` of Hugging Face transformers over a managed model does what it does over a plain one, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hetmem
+from hetmem.runtime import registry
+from tests.models.zoo import MODELS, TOKENS, VOCABULARY
+from tests.runtime.harness import assert_same_states, assert_same_weights
+
+BATCH = 2
+CHUNK_BYTES = 16 * 1024
+
+
+class Arguments(transformers.TrainingArguments):  # as in docs/transformers.md
+    place_model_on_device = False
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """As many as two epochs of three steps take."""
+
+    def __init__(self) -> None:
+        self._tokens = torch.randint(3, VOCABULARY, (3 * BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+def managed_copy(model: nn.Module, directory: Path) -> nn.Module:
+    """Most of it on NVMe."""
+    budget = hetmem.Budget(device="16MiB", device_chunks="512KiB", host="1MiB", nvme="32MiB", nvme_dir=directory)
+    return hetmem.manage(copy.deepcopy(model), budget, device="sim", chunk_bytes=CHUNK_BYTES, sanitize=True)
+
+
+def trained(
+    model: nn.Module, directory: Path, *, resume: Path | None = None, overlap: str | None = None, **options: Any
+) -> transformers.Trainer:
+    """Three steps with clipping, a schedule and a checkpoint after the second. The trainer seeds as it is made."""
+    managed = registry.of_parameter(next(model.parameters())) is not None
+    kind = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
+    optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=0.1)
+    arguments = Arguments(
+        str(directory),
+        max_steps=3,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-3,
+        warmup_steps=1,
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"max_grad_norm": 0.5, **options},
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), optimizers=(optimizer, None))
+    trainer.accelerator.device_placement = False
+    if managed and overlap is not None and not arguments.max_grad_norm:
+        trainer.accelerator.clip_grad_norm_ = lambda *_, **__: None
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def losses(trainer: transformers.Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def norms(trainer: transformers.Trainer) -> list[float]:
+    return [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulation"])
+def test_a_trainer_has_the_bits_of_the_same_one_over_plain_torch(options: dict[str, Any], tmp_path: Path) -> None:
+    plain = MODELS["gpt2"]()[0]
+    managed = managed_copy(plain, tmp_path)
+    left = trained(plain, tmp_path / "plain", **options)
+    right = trained(managed, tmp_path / "managed", **options)
+    assert len(losses(left)) == 3
+    assert losses(left) == losses(right)
+    assert norms(left) == norms(right)
+    assert min(norms(left)) > 0.5, "nothing was clipped"
+    assert_same_weights(plain, managed)
+    assert_same_states(left.optimizer.optimizer, right.optimizer.optimizer)
+    report = hetmem.report(managed).to_dict()
+    assert report["steps"] == 3
+    assert report["tiers"]["nvme"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("of", ["managed", "plain"])
+def test_a_trainer_goes_on_from_a_checkpoint_with_the_same_bits(of: str, tmp_path: Path) -> None:
+    """Of its own, or of the same one over plain torch."""
+    plain = MODELS["gpt2"]()[0]
+    managed, resumed = managed_copy(plain, tmp_path), managed_copy(plain, tmp_path)
+    whole = trained(plain, tmp_path / "plain")
+    trained(managed, tmp_path / "managed")
+    again = trained(resumed, tmp_path / "again", resume=tmp_path / of / "checkpoint-2")
+    assert losses(again) == losses(whole)
+    assert_same_weights(plain, resumed)
+    assert_same_states(whole.optimizer.optimizer, again.optimizer.optimizer)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_updates_overlap_where_the_trainer_clips_nothing_and_are_refused_where_it_does(
+    overlap: str, tmp_path: Path
+) -> None:
+    """It multiplies gradients by 1 where it only wants their norm, also with `max_grad_norm=0`."""
+    plain = MODELS["gpt2"]()[0]
+    managed, clipped = managed_copy(plain, tmp_path), managed_copy(plain, tmp_path)
+    whole = trained(plain, tmp_path / "plain", max_grad_norm=0.0)
+    right = trained(managed, tmp_path / "managed", max_grad_norm=0.0, overlap=overlap)
+    assert losses(whole) == losses(right)
+    assert_same_weights(plain, managed)
+    with pytest.raises(RuntimeError, match="use max_grad_norm= to clip and loss_scale= to scale, or overlap='off'"):
+        trained(clipped, tmp_path / "clipped", overlap=overlap)
