@@ -155,12 +155,16 @@ class AdamWRule:
         """Tried once: the kernel on `device` against torch's on the host."""
         return equals_host(device, copy_dtype)
 
+    def host_part(self, numel: int) -> slice:
+        """Those whose rounding depends on the CPU."""
+        return tail_of(numel)
+
     def streamed(self, update: ParameterUpdate) -> Streamed:
-        """The host updates the last few elements, whose rounding depends on the CPU."""
-        step, tail = _count(update), tail_of(update.param.numel())
+        """The host updates the last few elements."""
+        step, tail = _count(update), self.host_part(update.param.numel())
         states = update.states
-        tensors = (update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy)
-        param, grad, *rest = cut(tensors, tail)
+        param, *rest = cut((update.param, states["exp_avg"], states["exp_avg_sq"], update.copy), tail)
+        grad = update.grad[update.grad.numel() - param.numel() :]
         before = [(part, part.clone()) for part in (param, *rest) if part is not None]
         if param.numel():
             update_by_torch(step, param, grad, *rest)

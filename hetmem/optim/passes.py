@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
@@ -35,10 +36,15 @@ class Passes:
     """The passes of `optimizer` over the chunks that `interception` manages."""
 
     def __init__(
-        self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool, places: UpdatePlaces
+        self,
+        optimizer: OffloadedOptimizer,
+        interception: Interception,
+        workers: WorkerPool,
+        places: UpdatePlaces,
+        kept: KeptGradients,
     ) -> None:
         self._optimizer, self._interception, self._workers = optimizer, interception, workers
-        self._places = places
+        self._places, self._kept = places, kept
         self._runtime = interception.runtime
 
     # ---- what a pass is of -------------------------------------------------------------------------------------
@@ -68,6 +74,8 @@ class Passes:
 
     def _see_gradients(self, progress: Progress, job: Job) -> None:
         """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
+        if progress.kept:  # which counted its versions as it arrived, and has no sample that nobody waits for
+            return
         self._notice_disturbance(progress, job.opened)
         for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
             part.version = part.gradient._version
@@ -163,8 +171,19 @@ class Passes:
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
         progress.way = self._places.way_of(progress)
         if progress.way is Way.STREAMED:
-            return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress))
+            tails = self._tails_of(progress) if self._kept.holds(chunk) else None
+            return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress), tails=tails)
+        if self._kept.holds(chunk):
+            self._kept.bring_home(chunk)
         return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress))
+
+    def _tails_of(self, progress: Progress) -> Tails:
+        """What the host needs of gradients on the device."""
+        rule, gradients = self._optimizer.rule, progress.chunk.flat(Role.GRAD)
+        assert isinstance(rule, Streamable)
+        progress.kept = True
+        parts = [part.managed for part in progress.parts]
+        return Tails.of((managed, managed.part(gradients)[rule.host_part(managed.numel)]) for managed in parts)
 
     def _streamed(self, progress: Progress, job: Job) -> Updated:
         """What the device is to do, once the host has done its part."""
@@ -174,6 +193,8 @@ class Passes:
         updated: Updated = []
         try:
             for part, update in zip(progress.parts, self._begin(progress, job), strict=True):
+                if job.tails is not None:
+                    update.grad = job.tails.here[part.managed]
                 updated.append((part.managed, rule.streamed(update)))
         except BaseException:
             for _, streamed in updated:
@@ -199,6 +220,8 @@ class Passes:
         return [self._update_of(part, job, progress.scale) for part in progress.parts]
 
     def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
+        if progress.way is Way.STREAMED:  # it was left to the host
+            progress.way = Way.HOST
         self._see_gradients(progress, job)
         if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
@@ -242,6 +265,7 @@ class Passes:
         if not done:
             progress.begun = False
             progress.restore_numbers()
+            progress.kept = False
         for part in progress.parts:
             self._optimizer.forget_empty(part.managed)
         if not done:

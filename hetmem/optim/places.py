@@ -10,6 +10,8 @@ from collections.abc import Container
 import torch
 
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.views import Memory
+from hetmem.optim.overlap import Gradients
 from hetmem.optim.progress import Progress
 from hetmem.optim.rule import Rule, Streamable
 from hetmem.optim.streamed import StreamedUpdates
@@ -17,6 +19,7 @@ from hetmem.plan.balance import Way
 from hetmem.plan.links import Link
 from hetmem.plan.streaming import Facts, Fitting, StreamedShare
 from hetmem.plan.trace import Tier
+from hetmem.runtime.gradients import GradientSink, has_hooks_of_the_user
 from hetmem.runtime.runtime import Runtime
 
 
@@ -27,8 +30,11 @@ class UpdatePlaces:
     updates on the host read it through staging.
     """
 
-    def __init__(self, runtime: Runtime, rule: Rule, updates: StreamedUpdates) -> None:
-        self._runtime, self._rule, self._updates = runtime, rule, updates
+    def __init__(
+        self, runtime: Runtime, rule: Rule, updates: StreamedUpdates, sink: GradientSink, gradients: Gradients
+    ) -> None:
+        self._runtime, self._rule, self._updates, self._sink = runtime, rule, updates, sink
+        self._gradients_stay = gradients is Gradients.STREAMED
         self.share: StreamedShare | None = None
 
     def choose(self, owned: Container[int]) -> None:
@@ -41,6 +47,7 @@ class UpdatePlaces:
         if self.share is None:
             self.share = StreamedShare(runtime.hardware, self._updates)
         sent = runtime.traffic.engine.links()[Link.DEVICE_TO_HOST].bytes - self._updates.sent_home_bytes
+        sent += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
         self.share.look(sent, runtime.memory.moved_bytes, lambda: self._facts(owned))
 
     def way_of(self, progress: Progress) -> Way:
@@ -49,14 +56,20 @@ class UpdatePlaces:
             return Way.RESIDENT
         return Way.STREAMED if self._streams(progress) else Way.HOST
 
+    def place_on_device(self, chunk: Chunk) -> Memory | None:
+        """For gradients of `chunk`, which nobody but its update will see; see `Watcher`."""
+        hooked = any(has_hooks_of_the_user(managed.parameter) for managed in chunk.parameters)
+        return self._updates.place_for(chunk) if self._comes_there(chunk) and not hooked else None
+
     def _streams(self, progress: Progress) -> bool:
-        chunk = progress.chunk
+        whole = len(progress.parts) == len(progress.chunk.parameters)
+        return whole and all(part.at_home for part in progress.parts) and self._comes_there(progress.chunk)
+
+    def _comes_there(self, chunk: Chunk) -> bool:
+        """Whether updates of the whole of `chunk` are made on the device, with its states brought there."""
         if self.share is None or chunk.spec.index not in self.share.chosen or not self._updates.slot_bytes:
             return False
-        if len(progress.parts) < len(chunk.parameters):
-            return False
-        at_home = all(part.at_home for part in progress.parts)
-        return at_home and all(home.tier is Tier.HOST for home in chunk.homes.values())
+        return _in_host_memory(chunk)
 
     # ---- facts -------------------------------------------------------------------------------------------------
 
@@ -72,16 +85,22 @@ class UpdatePlaces:
             sum(chunk.numel for chunk in chunks if chunk.moved),
             copy_bytes,
             copy_bytes if fitting and Role.COMPUTE in fitting[0].homes else 0,
+            self._gradients_stay,
         )
 
     def _fits(self, chunk: Chunk, owned: Container[int]) -> bool:
         """Whether all of `chunk` can be updated on the device: float32, its homes in host memory."""
         if chunk.dtype is not torch.float32 or not any(role.is_state for role in chunk.homes):
             return False
-        if not all(home.tier is Tier.HOST for home in chunk.homes.values()):
+        if not _in_host_memory(chunk):
             return False
         if not all(m.parameter.requires_grad and id(m.parameter) in owned for m in chunk.parameters):
             return False
         copy_dtype = chunk.compute_dtype if Role.COMPUTE in chunk.homes else None
         assert isinstance(self._rule, Streamable)
         return self._rule.streams(self._runtime.memory.device.torch_device, copy_dtype)
+
+
+def _in_host_memory(chunk: Chunk) -> bool:
+    """Whether all homes of `chunk` are there, but for gradients, which may be kept on the device."""
+    return all(home.tier is Tier.HOST for role, home in chunk.homes.items() if role != Role.GRAD)

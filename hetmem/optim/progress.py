@@ -55,7 +55,7 @@ class Part:
 class Progress:
     """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `saving`: what
     it changes is on its way to `saved`, which must not be given back before. `disturbed`: somebody wrote to its
-    streamed gradients before it had read them."""
+    streamed gradients before it had read them. `kept`: they are read on the device, where they arrived."""
 
     chunk: Chunk
     parts: list[Part]
@@ -65,6 +65,7 @@ class Progress:
     saved: Saved | None = None
     saving: bool = False
     disturbed: bool = False
+    kept: bool = False
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     way: Way = Way.HOST
     """Where its update was queued for."""

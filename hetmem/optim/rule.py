@@ -57,8 +57,13 @@ class Streamable(Protocol):
         """Whether that is so on `device`, with copies of `copy_dtype` (None: without), for float32."""
         ...
 
+    def host_part(self, numel: int) -> slice:
+        """The last elements, of `numel`, that the host updates."""
+        ...
+
     def streamed(self, update: ParameterUpdate) -> Streamed:
-        """`update`, in host memory, as far as the host makes it. Counts the step in `state`."""
+        """`update`, in host memory, as far as the host makes it. Counts the step in `state`. Its `grad` is at least
+        what `host_part` says."""
         ...
 
 

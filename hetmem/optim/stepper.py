@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.views import Memory
+from hetmem.optim.kept import KeptGradients
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.passes import Passes
 from hetmem.optim.places import UpdatePlaces
@@ -45,9 +47,12 @@ class Stepper:
     def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
         self._optimizer, self._interception = optimizer, interception
         self._runtime = interception.runtime
-        self._updates = Updates(self._runtime, workers)
-        self._places = UpdatePlaces(self._runtime, optimizer.rule, self._updates.streamed)
-        self._passes = Passes(optimizer, interception, workers, self._places)
+        self._kept = KeptGradients(interception.gradients)
+        self._updates = Updates(self._runtime, workers, self._kept)
+        self._places = UpdatePlaces(
+            self._runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
+        )
+        self._passes = Passes(optimizer, interception, workers, self._places, self._kept)
         self._undo = UndoLog(self._runtime.memory.host_pool)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals: Counter[int] = Counter()
@@ -97,10 +102,14 @@ class Stepper:
         """See `Watcher`. Some streamed gradients are used up: whoever clips them is told there and then, and whoever
         clips the others, by a wrong norm, in the step."""
         begun = [progress for progress in self._progress.values() if progress.begun]
+        chunks = {progress.chunk for progress in begun}
+        for chunk in self._kept.chunks:
+            if chunk not in chunks:
+                self._kept.bring_home(chunk)  # the user finds them where parameters are
         for progress in begun:
             self._passes.see_what_is_left(progress)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
-            self._see_what_waits({progress.chunk for progress in begun})
+            self._see_what_waits(chunks)
             with self._runtime.unwatched(), torch.no_grad():
                 self._marks.put(part.managed for progress in begun for part in progress.parts)
 
@@ -112,6 +121,10 @@ class Stepper:
                 continue
             if self._left.get(id(managed), (-1,))[0] != count:
                 self._left[id(managed)] = count, self._passes.seen(self._passes.part(managed, group))
+
+    def place_on_device(self, chunk: Chunk) -> Memory | None:
+        """See `Watcher`."""
+        return self._places.place_on_device(chunk)
 
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`, which may be updated already."""
@@ -319,7 +332,9 @@ class Stepper:
         groups = self._optimizer.groups_by_parameter() if begun else {}
         for progress in begun:
             for part in progress.parts:
-                if part.managed.parameter.grad is part.gradient:
+                if progress.kept:
+                    kept = part.version == part.gradient._version  # also of one that was written to and is used up
+                elif part.managed.parameter.grad is part.gradient:
                     kept = self._passes.unscaled(part)
                 else:
                     kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up

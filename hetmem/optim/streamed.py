@@ -1,12 +1,13 @@
 """Updates on the device of chunks that live in host memory: states are brought there, updated, and sent home.
 
-It knows jobs, slots on the device and the two directions of the link; which chunks come here is `places`'s.
+It knows jobs, slots on the device and the two directions of the link; which chunks come here is `places`'s, and which
+gradients are here already `kept`'s.
 
-Note "streamed": parameter, gradient and states of a chunk are copied into a slot, and the kernel runs behind them on
-the same stream, so that compute waits for neither. When both are over the results go home on the other stream, and
-then a copy for operators is made from the slot, where one was given up. Nothing of the chunk is read from home
-meanwhile: its block is suspended, as in any update. A slot is free again when what it held is home, for whatever comes
-behind the compute that made that copy.
+Note "streamed": parameter and states of a chunk are copied into a slot, and its gradients into a place beside it if
+they are not in one, and the kernel runs behind them on the same stream, so that compute waits for neither. When both
+are over the place is free, and the results go home on the other stream; then a copy for operators is made from the
+slot, where one was given up. Nothing of the chunk is read from home meanwhile: its block is suspended, as in any
+update. A slot is free again when what it held is home, for whatever comes behind the compute that made that copy.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.views import Memory
+from hetmem.optim.kept import KeptGradients
 from hetmem.optim.rule import Streamed
 from hetmem.plan.links import Link
 from hetmem.plan.streaming import SLOTS
@@ -58,6 +60,13 @@ class _UnderWay:
     slot: Slot
     there: Opened
     updated: Updated
+    borrowed: Memory | None
+    """Where its gradients are brought to, as long as they are needed; None if they are there."""
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether the kernel is not over."""
+        return Role.GRAD in self.there
 
 
 class StreamedUpdates:
@@ -66,13 +75,19 @@ class StreamedUpdates:
     `to_host` takes a job whose slots were given back, `ended` is called after each one that is over.
     """
 
-    def __init__(self, runtime: Runtime, to_host: Callable[[Job], None], ended: Callable[[], None]) -> None:
-        self._runtime, self._traffic = runtime, runtime.traffic
+    def __init__(
+        self, runtime: Runtime, kept: KeptGradients, to_host: Callable[[Job], None], ended: Callable[[], None]
+    ) -> None:
+        self._runtime, self._traffic, self.kept = runtime, runtime.traffic, kept
         self._to_host, self._ended = to_host, ended
         self._queue: deque[Job] = deque()
         self._running: list[_UnderWay] = []
         self._free: list[Slot] = []
+        self._tails = 0
+        """Of gradients, on their way to the host."""
+        self._closing = False
         self.sent_home_bytes = 0
+        """All but gradients."""
 
     # ---- slots -------------------------------------------------------------------------------------------------
 
@@ -98,17 +113,25 @@ class StreamedUpdates:
                     slot = Slot(memory.take_device(nbytes), nbytes)
                     slot.marks.append(self._traffic.engine.mark())  # compute may still be zeroing it
                     self._free.append(slot)
+                    self.kept.open([slot.memory])
             except torch.OutOfMemoryError:
                 self.give_slots_back()
                 return False
         return True
 
     def give_slots_back(self) -> None:
-        """The memory of all slots is the device's again; what was queued for them goes to the host."""
+        """The memory of all slots is the device's again; what was queued for them goes to the host, gradients first."""
+        self._closing = True
+        try:
+            while self._running or self._tails:
+                self._traffic.wait_for_one()
+            self.kept.close()
+        finally:
+            self._closing = False
         while self._queue:
-            self._to_host(self._queue.popleft())
-        while self._running:
-            self._traffic.wait_for_one()
+            job = self._queue.popleft()
+            job.tails = None
+            self._to_host(job)
         if self._free:  # wait for compute that reads them: the memory may be another stream's next
             self._traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, 0)
         for slot in self._free:
@@ -123,8 +146,21 @@ class StreamedUpdates:
         return not (self._queue or self._running)
 
     def add(self, job: Job) -> None:
-        """Queue `job`, of a chunk all of whose roles have homes in host memory."""
+        """Queue `job`, of a chunk all of whose roles have homes in host memory, but for gradients that are kept."""
         self._queue.append(job)
+        if job.tails is not None and not job.tails.there:
+            self._tails += 1
+            self.sent_home_bytes += job.tails.nbytes
+            arrived = partial(self._tails_arrived, job)
+            self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, job.tails, job.tails.nbytes, arrived)
+
+    def place_for(self, chunk: Chunk) -> Memory | None:
+        """Memory here for gradients of `chunk` that are about to arrive; waits for an update to have read those of
+        another one. None if all places are those of chunks whose gradients have not all arrived."""
+        while not self.kept.has_room:
+            if not (self._frees_a_place() and self._traffic.pending.go_on()):
+                return None
+        return self.kept.keep(chunk)
 
     def works_on(self, chunk: Chunk) -> bool:
         """Whether something of `chunk` is on the device for its update."""
@@ -132,8 +168,45 @@ class StreamedUpdates:
 
     def pump(self) -> None:
         """Begin what has a slot."""
-        while self._queue and self._free and not self._traffic.gradients.arriving(self._queue[0].chunk):
-            self._begin(self._queue.popleft(), self._free.pop())
+        while self._free and not self._closing and (job := self._next()) is not None:
+            self._queue.remove(job)
+            self._begin(job, self._free.pop())
+
+    def _next(self) -> Job | None:
+        """What can begin if there is a slot: what holds a place goes first, as others may wait for that."""
+        for job in self._queue:
+            if job.tails is not None and job.tails.there:
+                return job
+        head = next((job for job in self._queue if job.tails is None), None)
+        if head is None or not self.kept.has_room or self._traffic.gradients.arriving(head.chunk):
+            return None
+        return head
+
+    def give_way(self) -> bool:
+        """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""
+        if self.kept.has_room or self._frees_a_place():
+            return False
+        waiting = [job for job in self._queue if job.tails is None]
+        for job in waiting:
+            self._queue.remove(job)
+            self._to_host(job)
+        return bool(waiting)
+
+    def _frees_a_place(self) -> bool:
+        """Whether a place will be free that is not, whatever arrives."""
+        return any(job.tails is not None for job in self._queue) or any(one.reads_gradients for one in self._running)
+
+    def _tails_arrived(self, job: Job, error: BaseException | None) -> None:
+        assert job.tails is not None
+        self._tails -= 1
+        job.tails.there = error is None
+        if error is not None:
+            if job in self._queue:
+                self._queue.remove(job)
+                self._traffic.end_update(job.chunk, renew=job.had_copy)
+                job.done(False)
+            raise error
+        self._ended()
 
     def cancel(self) -> None:
         """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""
@@ -141,7 +214,7 @@ class StreamedUpdates:
             job = self._queue.popleft()
             self._traffic.end_update(job.chunk)
             job.done(False)
-        while self._running:
+        while self._running or self._tails:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
 
@@ -149,7 +222,10 @@ class StreamedUpdates:
         chunk = job.chunk
         job.began = time.perf_counter()
         job.opened = {role: chunk.flat(role) for role in job.roles}
-        one = _UnderWay(job, slot, slot.views(chunk, list(job.roles)), [])
+        there = slot.views(chunk, [role for role in job.roles if role != Role.GRAD])
+        borrowed = None if self.kept.holds(chunk) else self.kept.borrow()
+        there[Role.GRAD] = job.opened[Role.GRAD] if borrowed is None else self.kept.flat(chunk, borrowed)
+        one = _UnderWay(job, slot, there, [], borrowed)
         self._running.append(one)
         assert job.streamed is not None
         try:
@@ -157,7 +233,8 @@ class StreamedUpdates:
         except BaseException:
             self._fail(one)
             raise
-        brought = [role for role in job.roles if role != Role.COMPUTE]
+        not_brought = {Role.COMPUTE} if borrowed is not None else {Role.COMPUTE, Role.GRAD}
+        brought = [role for role in job.roles if role not in not_brought]
         work = _Bring(
             self._runtime.memory.device,
             [(one.there[role], job.opened[role]) for role in brought],
@@ -165,18 +242,31 @@ class StreamedUpdates:
             one.updated,
         )
         nbytes = sum(chunk.role_nbytes(role) for role in brought)
-        self._traffic.pending.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), slot.marks)
+        behind = list(slot.marks)
+        if borrowed is None:
+            behind.append(self._traffic.engine.mark())  # compute may still be writing gradients
+        self._traffic.pending.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), behind)
 
     def _brought(self, one: _UnderWay, error: BaseException | None) -> None:
         """All of it is on the device, and updated."""
         if error is not None:
             self._fail(one)
             raise error
+        self._have_read(one)
         chunk, roles = one.job.chunk, [role for role in one.job.roles if role != Role.GRAD]
         work = _SendHome([(one.job.opened[role], one.there[role]) for role in roles])
         nbytes = sum(chunk.role_nbytes(role) for role in roles)
         self.sent_home_bytes += nbytes
         self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
+
+    def _have_read(self, one: _UnderWay) -> None:
+        """The place of its gradients is free for others, which no stream reads any more."""
+        del one.there[Role.GRAD]
+        if one.borrowed is not None:
+            self.kept.put_back(one.borrowed)
+        else:
+            with self._runtime.unwatched(), torch.no_grad():
+                self.kept.read(one.job.chunk)
 
     def _home(self, one: _UnderWay, work: Callable[[], None], nbytes: int, error: BaseException | None) -> None:
         """All of it is at home again. What did not get there is sent once more: the slot still holds it."""
@@ -206,6 +296,8 @@ class StreamedUpdates:
 
     def _over(self, one: _UnderWay) -> None:
         self._running.remove(one)
+        if one.borrowed is not None and one.reads_gradients:
+            self.kept.put_back(one.borrowed)
         self._free.append(one.slot)
         one.job.opened = {}
 

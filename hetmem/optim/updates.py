@@ -26,6 +26,7 @@ import torch
 
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
 from hetmem.plan.turns import Turns
@@ -57,6 +58,8 @@ class Job:
     keeps_copy: bool = False
     streamed: Callable[[Job], Updated] | None = None
     """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
+    tails: Tails | None = None
+    """Given where its gradients are on the device. See `kept`."""
     opened: Opened = field(default_factory=dict)
     copy: torch.Tensor | None = None
     had_copy: bool = False
@@ -67,13 +70,13 @@ class Job:
 class Updates:
     """The jobs of one optimizer on one runtime. An error leaves every chunk as it was or updated."""
 
-    def __init__(self, runtime: Runtime, workers: WorkerPool) -> None:
+    def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients) -> None:
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
         self._queue: Turns[Job] = Turns(lambda job: job.chunk.spec.index)
         self._opening: deque[Job] = deque()
         self._running: list[Job] = []
         self._pumping = False
-        self.streamed = StreamedUpdates(runtime, self._queue.add, self._go_on)
+        self.streamed = StreamedUpdates(runtime, kept, self._queue.add, self._go_on)
 
     @property
     def idle(self) -> bool:
@@ -111,6 +114,7 @@ class Updates:
         stuck: Job | None = None
         try:
             while not self.idle:
+                self.streamed.give_way()
                 self.pump()
                 if self._running:
                     batch = self._running[0].batch
@@ -138,7 +142,7 @@ class Updates:
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
         nothing."""
-        gives = bool(self._opening)
+        gives = self.streamed.give_way() or bool(self._opening)
         while self._opening:
             job = self._opening.pop()
             for role in job.roles:

@@ -20,6 +20,9 @@ SLOTS = 2
 
 _ALIGNMENT = 4096
 
+_GRADIENT_BYTES = 4
+"""Of an element: what fits is float32."""
+
 _LARGE = 8
 """Chunks of more than so many times the bytes of the usual one are updated on the host: slots for them would take
 memory that homes of many others fill. The usual one is that in which the middle byte lies of all but the largest two,
@@ -39,12 +42,14 @@ class Fitting:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What the choice depends on beside the link: the chunks that fit, in order, the elements of those that live on the
-    device, and the bytes of an element's copy as operators see it, and of the one at home (0 if there is none)."""
+    device, and the bytes of an element's copy as operators see it, and of the one at home (0 if there is none).
+    `gradients_stay`: on the device, where the update reads them, and do not go home before."""
 
     fitting: Sequence[Fitting]
     resident_elements: int
     copy_bytes: int
     home_copy_bytes: int
+    gradients_stay: bool = False
 
 
 class Slots(Protocol):
@@ -81,8 +86,8 @@ class StreamedShare:
         self.chosen: frozenset[int] = frozenset()
 
     def look(self, sent_home: int, moved_bytes: int, facts: Callable[[], Facts]) -> None:
-        """`sent_home` bytes of gradients went to the host in all steps so far; homes that have moved to the device,
-        and slots, take `moved_bytes` there."""
+        """`sent_home` bytes of gradients went to the host in all steps so far, or would have if all had; homes that
+        have moved to the device, and slots, take `moved_bytes` there."""
         before, self._sent_home = self._sent_home, sent_home
         home_bytes = moved_bytes - SLOTS * self._slots.slot_bytes
         if home_bytes == self._home_bytes and (self._slots.slot_bytes or not self.chosen):
@@ -102,7 +107,7 @@ class StreamedShare:
 
     def _have_slots(self, fitting: Sequence[Fitting]) -> bool:
         """Slots for the largest of `fitting`, in memory of the device that is idle."""
-        nbytes = round_up(max((chunk.nbytes for chunk in fitting), default=0), _ALIGNMENT)
+        nbytes = round_up(_slot_bytes(fitting), _ALIGNMENT)
         held = self._slots.slot_bytes
         if held >= nbytes:
             return bool(nbytes)
@@ -118,8 +123,16 @@ class StreamedShare:
             copy_bytes=found.copy_bytes,
             gradient_bytes=sent_home / away,
             home_copy_bytes=found.home_copy_bytes,
+            gradients_stay=found.gradients_stay,
         )
         return streamed_part(costs, found.resident_elements / elements)
+
+
+def _slot_bytes(fitting: Sequence[Fitting]) -> int:
+    """For the states of any of `fitting`, and beside them the gradients of any other one."""
+    gradients = [_GRADIENT_BYTES * chunk.numel for chunk in fitting]
+    states = [chunk.nbytes - nbytes for chunk, nbytes in zip(fitting, gradients, strict=True)]
+    return max(states, default=0) + max(gradients, default=0)
 
 
 def _but_large(fitting: Sequence[Fitting]) -> list[Fitting]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.views import Memory
 from hetmem.plan.cache import CopyState
+from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.runtime import Runtime
@@ -50,6 +53,11 @@ class Watcher(Protocol):
     def give_device_back(self) -> None:
         """Let go of what it has taken of the device beside homes and copies. Waits for what uses that."""
 
+    def place_on_device(self, chunk: Chunk) -> Memory | None:
+        """Memory of the device for the gradients of `chunk`, where its update will read them there; None: they go home.
+        Waits for updates that use such memory."""
+        ...
+
     def may_move(self, chunk: Chunk) -> bool:
         """Whether it can follow if the homes of `chunk` move: nobody else holds its states there. Waits for what it
         reads there itself."""
@@ -72,6 +80,8 @@ class GradientSink:
         self.lends = False
         """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
         self._lent: set[Chunk] = set()
+        self.stayed_bytes = 0
+        """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
         self._taken: dict[int, torch.Tensor | None] = {}
 
@@ -174,6 +184,9 @@ class GradientSink:
             managed.open_grad_home()
         assert managed.grad_home is not None
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
+        if home.tier is Tier.DEVICE and chunk in self._lent:
+            arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
+            self.stayed_bytes += managed.numel * chunk.dtype.itemsize
         if arrived.device == managed.grad_home.device and home.tier is not Tier.DEVICE and traffic.engine.ordered:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
@@ -189,14 +202,31 @@ class GradientSink:
         traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize)
 
     def _lend(self, chunk: Chunk) -> None:
+        """Memory for gradients that are gone soon: on the device, where the update of `chunk` reads them there."""
+        self.runtime.traffic.pending.poll()
+        for watcher in self.watchers:
+            place = watcher.place_on_device(chunk)
+            if place is not None:
+                chunk.homes[Role.GRAD] = Home(Tier.DEVICE, place)
+                self._lent.add(chunk)
+                return
+        self._lend_home(chunk)
+
+    def _lend_home(self, chunk: Chunk) -> None:
         """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
         Where no update will end (the gradients of many chunks wait for their last one), `chunk` gets one of its own."""
-        memory, traffic = self.runtime.memory, self.runtime.traffic
-        traffic.pending.poll()
+        memory, traffic, made_way = self.runtime.memory, self.runtime.traffic, False
         while not memory.lend(chunk, Role.GRAD):
-            if not (memory.lends(chunk, Role.GRAD) and traffic.pending.busy()):
+            if not memory.lends(chunk, Role.GRAD):
                 return
-            traffic.wait_for_one()
+            if traffic.pending.busy():
+                traffic.wait_for_one()
+                made_way = False
+            elif made_way or not traffic.pending.make_way():
+                return
+            else:
+                made_way = True
+                traffic.pending.pump()
         self._lent.add(chunk)
 
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
@@ -209,7 +239,33 @@ class GradientSink:
                 managed.parameter.grad = None
             managed.grad_home = None
         self._lent.discard(chunk)
-        self.runtime.memory.take_back(chunk, Role.GRAD)
+        if chunk.homes[Role.GRAD].tier is Tier.DEVICE:
+            del chunk.homes[Role.GRAD]  # whose place it was, asked for this
+        else:
+            self.runtime.memory.take_back(chunk, Role.GRAD)
+
+    def bring_home(self, chunk: Chunk) -> None:
+        """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises
+        they are where they were."""
+        there = chunk.homes.pop(Role.GRAD)
+        self._lent.discard(chunk)
+        traffic = self.runtime.traffic
+        try:
+            self._lend_home(chunk)
+            traffic.ensure_homes([chunk], [Role.GRAD])
+            copy = partial(_copy, chunk.flat(Role.GRAD), chunk.over(Role.GRAD, there.memory))
+            traffic.engine.copy_now(Link.DEVICE_TO_HOST, copy, chunk.role_nbytes(Role.GRAD))
+        except BaseException:
+            if chunk in self._lent:
+                self.runtime.memory.take_back(chunk, Role.GRAD)
+            chunk.homes[Role.GRAD] = there
+            self._lent.add(chunk)
+            raise
+        for managed in chunk.parameters:
+            if managed.grad_home is not None:
+                self.stayed_bytes -= managed.numel * chunk.dtype.itemsize
+                managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one
+                managed.grad_address = managed.grad_home.data_ptr()
 
     def has_lent(self, chunk: Chunk) -> bool:
         """Whether the gradients of `chunk` lie in memory that was lent for them."""
@@ -291,6 +347,11 @@ def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
     """Whether somebody else hooks into the arrival of gradients of `parameter`, and may change them."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     return len(hooks) > 1
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
 
 
 class _Accumulate:

@@ -44,10 +44,15 @@ class _Ended:
 
     def __init__(self, segments: Segments, number: int) -> None:
         self._segments, self._number = weakref.ref(segments), number
+        self._called = False
 
     @uncompiled
-    @HELD_BACK
     def __call__(self) -> None:
+        self._called = True
+        self._settle()
+
+    @HELD_BACK
+    def _settle(self) -> None:
         segments = self._segments()
         if segments is not None and segments.backwards == self._number:
             segments.settle()
@@ -56,7 +61,21 @@ class _Ended:
         with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
             segments = self._segments()
             if segments is not None and segments.thread == threading.get_ident() and not _hetmem_is_at_work():
-                self()
+                self._settle()
+                if not self._called and not in_backward():
+                    _forget_nodes_that_did_not_run()
+
+
+@uncompiled
+def _forget_nodes_that_did_not_run() -> None:
+    """Let go of the graph of a backward that has raised.
+
+    Autograd keeps the nodes that were ready to run in a queue of the thread, and with them all that is behind them in
+    the graph: what the forward saved, and the model that it is of. It drops them when it looks for the first node of
+    the thread's next backward, and there may be none: so here is one.
+    """
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 def _hetmem_is_at_work() -> bool:

@@ -71,6 +71,15 @@ def test_a_fast_host_beside_a_slow_link_updates_all_that_does_not_fit() -> None:
     assert best.slowest in ("device_to_host", "host_to_device", "both_ways")
 
 
+def test_gradients_that_stay_on_the_device_cross_no_link_where_states_do() -> None:
+    """(2 h + 12 s) / 25 = 28 h / 100, where s = 5/17."""
+    costs = update_costs(machine(25, 100), 10**9, copy_bytes=2, gradient_bytes=2, gradients_stay=True)
+    assert best_shares(costs, 0.0).streamed == pytest.approx(5 / 17)
+    assert costs[Way.STREAMED]["both_ways"] == pytest.approx(24 / 50)
+    assert costs[Way.STREAMED]["device_memory"] == pytest.approx((28 + 24 + 2) / 3000)
+    assert costs[Way.HOST] == update_costs(machine(25, 100), 10**9, copy_bytes=2, gradient_bytes=2)[Way.HOST]
+
+
 def test_copies_that_are_fetched_again_and_again_leave_the_link_to_them() -> None:
     """Eight micro-batches: streaming states as well would only lengthen the queue."""
     few = update_costs(machine(50, 100), 10**9, copy_bytes=2, gradient_bytes=2)

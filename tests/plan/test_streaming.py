@@ -85,6 +85,14 @@ def test_slots_grow_with_the_largest_chunk_into_what_is_idle_and_what_they_have(
     assert (chosen, steps.slots.slot_bytes) == ({0, 1, 2, 3}, SLOT)
 
 
+def test_a_slot_has_room_for_the_states_of_one_chunk_beside_the_gradients_of_any_other() -> None:
+    """The smaller one has a copy in 16 bits at home, so that its states take more."""
+    mixed = [Fitting(0, 10_000, 160_000), Fitting(1, 9_500, 171_000)]
+    steps = Steps(Slots(1 << 20))
+    steps.look(mixed)
+    assert steps.slots.slot_bytes == -(-(9_500 * 14 + 10_000 * 4) // 4096) * 4096 > 171_000
+
+
 def test_nothing_is_streamed_without_room_for_two_slots() -> None:
     steps = Steps(Slots(2 * SLOT - 1))
     for _ in range(3):

@@ -128,6 +128,34 @@ def test_a_run_streams_what_was_planned_with_the_planned_bytes_and_peaks(
     hetmem.release(model)
 
 
+@pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("device_chunks", "on", "chunk_bytes"), [(4 * MIB, ALL, 128 * KIB), (5 * MIB, HALF, 64 * KIB)], ids=["all", "half"]
+)
+def test_a_run_with_streamed_gradients_moves_less_than_was_planned_for_visible_ones(
+    device_chunks: int, on: HardwareProfile, chunk_bytes: int, mixed_precision: torch.dtype | None
+) -> None:
+    """A plan knows no others. Slots are as large, and updates on the device more, as they cost the links less."""
+    workload = trace_real(planning.Call(GPT, BATCH, None, mixed_precision))
+    capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks)
+    arrangement = arrange(workload, capacities, chunk_bytes)
+    planned = Rehearsal(workload, arrangement, capacities, on, overlapped=True, streamed=True)
+    budget = hetmem.Budget(device=12 * MIB, host=16 * MIB, device_chunks=device_chunks)
+    model = hetmem.manage(
+        GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision, hardware=on
+    )
+    run = Run(model, overlap="backward", gradients="streamed")
+    for _ in range(5):
+        expected, got = planned.step(), run.step()
+    assert got["streamed"] / sum(got[way] for way in ("host", "streamed", "resident")) > expected.streamed_updates > 0
+    moved = runtime_of(model).memory.moved_bytes
+    homes = [chunk.home_nbytes(role) for chunk in runtime_of(model).chunks if chunk.moved for role in chunk.homes]
+    assert moved - sum(homes) == expected.update_slot_bytes
+    assert all(got[link] < expected.bytes[link] for link in LINKS)
+    assert hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"] <= expected.device_peak_bytes
+    hetmem.release(model)
+
+
 BUDGET = hetmem.Budget(device=12 * MIB, host=16 * MIB, device_chunks=4 * MIB)
 ENGINES = machine(8e6, 100e6, 7e6, copies=False)
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from tests.runtime.harness import (
     PLACEMENTS,
+    STREAMED,
     Recipe,
     Tower,
     all_hetmem_threads_end,
@@ -86,6 +87,32 @@ def test_a_model_dropped_while_updates_are_under_way_is_collected(placement: str
         return weakref.ref(module.first[0].weight)
 
     weight = failed()
+    gc.collect()
+    assert weight() is None
+    assert all_hetmem_threads_end(), "they end by themselves"
+
+
+@pytest.mark.parametrize("gradients", ["visible", "streamed"])
+@pytest.mark.parametrize("placement", STREAMED)
+def test_a_model_dropped_after_a_backward_was_refused_is_collected(
+    placement: str, gradients: str, tmp_path: Path
+) -> None:
+    """Autograd keeps the nodes that it was going to run next, and all behind them, until the thread's next backward.
+    Once models were collected here only because the next test began with one."""
+
+    def refused() -> weakref.ref[nn.Parameter]:
+        managed = manage(Halves(), placement, tmp_path)
+        optimizer = hetmem.AdamW(managed.parameters(), overlap="backward", gradients=gradients)
+        for _ in range(2):
+            managed(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        managed(torch.ones(2, 64)).sum().backward()
+        with pytest.raises(RuntimeError, match="arrived after its update had begun"):
+            managed(torch.ones(2, 64)).sum().backward()
+        return weakref.ref(managed.first[0].weight)
+
+    weight = refused()
     gc.collect()
     assert weight() is None
     assert all_hetmem_threads_end(), "they end by themselves"

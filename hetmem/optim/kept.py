@@ -1,0 +1,117 @@
+"""Gradients that stay on the device until the update there has read them: whose is which place.
+
+It knows chunks and memory; when an update runs is `streamed`'s, and how a gradient gets here `runtime.gradients`'.
+
+Note "kept": a chunk whose states come to the device for their update needs its gradients there too, and nobody else
+ever sees them if they are streamed. So their home, from the arrival of the first to the end of the kernel that reads
+them, is a place beside the slots, and nothing of them crosses the link but a tail: see `kernels.streamed`. There are as
+many places as slots; an update whose gradients are in host memory borrows one to bring them to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.views import Memory
+from hetmem.runtime.gradients import GradientSink
+
+
+class KeptGradients:
+    """The places of one optimizer on one runtime: each is free, borrowed, or that of a chunk."""
+
+    def __init__(self, sink: GradientSink) -> None:
+        self._sink = sink
+        self._free: list[Memory] = []
+        self._places: dict[Chunk, Memory] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a place is free."""
+        return bool(self._free)
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether gradients of `chunk` are, or arrive, here."""
+        return chunk in self._places
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Those of which gradients are here."""
+        return list(self._places)
+
+    def open(self, places: Iterable[Memory]) -> None:
+        """Have `places`, each large enough for the gradients of any chunk at its end."""
+        self._free.extend(places)
+
+    def close(self) -> None:
+        """Have no places; what is in them goes home first. Nothing may be borrowed."""
+        for chunk in self.chunks:
+            self.bring_home(chunk)
+        self._free.clear()
+
+    def keep(self, chunk: Chunk) -> Memory:
+        """A free place becomes that of `chunk`. Returns the memory of its gradients there."""
+        self._places[chunk] = self._free.pop()
+        return _of(chunk, self._places[chunk])
+
+    def borrow(self) -> Memory:
+        """A free place, to be put back."""
+        return self._free.pop()
+
+    def put_back(self, place: Memory) -> None:
+        """End `borrow`."""
+        self._free.append(place)
+
+    def flat(self, chunk: Chunk, place: Memory) -> torch.Tensor:
+        """Gradients of `chunk` in `place`, 1-D."""
+        return chunk.over(Role.GRAD, _of(chunk, place))
+
+    def read(self, chunk: Chunk) -> None:
+        """The gradients of `chunk` were needed for the last time."""
+        self._sink.retire(chunk, chunk.parameters)
+        self._free.append(self._places.pop(chunk))
+
+    def bring_home(self, chunk: Chunk) -> None:
+        """The gradients of `chunk` go to host memory; see `GradientSink.bring_home`."""
+        self._sink.bring_home(chunk)
+        self._free.append(self._places.pop(chunk))
+
+
+def _of(chunk: Chunk, place: Memory) -> Memory:
+    """The memory at the end of `place` that gradients of `chunk` take; what is before is another chunk's slot."""
+    return place[len(place) - chunk.role_nbytes(Role.GRAD) :]
+
+
+@dataclass(slots=True, eq=False)
+class Tails:
+    """The last elements of gradients that stay on the device, on their way to the host, which makes that part of the
+    update. `here` has those of each parameter once they are `there`."""
+
+    here: dict[ManagedParameter, torch.Tensor]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    there: bool
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[ManagedParameter, torch.Tensor]]) -> Tails:
+        """Of `parts`: parameters, and tensors on the device."""
+        listed = list(parts)
+        total = sum(part.numel() for _, part in listed)
+        pinned = any(part.device.type == "cuda" for _, part in listed)
+        memory = torch.empty(total, dtype=torch.float32, device="cpu", pin_memory=pinned and total > 0)
+        split = memory.split([part.numel() for _, part in listed])
+        pairs = [(to, part) for to, (_, part) in zip(split, listed, strict=True) if part.numel()]
+        return cls({managed: to for to, (managed, _) in zip(split, listed, strict=True)}, pairs, not total)
+
+    @property
+    def nbytes(self) -> int:
+        """What crosses the link."""
+        return sum(part.nbytes for _, part in self.pairs)
+
+    def __call__(self) -> None:
+        """The transfer."""
+        with torch.inference_mode(False), torch.no_grad():
+            for to, part in self.pairs:
+                to.copy_(part, non_blocking=True)
