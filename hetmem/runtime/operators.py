@@ -137,7 +137,7 @@ class OperatorFaults:
         finally:
             written: list[ManagedParameter] = []
             self._find(_writes_to(func, args, kwargs), written)
-            self._runtime.end_use(used, untracked=sets or func == _GET_DATA, writes=bool(written))
+            self._runtime.end_use(used, untracked=sets or func == _GET_DATA, writes=used if written else ())
 
     def weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
         """Those of `module` that are brought to the device for operators."""
@@ -156,7 +156,7 @@ class OperatorFaults:
     def end_region(self, used: list[ManagedParameter], begun: Any) -> None:
         """On the thread of `begin_region`, or on any if that one was interrupted."""
         self._saved.restore_others(begun)
-        self._runtime.end_use(used)
+        self._runtime.end_region(used)
 
     def _stand_by(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model is whole on the device, where operators find it, until there is no memory for one of them."""

@@ -30,6 +30,8 @@ class Writes:
         self._traffic = traffic
         self.unsure: set[Chunk] = set()
         """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
+        self.uncounted: set[int] = set()
+        """By `id`, those whose copies were ever found to be written without a version."""
 
     # ---- by the user, to the home ------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class Writes:
         device = managed.device
         assert device is not None
         if not _same_bits(device, managed.home.to(device)):
+            self.uncounted.add(id(managed))
             self.by_operator(managed)
 
     def by_operator(self, managed: ManagedParameter) -> None:
