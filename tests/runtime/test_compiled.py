@@ -351,6 +351,15 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_watched_again(tmp_path: Pa
     assert backend.calls == BLOCKS - 1
 
 
+@pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
+def test_code_that_is_there_runs_where_none_is_to_be_made(compiled: Any, tmp_path: Path) -> None:
+    _, _, _, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
+    expected = [call_managed(*BATCH) for _ in range(2)][1]
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert_same(expected, call_managed(*BATCH), "output")
+    assert backend.graphs == [5] and backend.calls == 3 * BLOCKS
+
+
 def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
