@@ -1,7 +1,7 @@
 """What hetmem knows of `torch.compile`: who compiles, and how to keep them from code that is hetmem's own.
 
-It knows of no model. torch's callback is whoever compiles the frames that a thread is about to run; None: nobody; False:
-nobody, but code that there is already runs.
+It knows of no model. torch's callback is whoever compiles the frames that a thread is about to run; None: nobody;
+False: nobody, but code that is there already runs.
 """
 
 from __future__ import annotations
