@@ -124,7 +124,7 @@ MUTATIONS = {
     ),
     "update before the gradients have arrived": Mutation(
         "optim/updates.py",
-        " or self._traffic.gradients.arriving(chunk)",
+        " and not self._traffic.gradients.arriving(job.chunk)",
         "",
         "tests/optim/test_overlap.py::test_gradients_that_arrive_behind_the_backward_are_waited_for",
     ),
