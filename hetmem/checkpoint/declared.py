@@ -87,6 +87,8 @@ class Declared:
                 raise CheckpointError(f"{plain[name]} and {key} in the files are both {name} of the model")
             else:
                 plain[name] = key
+        for name in conversions.keys() - self._names:  # which may need to see the tensor that they make
+            plain.setdefault(name, conversions.pop(name).names[0])
         return plain, list(conversions.values())
 
     def _renamed(self, key: str) -> tuple[str, Any, str]:

@@ -18,6 +18,11 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 """The view of a whole that one part of it has."""
 
 
+_TENSOR: Any = torch.Tensor
+_GET_DATA = _TENSOR.data.__get__
+_BY_STRIDES = {torch.as_strided, torch.Tensor.as_strided}
+
+
 class NotFollowedError(ValueError):
     """The operation does more than to move elements, or moves them in another way than those known here."""
 
@@ -47,16 +52,22 @@ class Rearranging(TorchFunctionMode):
 
     def __init__(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
         super().__init__()
-        self.stand_ins = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+        with torch.inference_mode(False):  # where tensors count versions
+            self.stand_ins = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
         self._numbers = {_storage(each): number for number, each in enumerate(self.stand_ins)}
         self._known = {_storage(each): _StandIn(each) for each in self.stand_ins}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous:
             return args[0]
-        if func is torch.cat or func is torch.stack:
-            return self._joined(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func in _BY_STRIDES:
+            raise NotFollowedError("it goes by strides, which are others here")
+        with torch.inference_mode(False):
+            if func is torch.cat or func is torch.stack:
+                return self._joined(func, *args, **(kwargs or {}))
+            if func == _GET_DATA:  # writes to which would count no version
+                return args[0].detach()
+            return func(*args, **(kwargs or {}))
 
     def _joined(self, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         made: torch.Tensor = func(tensors, dim)
@@ -77,8 +88,10 @@ class Rearranging(TorchFunctionMode):
         Raises `NotFollowedError` where that is not known.
         """
         known = self._known.get(_storage(made))
-        if known is None or known.tensor._version:
+        if known is None or known.tensor._version or made.is_conj() or made.is_neg():
             raise NotFollowedError("its values are not those of the tensors that it is made of")
+        if made.dtype != known.tensor.dtype or made.shape != into.shape:
+            raise NotFollowedError("its elements are others than those of the tensors that it is made of")
         order = _order(made)
         made, into = made.permute(order), into.permute(order)
         if not known.parts:

@@ -225,9 +225,9 @@ class TransferEngine:
         while (finished := self._one()) is None:
             if self._beside or not self._copier.wait():
                 finished = HELD_BACK.wait(self._next, self._wake)
-                HELD_BACK.raise_here()
-                if finished not in (None, _WOKEN):
+                if finished not in (None, _WOKEN):  # before an interrupt, which would be the end of it
                     return self._taken(finished)
+                HELD_BACK.raise_here()
             self._copier.poll()
         return finished
 

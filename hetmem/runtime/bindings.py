@@ -80,6 +80,11 @@ class Bindings:
         assert managed.device is not None
         managed.parameter.data = managed.device
 
+    def is_elsewhere(self, managed: ManagedParameter) -> bool:
+        """Whether somebody has set `managed.parameter.data`, which was bound."""
+        at, known = managed.parameter.data_ptr(), (managed.device, managed.home, managed.rest)
+        return all(tensor is None or tensor.data_ptr() != at for tensor in known)
+
     def unbind(self, managed: ManagedParameter) -> None:
         """Between operators: the home, or the stand-in where the home's dtype would disturb autograd's graph."""
         managed.parameter.data = managed.rest

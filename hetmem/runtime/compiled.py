@@ -1,6 +1,7 @@
 """What hetmem knows of `torch.compile`: who compiles, and how to keep them from code that is hetmem's own.
 
-It knows of no model. torch's callback is whoever compiles the frames that a thread is about to run; None: nobody.
+It knows of no model. torch's callback is whoever compiles the frames that a thread is about to run; None: nobody;
+False: nobody, but code that is there already runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def opaque(function: _FunctionT) -> _FunctionT:
 @skipped
 def exchange(callback: Any) -> Any:
     """Have `callback` compile the frames that this thread runs from here on. Returns the one that did so far."""
-    return _EVAL.set_eval_frame(callback) or None
+    return _EVAL.set_eval_frame(callback)
 
 
 def uncompiled(function: _FunctionT) -> _FunctionT:

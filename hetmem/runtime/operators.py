@@ -126,7 +126,8 @@ class OperatorFaults:
             result = self._run(func, args, kwargs)
             self._runtime.notice_writes_to_views()
             return result
-        if func == _SET_DATA:
+        sets = func == _SET_DATA
+        if sets and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
         if in_backward():
             self._gradients.recompute_with(used)
@@ -136,7 +137,7 @@ class OperatorFaults:
         finally:
             written: list[ManagedParameter] = []
             self._find(_writes_to(func, args, kwargs), written)
-            self._runtime.end_use(used, untracked=func == _GET_DATA, writes=bool(written))
+            self._runtime.end_use(used, untracked=sets or func == _GET_DATA, writes=used if written else ())
 
     def weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
         """Those of `module` that are brought to the device for operators."""
@@ -155,7 +156,7 @@ class OperatorFaults:
     def end_region(self, used: list[ManagedParameter], begun: Any) -> None:
         """On the thread of `begin_region`, or on any if that one was interrupted."""
         self._saved.restore_others(begun)
-        self._runtime.end_use(used)
+        self._runtime.end_region(used)
 
     def _stand_by(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model is whole on the device, where operators find it, until there is no memory for one of them."""
@@ -222,4 +223,6 @@ class OperatorFaults:
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""
         with torch.no_grad():
+            if id(value) in self._by_id:  # which may have no values now
+                value = self(torch.clone, (), (value,), {})
             self._runtime.data_set(managed, value)

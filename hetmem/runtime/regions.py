@@ -64,7 +64,7 @@ class Regions:
     def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
         """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
         compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""
-        asked = compiler not in (None, self.compiler) or has_compiled_forward(module)
+        asked = (compiler is not None and compiler is not self.compiler) or has_compiled_forward(module)
         if not asked and self.compiler is None:
             return None
         faults = compute.functions if isinstance(compute.functions, OperatorFaults) else None
@@ -83,7 +83,9 @@ class Regions:
             compute.enter_functions_again()
             raise
         self._running, self.tracing.region = _Region(compute, call, faults, used, begun, compiler), True
-        return (compiler or self.compiler) if can_compile() else None
+        if not can_compile():
+            return None
+        return self.compiler if compiler is None else compiler
 
     def _has_room(self, used: list[ManagedParameter]) -> bool:
         memory = self._runtime.memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -237,11 +237,13 @@ class Runtime:
             for managed in used:
                 self.bindings.bind(managed)
 
-    def end_use(self, used: list[ManagedParameter], *, untracked: bool = False, writes: bool = False) -> None:
+    def end_use(
+        self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
+    ) -> None:
         """The operator is over: parameters rest, what it wrote goes home, what nobody holds may be evicted.
 
-        `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: it may itself
-        have written without counting one.
+        `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: those that
+        it may itself have written to without counting one.
         """
         with self.unwatched():
             for managed in used:
@@ -249,7 +251,7 @@ class Runtime:
             for managed in used:
                 if managed.parameter._version != managed.version:
                     self.writes.by_operator(managed)
-                elif writes:
+                elif managed in writes:
                     self.writes.compare(managed)
                 if self.bindings.held(managed) and id(managed) not in self._held:
                     self._held[id(managed)] = managed
@@ -257,6 +259,15 @@ class Runtime:
                         self._untracked.add(id(managed))
                 else:
                     self._release_device(managed)
+
+    def end_region(self, used: list[ManagedParameter]) -> None:
+        """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
+        measured, and from then on in the weights that had such."""
+        data_set = [(managed, managed.parameter.data) for managed in used if self.bindings.is_elsewhere(managed)]
+        measured, uncounted = self.tracer.measured, self.writes.uncounted
+        self.end_use(used, writes=used if measured else [managed for managed in used if id(managed) in uncounted])
+        for managed, value in data_set:
+            self.data_set(managed, value)
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
         """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more."""

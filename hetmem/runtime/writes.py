@@ -33,6 +33,8 @@ class Writes:
         self._traffic, self._store = traffic, store
         self.unsure: set[Chunk] = set()
         """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
+        self.uncounted: set[int] = set()
+        """By `id`, those whose copies were ever found to be written without a version."""
 
     # ---- by the user, to the home ------------------------------------------------------------------------------
 
@@ -94,11 +96,7 @@ class Writes:
         resting = managed.rest is not home and parameter.data_ptr() == managed.rest.data_ptr()
         if parameter.data_ptr() != managed.home_address and not resting:
             new = parameter.data
-            if new.shape != managed.shape or new.dtype != home.dtype:
-                raise ManageError(
-                    f"{managed.name} was {managed.shape} of {home.dtype} when it became managed and is {new.shape} of "
-                    f"{new.dtype} now: call hetmem.release(model) first, change it, and manage it again"
-                )
+            _refuse_another_kind(managed, new, home.dtype)
             if home.data_ptr() != managed.home_address:  # its storage was given other memory: its place is elsewhere
                 home = managed.view(Role.PARAM)
                 self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
@@ -109,6 +107,7 @@ class Writes:
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
+        _refuse_another_kind(managed, value, value.dtype)
         managed.home.copy_(value)
         self._supersede(managed)
 
@@ -146,6 +145,7 @@ class Writes:
         device = managed.device
         assert device is not None
         if not _same_bits(device, managed.home.to(device)):
+            self.uncounted.add(id(managed))
             self.by_operator(managed)
 
     def by_operator(self, managed: ManagedParameter) -> None:
@@ -158,6 +158,15 @@ class Writes:
         managed.version = managed.parameter._version
         self._supersede(managed, but_device=True)
         self._traffic.copy_equals_home(managed.chunk)
+
+
+def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise `ManageError` if `new`, which `managed` is to be from now on, is not of its shape and `dtype`."""
+    if new.shape != managed.shape or new.dtype != dtype:
+        raise ManageError(
+            f"{managed.name} was {managed.shape} of {managed.home.dtype} when it became managed and is {new.shape} of "
+            f"{new.dtype} now: call hetmem.release(model) first, change it, and manage it again"
+        )
 
 
 def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:

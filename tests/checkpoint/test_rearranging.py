@@ -56,6 +56,12 @@ UNKNOWN: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "a part of what was joined": lambda given: torch.cat(given)[:4],
     "single elements": lambda given: given[0][..., ::2],
     "joined by other means": lambda given: torch.vstack(given),
+    "bits of another dtype": lambda given: given[0].view(torch.int32),
+    "bits of another dtype, joined": lambda given: torch.cat(given).view(torch.int32),
+    "negated by a view": lambda given: torch._neg_view(given[0]),
+    "new values through data": lambda given: torch.stack([given[0].data.mul_(2), given[1]]),
+    "new values through data of what was joined": lambda given: (made := torch.cat(given), made.data.zero_())[0],
+    "other strides": lambda given: given[0].mT.contiguous().as_strided(SHAPE, (60, 10, 1)),
 }
 
 
@@ -88,6 +94,17 @@ def test_every_element_arrives_where_the_operation_puts_it(name: str) -> None:
             _followed(FOLLOWED[name], turned)
     else:
         assert torch.equal(_followed(FOLLOWED[name], turned), expected)
+
+
+def test_where_no_versions_are_counted_it_is_followed_too() -> None:
+    expected = torch.cat(_given())
+    with torch.inference_mode():
+        assert torch.equal(_followed(torch.cat, torch.empty(expected.shape)), expected)
+
+
+def test_parts_of_other_dimensions_are_not_followed() -> None:
+    with pytest.raises(NotFollowedError):  # torch leaves out what has no elements and one dimension
+        _followed(lambda given: torch.cat([given[0].view(-1)[:0], given[1]]), torch.empty(SHAPE))
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -368,6 +368,28 @@ def test_experts_that_are_not_all_there_are_named_and_nothing_changes(tmp_path: 
     pair.train(1)
 
 
+def test_tensors_that_would_make_one_that_the_model_lacks_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion may ask the model for the tensor that it makes."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+    from transformers import conversion_mapping
+
+    asking = loading.WeightConverter("q_proj.weight", "q_proj.weight", [loading.Transpose(0, 1, check_dims=True)])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [asking])
+    saved = _changed(MODELS["llama"]()[0])
+    state = dict(saved.state_dict())
+    state["model.layers.7.self_attn.q_proj.weight"] = torch.rand(4, 4)
+    safetensors.torch.save_file(state, tmp_path / "saved")
+    model = MODELS["llama"]()[0]
+    with pytest.raises(CheckpointError, match=r"the model has no model.layers.7.self_attn.q_proj.weight; rename="):
+        hetmem.load_weights(tmp_path / "saved", model)
+    found = hetmem.load_weights(tmp_path / "saved", model, strict=False)
+    assert found == ([], ["model.layers.7.self_attn.q_proj.weight"])
+    for key, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
 def test_experts_arrive_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     """Of which the tenth comes before the second in the order of letters."""
     config = MODELS["mixtral"]()[0].config

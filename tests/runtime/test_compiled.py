@@ -21,6 +21,7 @@ import hetmem
 from hetmem.runtime import registry
 from tests.runtime.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
 from tests.runtime.lazy_device import UnwatchedDevice
+from tests.runtime.test_writes_within_steps import WAYS, WritesInForward
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
 
@@ -57,6 +58,15 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
         return x
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]
 
 
 raised: type[BaseException] = ValueError
@@ -217,6 +227,16 @@ def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tm
     assert "compiled Block" in names
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_region_writes_to_weights_is_kept(way: str, tmp_path: Path) -> None:
+    """Also where no version counts it: nobody sees what compiled code calls."""
+    plain, managed, call, call_managed, backend = managed_and_plain(
+        lambda: Chain(*(WritesInForward(way) for _ in range(3))), each_block, tmp_path, sanitize=False
+    )
+    train(plain, managed, call, call_managed)
+    assert backend.calls
+
+
 def test_mixed_precision_is_compiled_in_sixteen_bits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = Stack()
@@ -329,6 +349,15 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_watched_again(tmp_path: Pa
     moments = registry.of_module(managed).runtime.events.moments  # type: ignore[union-attr]
     assert [moment.operator for moment in moments][-1] == "mul"
     assert backend.calls == BLOCKS - 1
+
+
+@pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
+def test_code_that_is_there_runs_where_none_is_to_be_made(compiled: Any, tmp_path: Path) -> None:
+    _, _, _, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
+    expected = [call_managed(*BATCH) for _ in range(2)][1]
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert_same(expected, call_managed(*BATCH), "output")
+    assert backend.graphs == [5] and backend.calls == 3 * BLOCKS
 
 
 def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> None:

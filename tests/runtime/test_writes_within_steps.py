@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.runtime.traffic import Traffic
 from tests.runtime.harness import (
@@ -58,6 +60,10 @@ class WritesInForward(nn.Module):
                 weight.data.mul_(0.9)
             elif self.way == "data set":
                 weight.data = weight.data * 0.9
+            elif self.way == "data of another":
+                other = torch.empty(0)
+                other.data = weight
+                other.mul_(0.9)
             elif self.way == "held view":
                 rows = weight[:2]
                 x = x + self.other.bias
@@ -65,7 +71,7 @@ class WritesInForward(nn.Module):
         return self.layer(x)
 
 
-WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "held view")
+WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "data of another", "held view")
 
 
 @everywhere
@@ -76,6 +82,32 @@ def test_writes_inside_forward_are_kept(way: str, placement: str, tmp_path: Path
     with torch.no_grad():
         assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
     assert_same_weights(*modules, "after evaluation")
+
+
+class TakesData(nn.Module):
+    def __init__(self, values: Callable[[TakesData], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.other, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.weight.data = self.values(self)
+        return self.layer(self.other(x))  # type: ignore[no-any-return]
+
+
+@streamed
+@precisions
+def test_a_weight_takes_the_values_of_another(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(
+        lambda: TakesData(lambda module: module.other.weight), placement, tmp_path, mixed_precision=mixed
+    )
+    assert_same(plain.to(mixed)(BATCHES[0][0].to(mixed)), managed(*BATCHES[0]), "output")
+
+
+@streamed
+def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> None:
+    _, managed = pair(lambda: TakesData(lambda module: module.other.bias), placement, tmp_path)
+    with pytest.raises(ManageError, match=r"layer.weight was .*64, 64.* when it became managed and is .*64\]"):
+        managed(*BATCHES[0])
 
 
 @streamed
