@@ -124,7 +124,7 @@ class OffloadedOptimizer(Optimizer):
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
         for stepper in self._steppers.values():
-            stepper.take_marks_off()
+            stepper.marks.drop()
         self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()

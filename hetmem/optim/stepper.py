@@ -60,7 +60,7 @@ class Stepper:
         self._progress: dict[Chunk, Progress] = {}
         self._left: dict[int, tuple[int, Part]] = {}
         """Where streamed gradients are used up: the others at the end of backward, after how many arrivals."""
-        self._marks = Marks()
+        self.marks = Marks()
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
@@ -111,7 +111,7 @@ class Stepper:
         if begun and self._optimizer.gradients is Gradients.STREAMED:
             self._see_what_waits(chunks)
             with self._runtime.unwatched(), torch.no_grad():
-                self._marks.put(part.managed for progress in begun for part in progress.parts)
+                self.marks.put(part.managed for progress in begun for part in progress.parts)
 
     def _see_what_waits(self, begun: Collection[Chunk]) -> None:
         """Gradients of chunks that are not in `begun`."""
@@ -185,10 +185,6 @@ class Stepper:
         self._add_sums(progress)
 
     # ---- within a step -----------------------------------------------------------------------------------------
-
-    def take_marks_off(self) -> None:
-        """`p.grad` is None where a gradient is used up."""
-        self._marks.drop()
 
     def begin(self) -> None:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
@@ -285,7 +281,7 @@ class Stepper:
 
     def _end(self) -> None:
         self.failed = False
-        self._marks.drop()
+        self.marks.drop()
         self._left.clear()
         for chunk in list(self._progress):
             self._drop(chunk)

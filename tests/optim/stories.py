@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hetmem.runtime.used_up import UsedUp
 from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "speculative", "forward")
@@ -73,3 +74,8 @@ class Twins:
 def twins(modules: tuple[nn.Module, nn.Module], **options: Any) -> Twins:
     """With `adamws` on both sides of a `pair`."""
     return Twins(*modules, *adamws(*modules, **options))
+
+
+def with_gradients(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `module` that have a gradient which is not used up."""
+    return [p for p in module.parameters() if p.grad is not None and not isinstance(p.grad, UsedUp)]

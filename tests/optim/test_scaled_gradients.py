@@ -12,7 +12,7 @@ from torch import nn
 import hetmem
 from hetmem.optim.updates import Updates
 from tests.faults.disk import FaultyDisk
-from tests.optim.stories import adamw, one, overlaps, twins
+from tests.optim.stories import adamw, one, overlaps, twins, with_gradients
 from tests.runtime.harness import (
     WIDTH,
     adamws,
@@ -176,13 +176,13 @@ def test_gradients_left_for_the_step_beside_streamed_ones_are_not_written_to_in_
         one(plain, batch, left)
         loss_of(managed, batch).backward()
         next(iter(right._steppers.values()))._updates.finish()  # those that have begun
-        kept = [parameter for parameter in managed.parameters() if parameter.grad is not None]
+        kept = with_gradients(managed)
         assert len(kept) == 1 and kept[0] is managed.layers[4].bias
         for parameter in kept if write in ("counted", "uncounted") else ():
             gradient = parameter.grad if write == "counted" else parameter.grad.data
             gradient.mul_(0.5)
         if write == "clipped":
-            nn.utils.clip_grad_norm_(managed.parameters(), 1e-3)
+            nn.utils.clip_grad_norm_(kept, 1e-3)
         if write == "taken away":
             kept[0].grad = None
         if write is not None:
