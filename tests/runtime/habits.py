@@ -76,7 +76,8 @@ def _halved(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def dropped(side: Side, draw: Random) -> None:
     """Ctrl-C somewhere in a forward or its backward, or not at all; what has come of it is dropped."""
-    if side.program.early or side.program.uses_up:
+    trains = any(parameter.requires_grad for parameter in side.module.parameters())
+    if side.program.early or side.program.uses_up or not trains:  # one side would be interrupted before it is refused
         return
     before = [buffer.clone() for buffer in side.module.buffers()]
     written = [parameter.detach().clone() for parameter in side.module.parameters()]
