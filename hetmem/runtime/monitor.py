@@ -30,7 +30,9 @@ class DeviceMonitor(TorchDispatchMode):
     `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
     `transformed` says that a `torch.func` transform is around the forward: it has wrapped parameters before the model
     was called, so they are read where they are;
-    with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`.
+    `left`: the model has left the device since a function of torch's began, which may be many operators: a GPU, which
+    has refused it memory, would begin it again with the weights where they are then;
+    with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`, unless the model has `left`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class DeviceMonitor(TorchDispatchMode):
         self.live_bytes = 0
         self.paused = False
         self.transformed = False
+        self.left = False
         self._is_home = is_home_memory
         self._is_device = is_device_memory
         self._grown = grown
@@ -74,7 +77,7 @@ class DeviceMonitor(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or _accumulates():
             return func(*args, **kwargs)
-        if self._strict and not self.transformed and not _only_views(func):
+        if self._strict and not (self.transformed or self.left or _only_views(func)):
             self._check(func, tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
         self.count(str(func), tree_leaves(result))
@@ -189,6 +192,7 @@ class _Enter:
         self._monitor = monitor
 
     def __call__(self, grad_outputs: Sequence[Any]) -> None:
+        self._monitor.left = False
         self._monitor.__enter__()
         if not self._monitor.paused:
             self._monitor.count("gradients of a node", grad_outputs)

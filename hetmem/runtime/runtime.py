@@ -194,7 +194,7 @@ class Runtime:
             while self.chunk_bytes() + live_bytes > self.memory.device_bytes and self.traffic.residency.in_flight():
                 self.traffic.wait_for_one()
             if self.chunk_bytes() + live_bytes > self.memory.device_bytes:
-                self._leave_device(live_bytes)
+                self.monitor.left |= self._leave_device(live_bytes)
         if self.chunk_bytes() + live_bytes > self.memory.device_bytes:
             raise self._shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)

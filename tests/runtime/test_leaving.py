@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.runtime.harness import (
     Recipe,
     Tower,
     assert_same,
+    assert_same_grads,
     assert_same_weights,
     loss_of,
     pair,
@@ -391,3 +393,38 @@ def test_it_leaves_between_a_function_and_its_being_computed_again(
     batches = vector_batches(3, 4, 64, dtype=mixed)
     train_both(plain, managed, batches, Recipe(mixed=mixed), optimizers=optimizers_of(plain, managed))
     assert not memory_of(managed).resident
+
+
+class Recurrent(nn.Module):
+    """One function of torch's is many operators, which all use its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(16, 16, bidirectional=True, batch_first=True)
+        self.rest = nn.Sequential(*[nn.Linear(32, 32) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.rest(self.layer(x)[0].mean(1))
+        return y
+
+
+def test_it_leaves_within_a_function_of_many_operators(tmp_path: Path) -> None:
+    """Wherever that is: each budget has room for a little more of it, the last ones for all of it."""
+    compared = 0
+    for device in range(640 << 10, 2500 << 10, 98 << 10):
+        torch.manual_seed(0)
+        plain = Recurrent()
+        managed = hetmem.manage(
+            copy.deepcopy(plain), hetmem.Budget(device=device, host="8MiB"), chunk_bytes=16 << 10, sanitize=True
+        )
+        assert memory_of(managed).resident
+        try:
+            for x in (torch.randn(1, 4, 16), torch.randn(96, 16, 16)):
+                for module in (plain, managed):
+                    loss_of(module, (x,)).backward()
+                assert_same_grads(plain, managed, f"{device} bytes")
+            compared += not memory_of(managed).resident
+        except DeviceOutOfMemoryError:
+            pass
+        hetmem.release(managed)
+    assert compared
