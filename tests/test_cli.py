@@ -62,7 +62,7 @@ def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
         ([*SMALL, "--hardware", "nonesuch"], "no hardware profile 'nonesuch'"),
         ([*SMALL, "--set", "nvme_read.bytes_per_second=-1"], "expected a number above zero, got -1"),
         ([*SMALL, "--set", "nvme_read"], "expected FIGURE=VALUE"),
-        ([*SMALL, "--micro-batches", "0"], "micro_batches must be at least 1, got 0"),
+        ([*SMALL, "--micro-batches", "0"], "micro_batches must be an int, at least 1, got 0"),
         (["plan", MODEL], "say what the model is called with"),
         (["plan", "tests.test_planning", "--input", "2"], "expected MODULE:FUNCTION"),
         (["plan", "tests.test_planning:Nothing", "--input", "2"], "cannot find tests.test_planning:Nothing"),

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from tests.runtime.harness import (
+    CHUNK,
     WIDTH,
     Recipe,
     Tower,
@@ -196,7 +197,7 @@ def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
     build, batches = ZOO[name]
     # The encoder layer's inference fast path is off while any function mode is on, so plain torch must not take it.
     monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
-    modules = pair(build, placement, tmp_path)
+    modules = pair(build, placement, tmp_path, chunk_bytes=2 * CHUNK if name == "bilinear" else CHUNK)
     if name == "bilinear":  # AdamW of hetmem has no complex numbers: SGD of torch steps
         optimizers = tuple(torch.optim.SGD(module.parameters(), lr=0.1) for module in modules)
     else:
