@@ -39,15 +39,16 @@ class LateWrite:
         return nbytes
 
 
-@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
-def test_no_update_changes_what_the_disk_is_still_writing(
-    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The write would take up half of an update, and an error of that update could not be undone any more."""
+def test_no_update_changes_what_the_disk_is_still_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write would take up half of an update, and an error of that update could not be undone any more.
+
+    In a step that overlaps with nothing: otherwise the order of updates depends on when they can begin, and another one
+    may wait for the slot that is being written.
+    """
     disk = FaultyDisk()
     disk.used_by(monkeypatch, threads=4)
     room = budget("nvme", tmp_path, host=HOST_CHUNKS * CHUNK)
-    both = twins(pair(tower, room, tmp_path), overlap=overlap)
+    both = twins(pair(tower, room, tmp_path))
     batches = vector_batches(4, 4, 64)
     both.train(batches[:2])
     both.right.synchronize()
