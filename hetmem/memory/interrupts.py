@@ -10,20 +10,35 @@ knows here.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import ContextDecorator
+from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 _INTERRUPT = int(signal.SIGINT)
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 _SIGNALS: Any = importlib.import_module("_signal")
 """What `signal` wraps, which takes twenty times as long, to make enums; this is asked around every operator."""
 
 
-class HeldBack(ContextDecorator):
+_main = threading.main_thread().ident
+"""Of the main thread. Asked by its number: `current_thread` would make an object for each thread not Python's own."""
+
+
+def _ask_anew() -> None:
+    global _main
+    _main = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=_ask_anew)
+
+
+class HeldBack:
     """A context, or a decorator, to be entered any number of times within itself, in which interrupts wait."""
 
     def __init__(self) -> None:
@@ -33,8 +48,18 @@ class HeldBack(ContextDecorator):
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
+    def __call__(self, function: _FunctionT) -> _FunctionT:
+        """`function`, within this."""
+
+        @functools.wraps(function)
+        def held_back(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return cast(_FunctionT, held_back)
+
     def __enter__(self) -> None:
-        if not _on_main_thread():
+        if get_ident() != _main:
             return
         if not self._depth:
             theirs = _SIGNALS.getsignal(_INTERRUPT)
@@ -46,7 +71,7 @@ class HeldBack(ContextDecorator):
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._depth and _on_main_thread():
+        if self._depth and get_ident() == _main:
             if self._depth == 1:
                 self._give_back()
             else:
@@ -54,13 +79,13 @@ class HeldBack(ContextDecorator):
 
     def raise_here(self) -> None:
         """Whoever calls this is going to wait: an interrupt that came before is raised instead."""
-        if self._came and _on_main_thread():
+        if self._came and get_ident() == _main:
             self._came = False
             self._deliver()
 
     def wait(self, wait: Callable[[], Any], wake: Callable[[], None]) -> Any:
         """`wait()`. An interrupt calls `wake`, which makes it return; then the caller is to ask `raise_here`."""
-        if not _on_main_thread():
+        if get_ident() != _main:
             return wait()
         self._wake = wake
         try:
@@ -96,11 +121,6 @@ class HeldBack(ContextDecorator):
         else:  # it ends the process, or is ignored
             _SIGNALS.signal(_INTERRUPT, self._theirs)
             signal.raise_signal(signal.SIGINT)
-
-
-def _on_main_thread() -> bool:
-    """Asked by the number: `current_thread` would make an object for each thread that is not Python's own."""
-    return threading.get_ident() == threading.main_thread().ident
 
 
 HELD_BACK = HeldBack()
