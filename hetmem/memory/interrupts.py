@@ -10,18 +10,17 @@ knows here.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from threading import get_ident
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 _INTERRUPT = int(signal.SIGINT)
-_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 _SIGNALS: Any = importlib.import_module("_signal")
 """What `signal` wraps, which takes twenty times as long, to make enums; this is asked around every operator."""
 
@@ -38,7 +37,7 @@ def _ask_anew() -> None:
 os.register_at_fork(after_in_child=_ask_anew)
 
 
-class HeldBack:
+class HeldBack(ContextDecorator):
     """A context, or a decorator, to be entered any number of times within itself, in which interrupts wait."""
 
     def __init__(self) -> None:
@@ -47,16 +46,6 @@ class HeldBack:
         self._came = False
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
-
-    def __call__(self, function: _FunctionT) -> _FunctionT:
-        """`function`, within this."""
-
-        @functools.wraps(function)
-        def held_back(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return cast(_FunctionT, held_back)
 
     def __enter__(self) -> None:
         if get_ident() != _main:
