@@ -182,7 +182,7 @@ class Updates:
 
     def _may_open(self) -> bool:
         """Whether a job may open; see the note "openings"."""
-        if len(self._opening) + len(self._running) >= _AT_ONCE:
+        if not self._queue or len(self._opening) + len(self._running) >= _AT_ONCE:
             return False
         last = self._opening[-1] if self._opening else None  # those before it had places when it opened
         return last is None or all(self._traffic.role_has_place(last.chunk, role) for role in last.roles)

@@ -18,7 +18,7 @@ from hetmem.plan.trace import Tier
 from hetmem.plan.turns import Turns
 
 _AT_ONCE = 2
-"""As in `optim.updates`."""
+"""Updates that run, beside one that opens: three in all, as in `optim.updates`, which may have several opening."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Call:
         """Whether it is on the stack that has `frame` on top."""
         own = self._frame
         while frame is not None:
-            if id(frame) == own and self.is_made_in(frame):
+            if id(frame) == own and self.is_made_in(frame):  # asked for each frame: a call would cost more
                 return True  # and not by one that has got the memory of a frame that is gone
             frame = frame.f_back
         return False

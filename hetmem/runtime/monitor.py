@@ -30,8 +30,8 @@ class DeviceMonitor(TorchDispatchMode):
     `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
     `transformed` says that a `torch.func` transform is around the forward: it has wrapped parameters before the model
     was called, so they are read where they are;
-    `left`: the model has left the device since a function of torch's began, which may be many operators: a GPU, which
-    has refused it memory, would begin it again with the weights where they are then;
+    `left`: the model has left the device within the function of torch's, or the node, that runs, which may be many
+    operators: a GPU, which has refused it memory, would begin it again with the weights where they are then;
     with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`, unless the model has `left`.
     """
 
@@ -192,7 +192,6 @@ class _Enter:
         self._monitor = monitor
 
     def __call__(self, grad_outputs: Sequence[Any]) -> None:
-        self._monitor.left = False
         self._monitor.__enter__()
         if not self._monitor.paused:
             self._monitor.count("gradients of a node", grad_outputs)
@@ -206,5 +205,6 @@ class _Leave:
 
     def __call__(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
         self._monitor.__exit__(None, None, None)
+        self._monitor.left = False
         if not self._monitor.paused:
             self._monitor.count("gradients of a node", grad_inputs)

@@ -116,7 +116,6 @@ class OperatorFaults:
         return dtype if asks is _Asks.DTYPE else dtype.is_floating_point
 
     def _operator(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._runtime.monitor.left = False
         if not self._runtime.memory.streams:
             return self._stand_by(func, types, args, kwargs)
         used: list[ManagedParameter] = []
@@ -171,6 +170,7 @@ class OperatorFaults:
             if not self._runtime.memory.streams:
                 raise self._explained(error) from None
         finally:
+            self._runtime.monitor.left = False
             if over_others:
                 self._saved.leave()
         return self(func, types, args, kwargs)

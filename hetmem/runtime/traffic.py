@@ -105,9 +105,8 @@ class Traffic:
         commands = self._acquire(block, tier, load=load)
         try:
             self.execute(commands, urgent=block)
-            chunk, _ = self.carrier.chunk_of_block[block]
-            if chunk in self.updating and self.residency.state(block, tier) is not CopyState.VALID:
-                self.pending.hasten(chunk)
+            if missing and self.carrier.chunk_of_block[block][0] in self.updating:
+                self.pending.hasten(self.carrier.chunk_of_block[block][0])
             while self.residency.state(block, tier) is not CopyState.VALID:
                 if tier is Tier.DEVICE and self.carrier.order_compute_after(block):
                     break

@@ -143,22 +143,21 @@ def test_a_use_of_what_is_being_updated_waits_for_that() -> None:
     assert simulated.now == 5.0 + 1.0
 
 
-def test_updates_take_turns_by_number_but_what_is_waited_for_is_next() -> None:
+@pytest.mark.parametrize(
+    ("first", "then", "updated"),
+    [(0, 1, 2), (0, 2, 3), (2, 0, 2), (1, 2, 3)],
+    ids=["in order", "one between", "what is waited for", "the lowest between"],
+)
+def test_updates_take_turns_by_number_but_what_is_waited_for_is_next(first: int, then: int, updated: int) -> None:
+    """`first` is waited for alone. Those that run when `then` is used began in turn, before anybody wanted that."""
     simulated = traffic(3, [HOST] * 3)
     made = updates(simulated, cores=1)
     for number in (2, 1, 0):
         made.add(update(5.0, number=number, operand=number))
-    use(simulated, 0, 0.0)
+    use(simulated, first, 0.0)
     assert simulated.now == 5.0 + 1.0
-    use(simulated, 2, 0.0)  # number 1 has run since
-    assert simulated.now == 3 * 5.0 + 1.0
-
-    simulated = traffic(3, [HOST] * 3)
-    made = updates(simulated, cores=1)
-    for number in (0, 1, 2):
-        made.add(update(5.0, number=number, operand=number))
-    use(simulated, 2, 0.0)
-    assert simulated.now == 5.0 + 1.0
+    use(simulated, then, 0.0)
+    assert simulated.now == updated * 5.0 + 1.0
 
 
 def test_what_an_update_has_opened_gives_way_to_somebody_who_can_go_on_only_so() -> None:

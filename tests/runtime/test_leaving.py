@@ -423,6 +423,7 @@ def test_it_leaves_within_a_function_of_many_operators(tmp_path: Path) -> None:
                 for module in (plain, managed):
                     loss_of(module, (x,)).backward()
                 assert_same_grads(plain, managed, f"{device} bytes")
+            assert not registry.of_module(managed).runtime.monitor.left, "checks are left out for that function only"
             compared += not memory_of(managed).resident
         except DeviceOutOfMemoryError:
             pass
