@@ -106,7 +106,7 @@ class _NewTensors:
         if like is not None and stored.shape == tuple(like.shape):
             made = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
         else:
-            device = None if like is None or not stored.shape else like.device
+            device = torch.device("cpu") if like is None or not stored.shape else like.device
             made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
         self._targets.append((stored, made))
         return made

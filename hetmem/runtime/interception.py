@@ -158,10 +158,11 @@ class Interception:
             return
         if compute.task >= 0:
             self.runtime.notice_writes_by_hooks()
-        if self.runtime.memory.streams:
-            with self.runtime.unwatched():
+        with self.runtime.unwatched():
+            if self.runtime.memory.streams:
                 self.runtime.bindings.leave_home()
-        compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
+            faults = OperatorFaults(self.runtime, self.gradients, self._saved)
+        compute.enter_functions(faults)
         self._saved.enter(compute)
 
     @skipped

@@ -136,17 +136,20 @@ def _accumulates() -> bool:
 
 
 class _Paused:
-    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
+    """`monitor` sees nothing within, nor does any function mode: hetmem's own, or one of the user's (a default device,
+    say). Entered several times in each operator, so it is no generator."""
 
-    __slots__ = ("_before", "_monitor")
+    __slots__ = ("_before", "_modes", "_monitor")
 
     def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
+        self._monitor, self._modes = monitor, torch._C.DisableTorchFunction()
 
     def __enter__(self) -> None:
         self._before, self._monitor.paused = self._monitor.paused, True
+        self._modes.__enter__()
 
     def __exit__(self, *_: object) -> None:
+        self._modes.__exit__()
         self._monitor.paused = self._before
 
 
