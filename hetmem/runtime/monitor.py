@@ -149,7 +149,7 @@ class _Paused:
         self._modes.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._modes.__exit__()
+        self._modes.__exit__(None, None, None)
         self._monitor.paused = self._before
 
 
