@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from hetmem.errors import BudgetError, ManageError
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
+from hetmem.optim.places import check_staging
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
-from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.compiled import uncompiled
@@ -328,7 +328,7 @@ class OffloadedOptimizer(Optimizer):
             elif memory.streams:  # on the device gradients stay autograd's own
                 traffic.ensure_homes(used, (Role.GRAD,))
             for chunk in used:
-                _check_staging(memory.staging_slots, chunk, len(self.rule.roles(group, chunk.dtype)))
+                check_staging(memory, chunk, len(self.rule.roles(group, chunk.dtype)))
             for dtype in {chunk.dtype for chunk in used}:
                 roles = self.rule.roles(group, dtype)
                 for chunk in used:
@@ -394,13 +394,3 @@ class OffloadedOptimizer(Optimizer):
 
     def _name(self) -> str:
         return f"hetmem.{type(self).__name__}"
-
-
-def _check_staging(slots: int, chunk: Chunk, states: int) -> None:
-    copies = Role.COMPUTE in chunk.homes and chunk.homes[Role.COMPUTE].tier is Tier.NVME
-    needed = (2 + states + copies) * chunk.spec.span
-    if 0 < slots < needed:
-        raise BudgetError(
-            f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "
-            f"{states} states needs {needed} at once: raise Budget(host=…), or set a smaller chunk_bytes"
-        )

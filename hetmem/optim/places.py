@@ -9,6 +9,7 @@ from collections.abc import Container
 
 import torch
 
+from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.views import Memory
 from hetmem.optim.overlap import Gradients
@@ -17,10 +18,13 @@ from hetmem.optim.rule import Rule, Streamable
 from hetmem.optim.streamed import StreamedUpdates
 from hetmem.plan.balance import Way
 from hetmem.plan.links import Link
+from hetmem.plan.placement import slots_for_staging
 from hetmem.plan.streaming import Facts, Fitting, StreamedShare
 from hetmem.plan.trace import Tier
 from hetmem.runtime.gradients import GradientSink, has_hooks_of_the_user
+from hetmem.runtime.memory import Memory as ModelMemory
 from hetmem.runtime.runtime import Runtime
+from hetmem.units import format_size
 
 
 class UpdatePlaces:
@@ -104,3 +108,16 @@ class UpdatePlaces:
 def _in_host_memory(chunk: Chunk) -> bool:
     """Whether all homes of `chunk` are there, but for gradients, which may be kept on the device."""
     return all(home.tier is Tier.HOST for role, home in chunk.homes.items() if role != Role.GRAD)
+
+
+def check_staging(memory: ModelMemory, chunk: Chunk, states: int) -> None:
+    """Raise `BudgetError` if an update of `chunk`, with so many `states`, has no room in staging."""
+    slots = memory.staging_slots
+    copies = Role.COMPUTE in chunk.homes and chunk.homes[Role.COMPUTE].tier is Tier.NVME
+    needed = (2 + states + copies) * chunk.spec.span
+    if 0 < slots < needed:
+        raise BudgetError(
+            f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "
+            f"{states} states needs {needed} at once: raise Budget(host=…) to "
+            f"{format_size(slots_for_staging(needed) * memory.host_pool.slot_bytes)}, or set a smaller chunk_bytes"
+        )

@@ -23,6 +23,9 @@ from hetmem.units import format_size, round_down
 STAGED_ROLES = 4
 """Parameter, gradient and two optimizer states of one chunk are in staging together while it is updated."""
 
+_HOST_PER_STAGING = 4
+"""Slots of host memory for each one of staging beyond the least, so that homes have room."""
+
 COPY_BYTES = 2
 """Of an element of a 16-bit copy."""
 
@@ -163,10 +166,15 @@ def staging_slots(spans: Sequence[int], host_slots: int, roles: int = STAGED_ROL
     """How many slots of host memory form the staging ring, given that not everything has its home in host memory.
 
     The least holds one chunk's update at a time; twice that lets the next one be read meanwhile, three times also the
-    last one be written. Never more than a quarter of the host's slots beyond the least, so that homes have room.
+    last one be written. Never more than a quarter of the host's slots beyond the least.
     """
     largest = roles * max(spans, default=1)
-    return max(largest, min(3 * largest, host_slots // 4))
+    return max(largest, min(3 * largest, host_slots // _HOST_PER_STAGING))
+
+
+def slots_for_staging(slots: int) -> int:
+    """How many slots of host memory there must be for a staging ring of so many `slots`."""
+    return _HOST_PER_STAGING * slots
 
 
 def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize: int, itemsize: int, nvme: bool) -> int:

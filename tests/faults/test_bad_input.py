@@ -16,6 +16,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError, StoreError
+from hetmem.units import parse_size
 
 ROOMY = hetmem.Budget(device="8MiB", host="32MiB", device_chunks="2MiB")
 
@@ -261,3 +262,23 @@ def test_an_interrupt_in_a_step_leaves_parameters_readable_and_training_can_go_o
     assert not [thread.name for thread in started if thread.name.startswith("hetmem")]
     assert not list(tmp_path.iterdir())
     assert same(values(plain), values(model))
+
+
+def test_staging_for_more_states_is_had_as_the_error_says(tmp_path: Path) -> None:
+    """Five roles together, where the least ring has four slots; a slot of host memory less is not enough."""
+    chunk = 128 * 128 * 4
+
+    def amsgrad(host: int) -> Any:
+        limits = hetmem.Budget(device="8MiB", device_chunks=8 * chunk, host=host, nvme="64MiB", nvme_dir=tmp_path)
+        model = hetmem.manage(mlp(layers=24), limits, device="sim", chunk_bytes=chunk)
+        assert hetmem.report(model).to_dict()["tiers"]["nvme"]["peak_bytes"] > 0
+        return hetmem.optim.offload(torch.optim.Adam, model.parameters(), amsgrad=True)
+
+    with pytest.raises(BudgetError, match="needs 5 at once") as raised:
+        amsgrad(16 * chunk)
+    found = re.search(r"raise Budget\(host=…\) to ([^,]+), or", str(raised.value))
+    assert found is not None
+    enough = parse_size(found[1], "host")
+    amsgrad(enough)
+    with pytest.raises(BudgetError, match="needs 5 at once"):
+        amsgrad(enough - chunk)
