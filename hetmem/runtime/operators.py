@@ -151,10 +151,12 @@ class OperatorFaults:
             self._gradients.recompute_with(used)
         if used:
             self._runtime.use(name, used)
+        self._saved.region = name, used
         return self._saved.displace_others(self._around)
 
     def end_region(self, used: list[ManagedParameter], begun: Any) -> None:
         """On the thread of `begin_region`, or on any if that one was interrupted."""
+        self._saved.region = None
         self._saved.restore_others(begun)
         self._runtime.end_region(used)
 
