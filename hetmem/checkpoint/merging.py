@@ -46,7 +46,7 @@ class Merge:
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """The same by the conversion itself, in host memory: as much as `sources` and what is made of them."""
-        tensors = [torch.empty(source.stored.shape, dtype=source.stored.dtype) for source in self.sources]
+        tensors = [torch.empty(source.stored.shape, dtype=source.stored.dtype, device="cpu") for source in self.sources]
         for source, tensor in zip(self.sources, tensors, strict=True):
             read_tensors(source.file, [(source.stored, tensor)])
         with torch.no_grad():

@@ -33,7 +33,7 @@ class Segments:
         self.source_numel = max((source + count for source, _, count in self.runs), default=0)
         self.destination_numel = max((destination + count for _, destination, count in self.runs), default=0)
         self.tiles = [tile for run in self.runs for tile in _tiles(*run)]
-        self.table = torch.tensor(self.tiles, dtype=torch.int64).reshape(-1, 3).to(device)
+        self.table = torch.tensor(self.tiles, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
 
     def __repr__(self) -> str:
         return f"Segments({len(self.runs)} runs, {self.numel} elements, {len(self.tiles)} tiles)"

@@ -14,7 +14,7 @@ def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int =
     """`numel` elements of `dtype` from `offset_bytes` of `memory` on, 1-D."""
     if isinstance(memory, memoryview):
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)
     if numel == 0:
         return torch.empty(0, dtype=dtype, device=memory.device)

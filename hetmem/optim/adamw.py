@@ -229,7 +229,7 @@ def _count(update: ParameterUpdate) -> AdamWStep:
     if "step" not in state:
         states = dict(state)
         state.clear()
-        state.update(step=torch.zeros((), dtype=torch.float32), **states)  # in torch's order
+        state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
     state["step"] += 1
     beta1, beta2 = group["betas"]
     return AdamWStep(

@@ -53,7 +53,7 @@ def offload(
         if options.get(name):
             raise ManageError(f"{optimizer.__name__}({name}=True) cannot run tile by tile: leave {name} out")
     rule = TorchRule(optimizer)
-    defaults = rule.optimizer_of([torch.zeros(1)], options).defaults
+    defaults = rule.optimizer_of([torch.zeros(1, device="cpu")], options).defaults
     return OffloadedOptimizer(
         params,
         defaults,
@@ -147,8 +147,8 @@ class TorchRule:
     def _try(self, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
         """The names of the elementwise states; `ManageError` if something is not elementwise."""
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(_TRIAL, generator=generator).to(dtype)
-        grads = [torch.randn(_TRIAL, generator=generator).to(dtype) for _ in range(_TRIAL_STEPS)]
+        start = torch.randn(_TRIAL, generator=generator, device="cpu").to(dtype)
+        grads = [torch.randn(_TRIAL, generator=generator, device="cpu").to(dtype) for _ in range(_TRIAL_STEPS)]
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             whole, states = self._trial(options, start, grads)

@@ -175,7 +175,7 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
         data = parameter.data
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
         strides = data.stride() if dense else torch.empty(data.shape, device="meta").stride()
-        empty = torch.empty(0)
+        empty = torch.empty(0, device="cpu")
         managed = ManagedParameter(
             parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
         )

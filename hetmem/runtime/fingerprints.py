@@ -52,7 +52,7 @@ class Fingerprints:
         places = self._places_of(chunk)
         index = places.index[places.part(managed)]
         theirs = others.index_select(0, index).to(values.dtype)
-        return not torch.equal(_bits(values, index), _bits(theirs, torch.arange(index.numel())))
+        return not torch.equal(_bits(values, index), _bits(theirs, torch.arange(index.numel(), device="cpu")))
 
     def offsets(self, chunk: Chunk) -> list[int]:
         """The bytes of its home that are looked at."""

@@ -31,6 +31,7 @@ from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import Segments, in_backward, signature
 from hetmem.runtime.share import ResidentShare
 from hetmem.runtime.strangers import explain, raised_in_call
+from hetmem.runtime.surroundings import refuse_a_surrounding
 
 
 class _OfThread(threading.local):
@@ -119,6 +120,7 @@ class Interception:
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
         self.refuse_a_fork("a forward")
+        refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
         with self._turn:
             self._refuse_two_threads()
             compute = self._begin(call)

@@ -55,17 +55,21 @@ class DeviceMonitor(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
+        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it. Nor is it for
+        the user's modes: one that keeps results for a recomputation would give them in the place of hetmem's copies."""
         transformed = torch._C._functorch.maybe_current_level() is not None
         inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
-        if transformed or inference:
-            return self._outside(transformed=transformed, inference=inference)
+        modes = _modes_are_around()
+        if transformed or inference or modes:
+            return self._outside(transformed=transformed, inference=inference, modes=modes)
         return _Paused(self)
 
     @contextmanager
-    def _outside(self, *, transformed: bool, inference: bool) -> Iterator[None]:
+    def _outside(self, *, transformed: bool, inference: bool, modes: bool) -> Iterator[None]:
         with (
             _Paused(self),
+            torch._C._DisableTorchDispatch() if modes else nullcontext(),
+            torch._C.DisableTorchFunction() if modes else nullcontext(),
             torch.inference_mode(False) if inference else nullcontext(),
             temporarily_clear_interpreter_stack() if transformed else nullcontext(),
         ):
@@ -115,6 +119,11 @@ class DeviceMonitor(TorchDispatchMode):
             if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
                 node.register_prehook(_Enter(self))
                 node.register_hook(_Leave(self))
+
+
+def _modes_are_around() -> bool:
+    """Whether any mode would see what is done now."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def nodes_behind(outputs: Any) -> Iterator[Any]:

@@ -91,7 +91,8 @@ class OperatorFaults:
         self._runtime = runtime
         self._gradients = gradients
         self._by_id = runtime.bindings.by_id
-        self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
+        with runtime.unwatched():
+            self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
 
     def __call__(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`."""

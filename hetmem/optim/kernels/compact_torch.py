@@ -72,7 +72,7 @@ def _element(step: AdamWStep, p: torch.Tensor, *others: torch.Tensor) -> list[to
 
 
 def _chances(numel: int, first: int, keys: Sequence[np.uint32]) -> tuple[torch.Tensor, torch.Tensor]:
-    index = torch.arange(first, first + numel, dtype=torch.int64)
+    index = torch.arange(first, first + numel, dtype=torch.int64, device="cpu")
     a, b, c, d = map(int, keys)
     return _mix(index, a, b), _mix(index, c, d)
 
