@@ -76,6 +76,7 @@ class OffloadedOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _begin_empty(self) -> None:
+        self.token = object()
         self._workers: WorkerPool | None = None
         self._steppers: dict[Interception, Stepper] = {}
         self._versions: dict[tuple[int, str], int] = {}
@@ -170,6 +171,7 @@ class OffloadedOptimizer(Optimizer):
         }
         super().load_state_dict({**state_dict, "state": {**saved, **numbers}})
         for number, managed, places in found:
+            self._managed(managed.parameter)[0].owners.give_states(managed, [role for role, _ in places.values()], self)
             for name, (role, home) in places.items():
                 value = saved[number][name]
                 if not value.is_meta:
@@ -249,6 +251,10 @@ class OffloadedOptimizer(Optimizer):
         found: dict[str, Any] = self._state[managed.parameter]
         return found
 
+    def has_state(self, managed: ManagedParameter, role: Role) -> bool:
+        """Whether `state` shows `role` of `managed`."""
+        return self._state.get(managed.parameter, {}).get(role.name) is not None
+
     def forget_empty(self, managed: ManagedParameter) -> None:
         """torch shows no entry for a parameter of which it keeps nothing."""
         if not self._state.get(managed.parameter, True):
@@ -316,7 +322,7 @@ class OffloadedOptimizer(Optimizer):
                 )
             if not parameter.dtype.is_floating_point:
                 raise ManageError(f"{self._name()} cannot update {found[1].name} of dtype {parameter.dtype}")
-            self._stepper(found[0])
+            self._stepper(found[0]).owners.made(found[1], self)
             if parameter.requires_grad:
                 chunks.setdefault(found[0], {})[found[1].chunk] = None
         for interception, used in chunks.items():
@@ -352,6 +358,8 @@ class OffloadedOptimizer(Optimizer):
                     raise RuntimeError(f"{self._name()} does not support sparse gradients")
                 stepper, managed = self._managed(parameter)
                 work.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, group))
+        for stepper, chunks in work.items():
+            stepper.own([managed for members in chunks.values() for managed, _ in members])
         return work
 
     def _grad_scale(self, work: dict[Stepper, Work]) -> float | None:

@@ -5,13 +5,14 @@ It knows what a pass reads and writes, and nothing of when: jobs are made here a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
@@ -25,7 +26,7 @@ from hetmem.plan.balance import Way
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.construction import recast_all
-from hetmem.runtime.gradients import is_home_gradient
+from hetmem.runtime.gradients import honour_written_gradients, is_home_gradient
 from hetmem.runtime.interception import Interception
 
 if TYPE_CHECKING:
@@ -43,9 +44,16 @@ class Passes:
         places: UpdatePlaces,
         kept: KeptGradients,
     ) -> None:
-        self._optimizer, self._interception, self._workers = optimizer, interception, workers
+        self._made_by, self._interception, self._workers = weakref.ref(optimizer), interception, workers
         self._places, self._kept = places, kept
         self._runtime = interception.runtime
+
+    @property
+    def _optimizer(self) -> OffloadedOptimizer:
+        """It lives as long as any `Progress` of it."""
+        optimizer = self._made_by()
+        assert optimizer is not None
+        return optimizer
 
     # ---- what a pass is of -------------------------------------------------------------------------------------
 
@@ -129,6 +137,27 @@ class Passes:
             return True
         at, bits = part.sample
         return bits == (part.look.first(len(bits)) if part.look else bits_at(self._flat_gradient(part, {}), at))
+
+    # ---- what the user wrote -----------------------------------------------------------------------------------
+
+    def notice(self, chunk: Chunk) -> None:
+        """Whatever the user wrote to parameters, gradients or states at home counts."""
+        self.notice_written(chunk)
+        honour_written_gradients(self._runtime, chunk)
+
+    def notice_written(self, chunk: Chunk) -> None:
+        """The same, but of gradients."""
+        writes = self._runtime.writes
+        for managed in chunk.parameters:
+            if writes.changed(managed):
+                writes.by_user(managed)
+        self.notice_states(chunk)
+
+    def notice_states(self, chunk: Chunk) -> None:
+        """The same of states alone."""
+        for role in chunk.homes:
+            if role.is_state and self._optimizer.states_written(chunk, role):
+                self._runtime.traffic.superseded(chunk, role)
 
     # ---- squares -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ first step overlaps nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,13 +24,14 @@ from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.views import Memory
 from hetmem.optim.kept import KeptGradients
 from hetmem.optim.overlap import Gradients, Overlap
+from hetmem.optim.owners import ends_with_its_optimizer, owners_of
 from hetmem.optim.passes import Passes
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Part, Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
-from hetmem.runtime.gradients import has_hooks_of_the_user, honour_written_gradients, wait_for_staged_gradients
+from hetmem.runtime.gradients import has_hooks_of_the_user, wait_for_staged_gradients
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.used_up import Marks
 
@@ -45,7 +47,8 @@ class Stepper:
     """The steps of `optimizer` over the parameters that `interception` manages."""
 
     def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
-        self._optimizer, self._interception = optimizer, interception
+        self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
+        self._interception, self.owners = interception, owners_of(interception)
         self._runtime = interception.runtime
         self._kept = KeptGradients(interception.gradients)
         self._updates = Updates(self._runtime, workers, self._kept)
@@ -66,6 +69,13 @@ class Stepper:
         self._runtime.traffic.pending.workers.add(self._updates)
         self._sees_all = self._runtime.memory.streams
         interception.gradients.watchers.add(self)
+
+    @property
+    def _optimizer(self) -> OffloadedOptimizer:
+        """Whoever has dropped it wants no more updates of it: it is held only by those that are begun."""
+        optimizer = self._made_by()
+        assert optimizer is not None
+        return optimizer
 
     # ---- during backward ---------------------------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class Stepper:
         """See `Watcher`."""
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         progress = self._progress.get(chunk)
-        self._notice_states(chunk)
+        self._passes.notice_states(chunk)
         return (progress is None or progress.saved is None) and not self._optimizer.states_held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
@@ -165,7 +175,9 @@ class Stepper:
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
         usual = max(self._most.values(), default=1)  # for a parameter that never had one
         return chunk not in self._progress and all(
-            self._arrivals[id(m)] >= (self._most[id(m)] or usual) and not has_hooks_of_the_user(m.parameter)
+            self._arrivals[id(m)] >= (self._most[id(m)] or usual)
+            and not has_hooks_of_the_user(m.parameter)
+            and self.owners.may_begin(m, self._optimizer)
             for m in mine
         )
 
@@ -175,8 +187,8 @@ class Stepper:
             for m in chunk.parameters
             if id(m.parameter) in self._groups and m.parameter.grad is not None
         ]
-        progress = self._progress[chunk] = Progress(chunk, parts)
-        self._notice_states(chunk)
+        progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
+        self._passes.notice_states(chunk)
         if not self._optimizer.needs_all_gradients:
             self._add_update(progress, 1.0)
             return
@@ -188,6 +200,7 @@ class Stepper:
 
     def begin(self) -> None:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
+        self._interception.refuse_a_fork("a step")
         self._interception.reset()
         self._interception.segments.begin_step()
         self._runtime.writes.look_ahead()
@@ -196,10 +209,19 @@ class Stepper:
             wait_for_staged_gradients(self._runtime, self._runtime.chunks)
             for progress in self._progress.values():
                 if not progress.begun and progress.saved is None:  # else `_check_untouched` sees it
-                    self._notice_written(progress.chunk)
+                    self._passes.notice_written(progress.chunk)
             if not self._trails:
                 self._carry_out()
         self._places.choose(self._optimizer.groups_by_parameter())
+
+    def own(self, stepped: Iterable[ManagedParameter]) -> None:
+        """`stepped` are this optimizer's. Raises RuntimeError if another one has updated any of them in a backward."""
+        others = (other for other in self._interception.gradients.watchers if other is not self)
+        self.owners.steps(stepped, self._optimizer, others)
+
+    def begun(self) -> Iterable[ManagedParameter]:
+        """See `Watcher`."""
+        return (part.managed for progress in self._progress.values() if progress.begun for part in progress.parts)
 
     def square_sums(self, chunks: Work) -> list[Sums]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.optim.kernels.total`."""
@@ -308,9 +330,9 @@ class Stepper:
         if progress is not None and untouched and not progress.begun:
             untouched = all(map(self._passes.unscaled, progress.parts))
         if progress is None or not (progress.begun or untouched):
-            self._notice(chunk)
+            self._passes.notice(chunk)
             self._drop(chunk)
-            progress = self._progress[chunk] = Progress(chunk, parts)
+            progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
         elif not untouched:
             raise self._changed(progress.parts)
         return progress
@@ -370,27 +392,10 @@ class Stepper:
 
     def _add_update(self, progress: Progress, grad_scale: float) -> None:
         self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+        for part in progress.parts:
+            self.owners.take_states(part.managed, self._passes.state_roles([part]), self._optimizer)
         self.ensure_homes(progress.chunk, self._passes.state_roles(progress.parts))
         self._updates.add(self._passes.update_job(progress, grad_scale))
-
-    # ---- what the user wrote -----------------------------------------------------------------------------------
-
-    def _notice(self, chunk: Chunk) -> None:
-        """Whatever the user wrote to parameters, gradients or states at home counts."""
-        self._notice_written(chunk)
-        honour_written_gradients(self._runtime, chunk)
-
-    def _notice_written(self, chunk: Chunk) -> None:
-        writes = self._runtime.writes
-        for managed in chunk.parameters:
-            if writes.changed(managed):
-                writes.by_user(managed)
-        self._notice_states(chunk)
-
-    def _notice_states(self, chunk: Chunk) -> None:
-        for role in chunk.homes:
-            if role.is_state and self._optimizer.states_written(chunk, role):
-                self._runtime.traffic.superseded(chunk, role)
 
 
 def _index(chunk: Chunk) -> int:

@@ -43,6 +43,10 @@ class Watcher(Protocol):
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`. Raises if that is not what the forward has used any more."""
 
+    def begun(self) -> Iterable[ManagedParameter]:
+        """Those of which it has begun an update in the present step."""
+        ...
+
     def updates_on_device(self) -> set[int]:
         """The `id`s of the parameters that it would update on the device, if their homes were there."""
         ...
@@ -109,7 +113,7 @@ class GradientSink:
         """A gradient of `managed` is about to be accumulated."""
         parameter = managed.parameter
         self.nothing_computes()
-        for watcher in self.watchers:
+        for watcher in list(self.watchers):
             watcher.coming(managed)
         if id(managed) not in self._taken:
             self._taken[id(managed)] = parameter.grad
@@ -134,12 +138,12 @@ class GradientSink:
             parameter.grad = managed.grad_home
             if has_hooks_of_the_user(parameter):
                 self._arrive()
-            for watcher in self.watchers:
+            for watcher in list(self.watchers):
                 watcher.arrived(managed)
 
     def recompute_with(self, used: list[ManagedParameter]) -> None:
         """A part of the forward is computed once more within a backward, with `used`."""
-        for watcher in self.watchers:
+        for watcher in list(self.watchers):
             for managed in used:
                 watcher.recomputed_with(managed)
 
@@ -163,7 +167,7 @@ class GradientSink:
                 if managed.parameter.grad is None:
                     managed.parameter.grad = previous
         self._arrive()
-        for watcher in self.watchers:
+        for watcher in list(self.watchers):
             watcher.backward_over()
 
     def _arrive(self) -> None:
@@ -204,7 +208,7 @@ class GradientSink:
     def _lend(self, chunk: Chunk) -> None:
         """Memory for gradients that are gone soon: on the device, where the update of `chunk` reads them there."""
         self.runtime.traffic.pending.poll()
-        for watcher in self.watchers:
+        for watcher in list(self.watchers):
             place = watcher.place_on_device(chunk)
             if place is not None:
                 chunk.homes[Role.GRAD] = Home(Tier.DEVICE, place)

@@ -6,6 +6,7 @@ returns.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -30,6 +31,7 @@ from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import Segments, in_backward, signature
 from hetmem.runtime.share import ResidentShare
 from hetmem.runtime.strangers import explain, raised_in_call
+from hetmem.runtime.surroundings import refuse_a_surrounding
 
 
 class _OfThread(threading.local):
@@ -56,6 +58,7 @@ class Interception:
         self.gradients.nothing_computes = self._between_nodes
         self._computes = _OfThread()
         self._turn = threading.Lock()
+        self._process = os.getpid()
         self._forward: Compute | None = None
         """The last one."""
         self._saved = SavedTensors(runtime, self.segments, self)
@@ -116,6 +119,8 @@ class Interception:
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
+        self.refuse_a_fork("a forward")
+        refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
         with self._turn:
             self._refuse_two_threads()
             compute = self._begin(call)
@@ -158,11 +163,10 @@ class Interception:
             return
         if compute.task >= 0:
             self.runtime.notice_writes_by_hooks()
-        with self.runtime.unwatched():
-            if self.runtime.memory.streams:
+        if self.runtime.memory.streams:
+            with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
-            faults = OperatorFaults(self.runtime, self.gradients, self._saved)
-        compute.enter_functions(faults)
+        compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
         self._saved.enter(compute)
 
     @skipped
@@ -249,6 +253,14 @@ class Interception:
             raise ManageError(
                 "a forward of this model runs on another thread: hetmem computes one at a time, as a device does; put "
                 "a lock around the calls"
+            )
+
+    def refuse_a_fork(self, what: str) -> None:
+        """Raise `ManageError` if `what` would wait for threads that this process, a fork, does not have."""
+        if os.getpid() != self._process and self.runtime.memory.streams:
+            raise ManageError(
+                f"{what} in a forked process: what moves weights are threads, and those are the parent's. Compute "
+                f"there, fork before hetmem.manage, or give the child a copy.deepcopy(model), which is an ordinary one"
             )
 
     def _begin(self, call: Call | None) -> Compute:

@@ -55,17 +55,21 @@ class DeviceMonitor(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it."""
+        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it. Nor is it for
+        the user's modes: one that keeps results for a recomputation would give them in the place of hetmem's copies."""
         transformed = torch._C._functorch.maybe_current_level() is not None
         inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
-        if transformed or inference:
-            return self._outside(transformed=transformed, inference=inference)
+        modes = _modes_are_around()
+        if transformed or inference or modes:
+            return self._outside(transformed=transformed, inference=inference, modes=modes)
         return _Paused(self)
 
     @contextmanager
-    def _outside(self, *, transformed: bool, inference: bool) -> Iterator[None]:
+    def _outside(self, *, transformed: bool, inference: bool, modes: bool) -> Iterator[None]:
         with (
             _Paused(self),
+            torch._C._DisableTorchDispatch() if modes else nullcontext(),
+            torch._C.DisableTorchFunction() if modes else nullcontext(),
             torch.inference_mode(False) if inference else nullcontext(),
             temporarily_clear_interpreter_stack() if transformed else nullcontext(),
         ):
@@ -117,6 +121,11 @@ class DeviceMonitor(TorchDispatchMode):
                 node.register_hook(_Leave(self))
 
 
+def _modes_are_around() -> bool:
+    """Whether any mode would see what is done now."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
 def nodes_behind(outputs: Any) -> Iterator[Any]:
     """Every node of the autograd graph behind `outputs`, once."""
     stack = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
@@ -136,20 +145,17 @@ def _accumulates() -> bool:
 
 
 class _Paused:
-    """`monitor` sees nothing within, nor does any function mode: hetmem's own, or one of the user's (a default device,
-    say). Entered several times in each operator, so it is no generator."""
+    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
 
-    __slots__ = ("_before", "_modes", "_monitor")
+    __slots__ = ("_before", "_monitor")
 
     def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor, self._modes = monitor, torch._C.DisableTorchFunction()
+        self._monitor = monitor
 
     def __enter__(self) -> None:
         self._before, self._monitor.paused = self._monitor.paused, True
-        self._modes.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._modes.__exit__(None, None, None)
         self._monitor.paused = self._before
 
 

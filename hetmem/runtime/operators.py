@@ -91,7 +91,8 @@ class OperatorFaults:
         self._runtime = runtime
         self._gradients = gradients
         self._by_id = runtime.bindings.by_id
-        self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
+        with runtime.unwatched():
+            self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
 
     def __call__(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`."""
@@ -151,10 +152,12 @@ class OperatorFaults:
             self._gradients.recompute_with(used)
         if used:
             self._runtime.use(name, used)
+        self._saved.region = name, used
         return self._saved.displace_others(self._around)
 
     def end_region(self, used: list[ManagedParameter], begun: Any) -> None:
         """On the thread of `begin_region`, or on any if that one was interrupted."""
+        self._saved.region = None
         self._saved.restore_others(begun)
         self._runtime.end_region(used)
 

@@ -13,6 +13,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.interception import Interception
+from hetmem.runtime.used_up import updated_by_another
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -29,6 +30,8 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
             if found is not None:
                 found[0].share.others_update = True
                 found[0].runtime.writes.by_user(found[1])
+                if any(found[1] in watcher.begun() for watcher in list(found[0].gradients.watchers)):
+                    raise RuntimeError(updated_by_another(found[1].name))
 
 
 _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)

@@ -60,6 +60,8 @@ class SavedTensors:
         self._runtime, self._segments, self._recomputes = runtime, segments, recomputes
         self._by_id = runtime.bindings.by_id
         self._met_others = False
+        self.region: tuple[str, list[ManagedParameter]] | None = None
+        """The one that runs, see note "regions", and the weights that are on the device for it."""
 
     def enter(self, compute: Compute) -> None:
         """Autograd calls these hooks until the end of `compute`, unless there are others."""
@@ -149,11 +151,12 @@ class SavedTensors:
         managed = self._runtime.bindings.of_storage(tensor)
         return _kept(tensor) if managed is None else self._place_of(managed, tensor)
 
-    @staticmethod
-    def _place_of(managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
+    def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
         size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         if whole and managed.rest is not managed.home:
+            if self.region is not None and managed not in self.region[1]:
+                raise RuntimeError(_is_elsewhere(managed.name, self.region[0]))
             stride = managed.stride
         version = managed.parameter._version
         return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version)
@@ -231,6 +234,14 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:
     return isinstance(hooks[0], _Pack)
+
+
+def _is_elsewhere(weight: str, region: str) -> str:
+    return (
+        f"{region} uses {weight}, which is none of the parameters of that module, and so is not on the device while "
+        f"its compiled code runs: what that computed is wrong. Register {weight} there too, as tied weights are, "
+        f"compile a module that has both, or do not compile this one"
+    )
 
 
 def _modified(what: str, version: int, expected: int) -> str:

@@ -49,6 +49,14 @@ class UsedUp(torch.Tensor):
         )
 
 
+def updated_by_another(name: str) -> str:
+    """What is wrong where an optimizer steps the parameter called `name`, and another one has begun to."""
+    return (
+        f"{name} was updated during backward by another optimizer, made with overlap=, whose step() was to be called: "
+        f"make that with overlap='off', or drop it before the backward"
+    )
+
+
 class Marks:
     """The gradients of one optimizer that are shown as used up."""
 

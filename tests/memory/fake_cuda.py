@@ -28,6 +28,7 @@ import hetmem.memory.cuda
 from hetmem.cuda.backend import Backend, TorchBackend
 from hetmem.memory.cuda import CudaDevice
 from hetmem.memory.ways import Ways
+from hetmem.runtime import monitor
 from tests.cuda.shim import ShimBackend
 
 
@@ -286,6 +287,7 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         put(torch.cuda, name, replacement)
     put(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
+    put(monitor, "_modes_are_around", lambda: False)  # `Deferred` is a mode that hetmem's own copies need
     hetmem.memory.cuda._observe_allocator.cache_clear()
     put(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
 

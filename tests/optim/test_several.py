@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from torch import nn
 
 import hetmem
@@ -15,6 +18,7 @@ from tests.runtime.harness import (
     assert_same,
     assert_same_states,
     assert_same_weights,
+    everywhere,
     loss_of,
     mlp,
     pair,
@@ -134,3 +138,105 @@ def test_one_of_two_models_is_released(overlap: str, placement: str, tmp_path: P
     for plain, managed in pairs:
         assert_same_weights(plain, managed)
     assert_same_states(left, right)
+
+
+REPLACED: list[dict[str, Any]] = [
+    {"overlap": "off"},
+    {"overlap": "backward"},
+    {"overlap": "forward"},
+    {"overlap": "speculative", "max_grad_norm": 1e9},
+    {"overlap": "backward", "gradients": "streamed"},
+]
+replaced = pytest.mark.parametrize("options", REPLACED, ids=["off", "backward", "forward", "speculative", "streamed"])
+
+
+@streamed
+@replaced
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+def test_an_optimizer_that_is_replaced_updates_nothing_more(
+    kept: bool, options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    """Also while somebody still holds it, and in backwards: nobody calls its `step` any more."""
+    gc.disable()  # what is dropped must be gone at once, not with the next collection
+    try:
+        modules = pair(mlp, placement, tmp_path)
+        batches = vector_batches(9, 4, 64)
+        held = []
+        for round in range(3):
+            both = twins(modules, **options)
+            held += [both.right] if kept else []
+            both.train(batches[3 * round : 3 * round + 3])
+            both.assert_same()
+            del both
+    finally:
+        gc.enable()
+
+
+@streamed
+@replaced
+def test_an_optimizer_of_torch_takes_the_place_of_one_that_is_dropped(
+    options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    plain, managed = modules = pair(mlp, placement, tmp_path)
+    batches = vector_batches(6, 4, 64)
+    twins(modules, **options).train(batches[:3])
+    sgds = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    Twins(plain, managed, *sgds).train(batches[3:])
+    assert_same_weights(plain, managed)
+
+
+@everywhere
+def test_of_two_optimizers_that_keep_the_same_states_the_first_may_not_step_with_those_of_the_second(
+    placement: str, tmp_path: Path
+) -> None:
+    _, managed = modules = pair(mlp, placement, tmp_path)
+    batches = vector_batches(8, 4, 64)
+    first, second = twins(modules), twins(modules)
+    first.train(batches[:2])
+    saved = [copy.deepcopy(side.state_dict()) for side in (first.left, first.right)]
+    second.train(batches[2:4])
+    second.assert_same()
+    loss_of(managed, batches[4]).backward()
+    with pytest.raises(RuntimeError, match=r"exp_avg of .* is another optimizer's, which has stepped since"):
+        first.right.step()
+    managed.zero_grad()
+    second.train(batches[4:6])
+    second.assert_same()
+    for side, state in zip((first.left, first.right), saved, strict=True):
+        side.load_state_dict(state)
+    first.train(batches[6:])
+    first.assert_same()
+
+
+@everywhere
+def test_two_optimizers_that_keep_other_states_may_take_turns(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    left = [adamw(plain.parameters()), torch.optim.SGD(plain.parameters(), foreach=False, **sgd)]
+    right = [
+        hetmem.AdamW(managed.parameters(), lr=1e-2),
+        hetmem.optim.offload(torch.optim.SGD, managed.parameters(), **sgd),
+    ]
+    for index, batch in enumerate(vector_batches(6, 4, 64)):
+        one(plain, batch, left[index % 2])
+        one(managed, batch, right[index % 2])
+        assert_same_weights(plain, managed)
+
+
+@streamed
+@pytest.mark.parametrize("other", [hetmem.AdamW, torch.optim.SGD])
+def test_a_step_over_what_another_optimizer_has_updated_in_the_backward_is_refused(
+    other: Any, placement: str, tmp_path: Path
+) -> None:
+    """With overlap the optimizer that stepped last updates within the backward."""
+    _, managed = pair(mlp, placement, tmp_path)
+    first = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward")
+    second = other(managed.parameters(), lr=1e-2)
+    batches = vector_batches(4, 4, 64)
+    for batch in batches[:2]:
+        one(managed, batch, first)
+    loss_of(managed, batches[2]).backward()
+    with pytest.raises(RuntimeError, match="was updated during backward by another optimizer"):
+        second.step()
+    if other is hetmem.AdamW:  # which has changed nothing
+        first.step()

@@ -264,6 +264,37 @@ def test_with_autograd_of_its_own_a_region_saves_where_weights_are(tmp_path: Pat
     train_both(plain, managed, [BATCH], Recipe(steps=4))
 
 
+class Borrows(nn.Module):
+    """A block that computes with a weight of another one."""
+
+    def __init__(self, lender: Block) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.lenders = [lender]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.own(x), self.lenders[0].up.weight)
+
+
+@pytest.mark.parametrize("backend", [Backend(), "aot_eager"], ids=["eager", "aot"])
+def test_a_weight_that_is_none_of_the_region_s_is_an_error_where_it_is_saved(backend: Any, tmp_path: Path) -> None:
+    """It rests there, as NaN."""
+    block = Block()
+    model = Chain(block, Borrows(block))
+    managed: Any = manage(
+        model, limits(24, tmp_path), tmp_path, device=UnwatchedDevice(0), mixed_precision=torch.bfloat16
+    )
+    x = BATCH[0].bfloat16()
+    expected = managed(x)
+    managed.blocks[1].compile(backend=backend)
+    with pytest.raises(
+        RuntimeError, match=r"compiled Borrows uses blocks.0.up.weight, which is none of the parameters"
+    ):
+        managed(x)
+    managed.blocks[1].lent = block.up
+    assert_same(expected, managed(x), "output")
+
+
 def test_what_has_no_room_is_not_compiled_and_says_so(tmp_path: Path) -> None:
     plain, managed, _, _, backend = managed_and_plain(Stack, lambda model, _: model, tmp_path, slots=8)
     each_block(managed, backend)

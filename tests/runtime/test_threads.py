@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+import hetmem
 from hetmem.errors import ManageError
 from tests.runtime.harness import (
     BATCHES,
+    Recipe,
     assert_same,
     assert_same_grads,
+    assert_same_weights,
     both,
     everywhere,
     loss_of,
     mlp,
     pair,
+    streamed,
     train_both,
 )
 
@@ -94,3 +102,33 @@ def test_a_forward_that_was_interrupted_on_another_thread_stands_in_nobody_s_way
     assert isinstance(on_a_thread(lambda: managed(BATCHES[0][0])), KeyboardInterrupt)
     handle.remove()
     train_both(plain, managed, BATCHES)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("what", ["a forward", "a step", "its weights", "a copy"])
+@streamed
+def test_in_a_forked_child_what_needs_threads_is_refused_and_what_does_not_works(
+    placement: str, what: str, tmp_path: Path
+) -> None:
+    """A forward there waited for ever, for threads that only the parent has."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters())
+    train_both(plain, managed, BATCHES, Recipe(steps=2))
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            signal.alarm(20)
+            torch.set_num_threads(1)
+            if what == "its weights":
+                assert_same_weights(plain, managed)
+            elif what == "a copy":
+                copied = copy.deepcopy(managed)
+                assert_same(plain(*BATCHES[0]), copied(*BATCHES[0]), "output")
+            else:
+                with pytest.raises(ManageError, match=f"{what} in a forked process"):
+                    managed(*BATCHES[0]) if what == "a forward" else optimizer.step()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    train_both(plain, managed, BATCHES, Recipe(steps=2))

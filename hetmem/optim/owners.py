@@ -1,0 +1,96 @@
+"""Whose a parameter is, where several optimizers were made over it, at once or one after the other.
+
+It remembers; it neither updates nor waits.
+
+Note "owners": states of one name have one home for each parameter, so of two optimizers that keep the same ones the
+last to make them has them, and the other may not step with what it finds there. And one alone may update a parameter
+within a backward, before anybody has called its `step`: the one that was the last to step it, or the only one there is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol
+
+from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.runtime.gradients import GradientSink, Watcher
+from hetmem.runtime.interception import Interception
+from hetmem.runtime.used_up import updated_by_another
+
+
+class Owner(Protocol):
+    """An optimizer."""
+
+    @property
+    def token(self) -> object:
+        """What stands for it, also when it is gone."""
+        ...
+
+    def has_state(self, managed: ManagedParameter, role: Role) -> bool:
+        """Whether it shows `role` of `managed` as a state of its own."""
+        ...
+
+
+class Owners:
+    """Of the parameters of one managed model."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, weakref.ref[Owner] | None] = {}
+        self._states: dict[tuple[int, Role], object] = {}
+
+    def made(self, managed: ManagedParameter, owner: Owner) -> None:
+        """`owner` is going to step `managed`; if another one may too, it has to step it first."""
+        last = self._last.get(id(managed), weakref.ref(owner))
+        alone = last is not None and last() in (None, owner)
+        self._last[id(managed)] = weakref.ref(owner) if alone else None
+
+    def steps(self, stepped: Iterable[ManagedParameter], owner: Owner, others: Iterable[Watcher]) -> None:
+        """`owner` steps `stepped`. Raises RuntimeError if one of `others` has updated any of them in this step."""
+        begun = {managed for other in others for managed in other.begun()}
+        for managed in stepped:
+            if managed in begun:
+                raise RuntimeError(updated_by_another(managed.name))
+            self._last[id(managed)] = weakref.ref(owner)
+
+    def may_begin(self, managed: ManagedParameter, owner: Owner) -> bool:
+        """Whether `owner` may update `managed` before its `step` is called."""
+        last = self._last.get(id(managed))
+        return last is not None and last() is owner
+
+    def take_states(self, managed: ManagedParameter, roles: Collection[Role], owner: Owner) -> None:
+        """`owner` is about to write to `roles` of `managed`. Raises RuntimeError if it has made them, and another one
+        has made them anew since."""
+        for role in roles:
+            holder = self._states.get((id(managed), role), owner.token)
+            if holder is not owner.token and owner.has_state(managed, role):
+                raise RuntimeError(
+                    f"{role.name} of {managed.name} is another optimizer's, which has stepped since: hetmem keeps one "
+                    f"of each state for a parameter. Load a state_dict into this one to go on with it, or use "
+                    f"torch.optim for one of the two"
+                )
+        self.give_states(managed, roles, owner)
+
+    def give_states(self, managed: ManagedParameter, roles: Collection[Role], owner: Owner) -> None:
+        """`roles` of `managed` are those of `owner`, whosever they were."""
+        self._states |= {(id(managed), role): owner.token for role in roles}
+
+
+_owners: weakref.WeakKeyDictionary[Interception, Owners] = weakref.WeakKeyDictionary()
+
+
+def owners_of(interception: Interception) -> Owners:
+    """Those of the model that `interception` manages."""
+    return _owners.setdefault(interception, Owners())
+
+
+def ends_with_its_optimizer(watcher: Watcher, sink: GradientSink) -> Callable[[Any], None]:
+    """To be called when an optimizer is gone: takes `watcher`, whoever else may hold it, out of the backwards."""
+    own, sinks = weakref.ref(watcher), weakref.ref(sink)
+
+    def gone(_: Any) -> None:
+        alive, watched = own(), sinks()
+        if alive is not None and watched is not None:
+            watched.watchers.discard(alive)
+
+    return gone

@@ -1,0 +1,177 @@
+"""What users put around a model: modes of torch, tracers, wrappers. Bits stay, or nothing runs and they are told."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import hetmem
+from hetmem.errors import ManageError
+from tests.optim.stories import Twins, adamw, one, overlaps
+from tests.runtime.harness import (
+    BATCHES,
+    WIDTH,
+    Block,
+    Recipe,
+    adamws,
+    assert_same,
+    assert_same_weights,
+    everywhere,
+    mlp,
+    pair,
+    precisions,
+    streamed,
+    train_both,
+    vector_batches,
+)
+
+ATEN = torch.ops.aten
+KEPT: dict[str, Container[Any]] = {
+    "nothing": (),
+    "products": (ATEN.addmm.default, ATEN.mm.default),
+    "copies": (ATEN.addmm.default, ATEN.copy_.default, ATEN._to_copy.default, ATEN.clone.default),
+}
+"""What a selective checkpoint keeps; nothing of hetmem's own may be among that."""
+
+
+class Selective(nn.Module):
+    """Blocks that are computed again but for what operators `kept` have given."""
+
+    def __init__(self, kept: Container[Any]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+
+    def policy(self, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in self.kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+@streamed
+@overlaps
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_selective_checkpoint_keeps_nothing_of_hetmem_s_own(
+    kept: str, overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """Copies and updates run in the middle of what is computed again."""
+    plain, managed = modules = pair(lambda: Selective(KEPT[kept]), placement, tmp_path)
+    both = Twins(plain, managed, *adamws(*modules, overlap=overlap))
+    for batch in BATCHES:
+        both.train([batch])
+        both.assert_same()
+
+
+@streamed
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_selective_checkpoint_in_mixed_precision(kept: str, placement: str, tmp_path: Path) -> None:
+    modules = pair(lambda: Selective(KEPT[kept]), placement, tmp_path, mixed_precision=torch.bfloat16)
+    batches = vector_batches(3, 4, WIDTH, dtype=torch.bfloat16)
+    train_both(*modules, batches, Recipe(steps=3, mixed=torch.bfloat16))
+
+
+class Seen(TorchDispatchMode):
+    """The names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@streamed
+@overlaps
+def test_a_mode_of_the_user_s_sees_the_operators_of_the_model_alone(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = modules = pair(mlp, placement, tmp_path, sanitize=False)
+    left, right = adamws(*modules, overlap=overlap)
+    for batch in BATCHES:
+        seen = Seen(), Seen()
+        for mode, module in zip(seen, modules, strict=True):
+            with mode:
+                module(*batch)
+        assert seen[0].names == [name for name in seen[1].names if "detach" not in name]
+        one(plain, batch, left)
+        one(managed, batch, right)
+    right.synchronize()
+    assert_same_weights(plain, managed)
+
+
+@everywhere
+@overlaps
+@precisions
+def test_another_default_device_is_nothing_to_hetmem(
+    mixed: torch.dtype | None, overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """Many set it to their GPU; what hetmem makes for itself must be in host memory all the same."""
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    batches = vector_batches(3, 4, WIDTH, dtype=mixed)
+    optimizers = adamws(*modules, overlap=overlap)
+    with torch.device("meta"):
+        train_both(*modules, batches, Recipe(mixed=mixed, steps=3), optimizers=optimizers)
+
+
+TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "export": lambda module, x: torch.export.export(module, (x,)),
+    "jit": torch.jit.trace,
+}
+
+
+@streamed
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_who_traces_a_model_is_told_to_take_a_copy(tracer: str, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    train_both(plain, managed, BATCHES, Recipe(steps=2))
+    with pytest.raises(ManageError, match=r"copy.deepcopy\(model\)"):
+        TRACERS[tracer](managed, BATCHES[0][0])
+    train_both(plain, managed, BATCHES, Recipe(steps=2))
+    traced = TRACERS[tracer](copy.deepcopy(managed), BATCHES[0][0])
+    call = traced.module() if tracer == "export" else traced
+    assert_same(plain(*BATCHES[1]), call(*BATCHES[1]), "output")
+
+
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone_in_a_group")
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="a build of torch without it")
+@everywhere
+def test_data_parallel_wrappers_are_refused_where_they_would_read_gradients_too_early(
+    placement: str, tmp_path: Path
+) -> None:
+    """Its hooks are autograd's own, behind those of tensors; what they found of NVMe was of the step before."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    wrapped = DistributedDataParallel(managed)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    for batch in BATCHES:
+        if placement == "resident":
+            one(plain, batch, left)
+            one(wrapped, batch, right)
+        else:
+            with pytest.raises(ManageError, match="DistributedDataParallel, which reads each gradient before"):
+                wrapped(*batch)
+    assert_same_weights(plain, managed)
