@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import Tracing, opaque, skipped
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Hooked(Protocol):
@@ -27,6 +30,9 @@ class Hooked(Protocol):
 
     def before_assignment(self) -> None:
         """Other parameters are to take the place of the module's."""
+
+    def conversion(self, convert: Convert) -> Convert:
+        """What to do with parameters and buffers where the module was asked to `convert` all of them."""
 
 
 class BeforeForward:
@@ -95,6 +101,51 @@ class BeforeStateDict:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())
+
+
+class Conversions:
+    """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. In a
+    copy of the module it is as if it were not there."""
+
+    def __init__(self, module: torch.nn.Module | None, hooked: Hooked | None = None) -> None:
+        self._module = _nothing if module is None else weakref.ref(module)
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+
+    def __call__(self, convert: Convert, recurse: bool = True) -> torch.nn.Module:
+        module, hooked = self._module(), self._hooked()
+        assert module is not None, "a copy of a managed module was made without its class's knowing"
+        if hooked is not None:
+            convert = hooked.conversion(convert)
+        apply: Any = type(module)._apply
+        converted: torch.nn.Module = apply(module, convert) if recurse else apply(module, convert, recurse=False)
+        return converted
+
+    def is_over(self) -> bool:
+        """Whether nobody is told: the module is a copy of one that was managed."""
+        return self._hooked() is None
+
+    def remove(self) -> None:
+        """Take it off."""
+        module = self._module()
+        if module is not None and vars(module).get("_apply") is self:
+            del module._apply
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversions:
+        return type(self)(memo.get(id(self._module())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self._module(),))
+
+
+def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> list[Conversions]:
+    """Tell `hooked` of conversions of `modules`, but of those of which somebody else is told."""
+    made = []
+    for module in modules:
+        found = vars(module).get("_apply")
+        if found is None or (isinstance(found, Conversions) and found.is_over()):
+            module._apply = Conversions(module, hooked)  # type: ignore[method-assign]
+            made.append(vars(module)["_apply"])
+    return made
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import exchange, hook_forwards, skipped
 from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
 from hetmem.runtime.gradients import GradientSink
-from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict
+from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict, Convert, hook_conversions
 from hetmem.runtime.operators import OperatorFaults
 from hetmem.runtime.regions import Regions
 from hetmem.runtime.runtime import Runtime
@@ -71,6 +71,7 @@ class Interception:
         for part in module.modules():
             self._handles.append(part.register_state_dict_pre_hook(reading))
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
+        self._handles += hook_conversions(module.modules(), self)
         self._buffers = weakref.WeakMethod(module.buffers)
         self._model = weakref.ref(module)
         if runtime.memory.streams:
@@ -296,6 +297,23 @@ class Interception:
             "load_state_dict(assign=True) would put other parameters in the place of those that hetmem manages: leave "
             "assign=True out, which copies the values, or call hetmem.release(model) first"
         )
+
+    def conversion(self, convert: Convert) -> Convert:
+        """`Module.to` and the like: managed parameters, and their gradients, stay where they are, as they come to the
+        device for operators. Raises `ManageError` where they would get another dtype."""
+        self._forget_interrupted()
+        for dtype in {managed.chunk.dtype for managed in self.runtime.parameters}:
+            with self.runtime.unwatched(), torch.no_grad():
+                asked = convert(torch.empty(0, dtype=dtype, device=self.runtime.memory.device.torch_device)).dtype
+            if asked != dtype:
+                raise ManageError(
+                    f"parameters of {dtype} that are managed cannot become {asked}: call hetmem.release(model) first, "
+                    f"convert it, and manage it again. To compute in 16 bits with such masters there is "
+                    f"mixed_precision=…"
+                )
+        kept = [each for managed in self.runtime.parameters for each in (managed.parameter, managed.parameter.grad)]
+        own = {id(each) for each in kept}
+        return lambda tensor: tensor if id(tensor) in own else convert(tensor)
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""

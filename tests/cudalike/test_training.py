@@ -55,6 +55,17 @@ def train(expected: Sequence[Step], placement: str, directory: Path, build: Any 
     return managed
 
 
+def go_on(managed: nn.Module, optimizer: torch.optim.Optimizer, expected: Step) -> None:
+    """A step, to the weights of `expected`."""
+    optimizer.zero_grad()
+    for batch in batches(2):
+        managed(batch).backward()
+    nn.utils.clip_grad_norm_(managed.parameters(), 0.05)
+    optimizer.step()
+    for name, ours in managed.named_parameters():
+        assert torch.equal(ours.detach().cpu(), expected.weights[name]), f"{name} differs"
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -121,13 +132,22 @@ def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: 
     with pytest.raises(ValueError, match="a hook of the user's"):
         managed(batches(1)[0]).backward()
     for step in expected:
-        optimizer.zero_grad()
-        for batch in batches(2):
-            managed(batch).backward()
-        nn.utils.clip_grad_norm_(managed.parameters(), 0.05)
-        optimizer.step()
-        for name, ours in managed.named_parameters():
-            assert torch.equal(ours.detach(), step.weights[name]), f"{name} differs"
+        go_on(managed, optimizer, step)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tmp_path: Path) -> None:
+    """As scripts do it, and trainers: its parameters stay where the budget has them."""
+    expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu")
+    torch.manual_seed(0)
+    managed: Any = hetmem.manage(Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in expected:
+        before = torch.cuda.memory_allocated(), [parameter.device for parameter in managed.parameters()]
+        managed.cuda()
+        managed.to("cuda:0")
+        assert (torch.cuda.memory_allocated(), [parameter.device for parameter in managed.parameters()]) == before
+        go_on(managed, optimizer, step)
 
 
 def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:

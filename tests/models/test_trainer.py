@@ -25,10 +25,6 @@ BATCH = 2
 CHUNK_BYTES = 16 * 1024
 
 
-class Arguments(transformers.TrainingArguments):  # as in docs/transformers.md
-    place_model_on_device = False
-
-
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
     """As many as two epochs of three steps take."""
 
@@ -55,7 +51,7 @@ def trained(
     managed = registry.of_parameter(next(model.parameters())) is not None
     kind = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
     optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=0.1)
-    arguments = Arguments(
+    arguments = transformers.TrainingArguments(
         str(directory),
         max_steps=3,
         per_device_train_batch_size=BATCH,
@@ -69,7 +65,6 @@ def trained(
         **{"max_grad_norm": 0.5, **options},
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), optimizers=(optimizer, None))
-    trainer.accelerator.device_placement = False
     if managed and overlap is not None and not arguments.max_grad_norm:
         trainer.accelerator.clip_grad_norm_ = lambda *_, **__: None
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))

@@ -224,17 +224,15 @@ def test_parameters_that_others_are_to_replace_stay(placement: str, tmp_path: Pa
 
 @everywhere
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.half])
-def test_another_dtype_is_refused_and_taken_back_or_released(
+def test_another_dtype_is_for_those_that_are_released(
     change: Callable[[nn.Module], nn.Module], placement: str, tmp_path: Path
 ) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
-    for module in (plain, managed):
-        change(module)
     with pytest.raises(ManageError, match="release"):
-        managed(BATCHES[0][0])
+        change(managed)
     assert_same_weights(plain, managed, "after the refusal")
-    train_both(plain.float(), managed.float(), BATCHES)
+    train_both(plain, managed, BATCHES)
+    hetmem.release(managed)
     for module in (plain, managed):
         change(module)
-    hetmem.release(managed)
     assert_same_weights(plain, managed, "released")

@@ -118,11 +118,12 @@ def through_numpy(module: nn.Module) -> None:
 
 def shared(module: nn.Module) -> None:
     """The storages stay and get other memory, as they do when a state dict is sent to another process."""
-    module.share_memory()
+    for parameter in module.parameters():
+        parameter.share_memory_()
 
 
 def shared_and_multiplied(module: nn.Module) -> None:
-    module.share_memory()
+    shared(module)
     multiplied_through_data(module)
 
 
