@@ -16,12 +16,11 @@ import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.device import Device
-from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.views import Memory
 from hetmem.plan.cache import CopyState
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
-from hetmem.runtime.compiled import uncompiled
+from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
@@ -87,6 +86,7 @@ class GradientSink:
         self.stayed_bytes = 0
         """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
+        self._before: dict[int, Any] = {}
         self._taken: dict[int, torch.Tensor | None] = {}
 
     def install(self, managed: ManagedParameter) -> None:
@@ -94,8 +94,8 @@ class GradientSink:
         if managed.grad_hooked or not managed.parameter.requires_grad:
             return
         managed.grad_hooked = True
-        before, after = _Before(self, managed), _After(self, managed)
-        self._handles.append(managed.parameter.register_hook(before))
+        before, after = BeforeArrival(self, managed), AfterArrival(self, managed)
+        self._before[id(managed)] = managed.parameter.register_hook(before)
         handle = managed.parameter.register_post_accumulate_grad_hook(after)
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
         self._handles.append(handle)
@@ -106,7 +106,7 @@ class GradientSink:
 
     def remove(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._before.values()):
             handle.remove()
 
     def before(self, managed: ManagedParameter) -> None:
@@ -137,7 +137,7 @@ class GradientSink:
             self._send(managed, arrived, previous)
             parameter.grad = managed.grad_home
             if has_hooks_of_the_user(parameter):
-                self._arrive()
+                self.arrive()
             for watcher in list(self.watchers):
                 watcher.arrived(managed)
 
@@ -150,6 +150,8 @@ class GradientSink:
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
         for managed in self.runtime.parameters:
+            if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
+                self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
             gradient = managed.parameter.grad
             if gradient is None or gradient is managed.grad_home or gradient.layout is not torch.strided:
                 continue
@@ -166,11 +168,11 @@ class GradientSink:
                 previous = self._taken.pop(id(managed))
                 if managed.parameter.grad is None:
                     managed.parameter.grad = previous
-        self._arrive()
+        self.arrive()
         for watcher in list(self.watchers):
             watcher.backward_over()
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         """Everything that was sent is at home, also on NVMe."""
         runtime = self.runtime
         runtime.traffic.gradients.wait()
@@ -366,34 +368,3 @@ class _Accumulate:
 
     def __call__(self) -> None:
         self._device.gradient_out(self._target, self._arrived, add=self._add)
-
-
-class _Before:
-    """Tensor hook: runs before autograd accumulates. Weak, so that a parameter does not keep its model alive."""
-
-    __torch_unserialize__ = True  # torch warns of hooks that are lost on pickling; this one is meant to be
-
-    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
-        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
-
-    @uncompiled
-    @HELD_BACK
-    def __call__(self, grad: torch.Tensor) -> None:
-        sink = self._sink()
-        if sink is not None and self._key in sink.runtime.bindings.by_id:
-            sink.segments.on_backward()
-            sink.before(sink.runtime.bindings.by_id[self._key])
-
-
-class _After:
-    """Post-accumulate hook: takes what arrived."""
-
-    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
-        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
-
-    @uncompiled
-    @HELD_BACK
-    def __call__(self, parameter: torch.Tensor) -> None:
-        sink = self._sink()
-        if sink is not None and self._key in sink.runtime.bindings.by_id:
-            sink.after(sink.runtime.bindings.by_id[self._key])

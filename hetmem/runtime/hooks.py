@@ -44,8 +44,10 @@ class BeforeForward:
 
     @skipped
     def __call__(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
+        if kwargs is None:  # put by somebody into a module of their own, as torch's quantization does
+            return None
         if torch.compiler.is_compiling() and self._tracing.region:
             return None
         return self._tell(module, args, kwargs)

@@ -174,6 +174,20 @@ def test_an_optimizer_that_is_replaced_updates_nothing_more(
 
 @streamed
 @replaced
+def test_an_optimizer_that_is_made_and_never_stepped_updates_nothing(
+    options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    plain, managed = modules = pair(mlp, placement, tmp_path)
+    both = twins(modules)
+    other = hetmem.AdamW(managed.parameters(), lr=1e-2, **options)
+    for batch in vector_batches(4, 4, 64):
+        both.train([batch])
+        assert_same_weights(plain, managed)
+    assert not other.half_stepped
+
+
+@streamed
+@replaced
 def test_an_optimizer_of_torch_takes_the_place_of_one_that_is_dropped(
     options: dict[str, Any], placement: str, tmp_path: Path
 ) -> None:

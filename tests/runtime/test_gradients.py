@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import hetmem
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -203,3 +204,29 @@ def test_an_optimizer_in_the_backward_steps_as_in_torch(placement: str, tmp_path
             loss.backward()
         assert_same_weights(*modules)
         assert_same_grads(*modules)
+
+
+@everywhere
+@pytest.mark.parametrize("early", [True, False], ids=["before manage", "after it"])
+def test_hooks_for_what_arrives_read_the_true_gradients(early: bool, placement: str, tmp_path: Path) -> None:
+    """As in torch: the sum so far of their own parameter, and of those behind it what this backward has made of it."""
+
+    def hooked(module: nn.Module) -> nn.Module:
+        def add(g: torch.Tensor) -> torch.Tensor:
+            own, other = module[0].weight.grad, module[4].weight.grad
+            assert other is not None
+            return g + 0.5 * other if own is None else g + 0.25 * own + 0.5 * other
+
+        module[0].weight.register_hook(add)
+        return module
+
+    plain, managed = pair((lambda: hooked(mlp())) if early else mlp, placement, tmp_path)
+    if not early:
+        hooked(plain), hooked(managed)
+    train_both(plain, managed, BATCHES, Recipe(steps=3, accumulation=2))
+    hetmem.release(managed)
+    train_both(plain, managed, BATCHES, Recipe(steps=1, accumulation=2), optimizers=sgds(plain, managed))
+
+
+def sgds(*modules: nn.Module) -> Any:
+    return tuple(torch.optim.SGD(module.parameters(), lr=0.1) for module in modules)

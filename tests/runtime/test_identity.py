@@ -194,6 +194,26 @@ def test_deepcopy_is_an_ordinary_model_with_the_same_values(placement: str, tmp_
 
 
 @everywhere
+@pytest.mark.parametrize("copied", [False, True], ids=["of the model", "of a copy"])
+def test_hooks_that_others_take_along_to_modules_of_theirs_do_nothing_there(
+    copied: bool, placement: str, tmp_path: Path
+) -> None:
+    """As torch's quantization does, and without keyword arguments."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    train_both(plain, managed, vector_batches(2, 4, 64))
+    of = copy.deepcopy(managed)[0] if copied else managed[0]
+    theirs = torch.nn.Linear(64, 64)
+    x = torch.ones(2, 64)
+    expected = theirs(x)
+    for hook in of._forward_pre_hooks.values():
+        theirs.register_forward_pre_hook(hook)
+    for hook in of._forward_hooks.values():
+        theirs.register_forward_hook(hook)
+    assert_same(expected, theirs(x), "output")
+    train_both(plain, managed, vector_batches(2, 4, 64))
+
+
+@everywhere
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_pickled_models_come_back_equal(placement: str, how: str, tmp_path: Path) -> None:
     modules = pair(Tower, placement, tmp_path)
