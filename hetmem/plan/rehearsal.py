@@ -14,7 +14,7 @@ from itertools import product
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use, moved, to_the_device
 from hetmem.plan.cache import Block
-from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.hardware import HardwareProfile, ThreadCosts
 from hetmem.plan.notes import BACKWARD, FORWARD, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
@@ -81,7 +81,7 @@ class Rehearsal:
         able = streamed and not (ground.resident or ground.uses_nvme)
         self._share = StreamedShare(hardware, self._streamed) if able else None
         self._compute = 0.0
-        self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
+        self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
 
@@ -166,7 +166,7 @@ class Rehearsal:
                 self._use(index, event)
                 return
             case Kind.GRADIENT:
-                self._traffic.now += self._use_seconds
+                self._traffic.now += self._costs.gradient_seconds
                 self._send(event.parameters[0])
                 self._arrived(event.parameters[0])
             case Kind.END:
@@ -179,7 +179,7 @@ class Rehearsal:
             self._phase(event.during, self._seconds[index][0])
             self._phase(event.after, self._seconds[index][1])
             return
-        self._traffic.now += self._use_seconds
+        self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
         for parameter in self._gone:
             block = self._held.pop(parameter, None)
             if block is not None:
@@ -211,7 +211,7 @@ class Rehearsal:
     def _phase(self, phase: Phase, seconds: float) -> None:
         self._notes.grew(phase.peak_bytes)
         self._compute += seconds
-        self._traffic.now += seconds
+        self._traffic.now += seconds + phase.calls * self._costs.call_seconds
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -342,6 +342,7 @@ class Rehearsal:
         cast = self._workload.mixed_precision and not copies and whole and not in_backward
         by_the_caller = hardware.host_to_device.by_the_caller
         streams = self._streams(chunk)
+        self._traffic.now += len(members) * hardware.thread.queue_seconds
         self._sent |= {chunk} if streams else set()
         on_device = streams or (here and not by_the_caller)
         update = Update(

@@ -37,13 +37,15 @@ class LinkQueue:
     """A link as a queue of transfers at `rate`, and what it has carried.
 
     `beside`: the link of the other direction, and the bytes per second that are left while that one is busy too. The
-    transfer that was queued first is taken to keep its rate, so that both together never have more.
+    transfer that was queued first is taken to keep its rate, so that both together never have more. `mixed`: how much
+    longer than alone the other one takes, beside that.
     """
 
     rate: Rate
     load: LinkUse = field(default_factory=LinkUse)
     free_at: float = 0.0
     beside: tuple[LinkQueue, float] | None = None
+    mixed: float = 1.0
 
     def send(self, now: float, nbytes: int) -> float:
         """Queue a transfer; returns when it ends."""
@@ -52,7 +54,7 @@ class LinkQueue:
         self.load.seconds += seconds
         start = now if now > self.free_at else self.free_at
         if self.beside is not None and self.beside[0].free_at > start:
-            seconds = self._seconds_beside(seconds, self.beside[0].free_at - start, self.beside[1])
+            seconds = self._seconds_beside(seconds * self.mixed, self.beside[0].free_at - start, self.beside[1])
         self.free_at = start + seconds
         return self.free_at
 
@@ -60,7 +62,7 @@ class LinkQueue:
         """What lasts `alone` seconds alone, where the other direction is `busy` for the first ones."""
         slower = min(1.0, left / self.rate.bytes_per_second)
         done = busy * slower
-        return alone / slower if done >= alone else busy + alone - done
+        return alone / slower if done >= alone > 0 else busy + alone - done
 
 
 class Worker(Protocol):
@@ -101,6 +103,7 @@ class SimulatedTraffic:
         self._share_the_link(hardware.both_ways_bytes_per_second)
         self.nvme_read = LinkQueue(hardware.nvme_read)
         self.nvme_write = LinkQueue(hardware.nvme_write)
+        self._share_the_disk(hardware.nvme_both_ways_bytes_per_second)
         self._transfer_seconds = hardware.thread.transfer_seconds
         self.on_device: set[int] = set()
         self._near: int | None = None
@@ -131,6 +134,17 @@ class SimulatedTraffic:
             least = 0.1 * both_ways  # a direction is never shut out
             up.beside = (down, max(least, both_ways - down.rate.bytes_per_second))
             down.beside = (up, max(least, both_ways - up.rate.bytes_per_second))
+
+    def _share_the_disk(self, both_ways: float) -> None:
+        """A disk that takes requests one at a time needs for both directions the sum of what each takes alone, or more
+        where it does not like to change; one with an engine for each no more than the slower one."""
+        if both_ways:
+            queues = self.nvme_read, self.nvme_write
+            alone = [1 / queue.rate.bytes_per_second for queue in queues]
+            hidden = (sum(alone) - 2 / both_ways) / min(alone)  # the part of the quicker one
+            for queue, other in (queues, queues[::-1]):
+                queue.beside = other, min(1.0, max(0.0, hidden)) * queue.rate.bytes_per_second
+                queue.mixed = max(1.0, 2 / both_ways / sum(alone))
 
     def add(self, block: Block, nbytes: int) -> int:
         """Register `block`; returns its number."""
