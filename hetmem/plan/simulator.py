@@ -140,11 +140,11 @@ class SimulatedTraffic:
         where it does not like to change; one with an engine for each no more than the slower one."""
         if both_ways:
             queues = self.nvme_read, self.nvme_write
-            alone = [1 / queue.rate.bytes_per_second for queue in queues]
-            hidden = (sum(alone) - 2 / both_ways) / min(alone)  # the part of the quicker one
+            alone, together = sum(1 / queue.rate.bytes_per_second for queue in queues), 2 / both_ways
             for queue, other in (queues, queues[::-1]):
-                queue.beside = other, min(1.0, max(0.0, hidden)) * queue.rate.bytes_per_second
-                queue.mixed = max(1.0, 2 / both_ways / sum(alone))
+                hidden = max(0.0, alone - together) * other.rate.bytes_per_second
+                queue.beside = other, min(1.0, hidden) * queue.rate.bytes_per_second
+                queue.mixed = max(1.0, together / alone)
 
     def add(self, block: Block, nbytes: int) -> int:
         """Register `block`; returns its number."""
@@ -163,7 +163,7 @@ class SimulatedTraffic:
         if self.worker is not None and residency.state(block, tier) is not VALID:
             self.worker.hasten(block)
         while residency.state(block, tier) is not VALID:
-            if not self._go_on():
+            if not self.go_on():
                 raise residency.withdraw(block, tier)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
@@ -303,7 +303,7 @@ class SimulatedTraffic:
         """Whether anything is under way that `wait_for_one` can wait for."""
         return bool(self._ends)
 
-    def _go_on(self) -> bool:
+    def go_on(self) -> bool:
         """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
         if self.worker is not None:
             self.worker.pump()

@@ -37,10 +37,12 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What of a chunk is brought to the device for its update, and what of it goes home again."""
+    """What of a chunk is brought to the device for its update, and what of it goes home again. `tail_bytes`: of
+    gradients that stay there, what goes home before."""
 
     there_bytes: int
     home_bytes: int
+    tail_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +67,11 @@ class Update:
 
 
 class Elsewhere(Protocol):
-    """Makes updates that are not made here; see `plan.streamed`. It calls `ended` after each one."""
+    """Makes updates that are not made here; see `plan.streamed`. It calls `ended` after each one, and `to_host` with
+    one that must be made here."""
 
     ended: Callable[[], None]
+    to_host: Callable[[Update], None]
 
     @property
     def idle(self) -> bool:
@@ -79,6 +83,10 @@ class Elsewhere(Protocol):
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
+
+    def give_way(self) -> bool:
+        """Leave to the host what could wait for ever; False if nothing could."""
+        ...
 
 
 class Updates:
@@ -95,6 +103,7 @@ class Updates:
         self._traffic, self._cores, self._opened, self._streamed = traffic, cores, opened, streamed
         if streamed is not None:
             streamed.ended = self.pump
+            streamed.to_host = lambda update: self._queue.add(update)
         self._queue: Turns[Update] = Turns(lambda update: update.number)
         self._opening: deque[Update] = deque()
         self._running = 0
@@ -135,6 +144,8 @@ class Updates:
         opened."""
         self._waiting = True
         while not self.idle:
+            if self._streamed is not None:
+                self._streamed.give_way()
             self.pump()
             if self.idle:
                 break
@@ -146,7 +157,7 @@ class Updates:
 
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet; False if that is nothing."""
-        gives = bool(self._opening)
+        gives = bool(self._opening) or (self._streamed is not None and self._streamed.give_way())
         while self._opening:
             update = self._opening.pop()
             for part in update.staged:
