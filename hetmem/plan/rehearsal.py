@@ -35,9 +35,9 @@ class Rehearsal:
 
     `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
     from the second step on. `streamed`: states are sent to the device for their update as by a run that is given
-    `hardware`. `streamed_gradients`: nobody sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that updates
-    begin in the first step, and gradients stay on the device where those read them there; their homes are as many as
-    with others.
+    `hardware`. `streamed_gradients`: nobody sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that
+    updates begin in the first step, and gradients stay on the device where those read them there; host memory is
+    reserved as for others.
     """
 
     def __init__(
