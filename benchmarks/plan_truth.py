@@ -2,9 +2,10 @@
 
     python benchmarks/plan_truth.py [--profile probe.json] [--steps 8] [--width 384]
 
-Runs on the simulated accelerator with set link speeds. The host update, the disk and what hetmem takes of the
-training thread come from the probe, the latency of the links is that of the threads that stand for them; compute is
-calibrated for each model by a plain forward and backward of it on this machine: one number, that scales all operators.
+Runs on the simulated accelerator with set link speeds. The host update and the disk come from the probe, the latency of
+the links is that of the threads that stand for them. A machine that is shared changes its speed by half within minutes,
+so two things are measured between the steps of each run: a plain forward and backward, by which compute is calibrated
+(one number, that scales all operators), and what hetmem takes of the training thread, on other models (`overheads`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 import hetmem
 from hetmem import planning
 from hetmem.memory.transfer import Finished, Job, ThreadCopier
-from hetmem.plan.hardware import HardwareProfile, Rate
+from hetmem.overheads import Overheads
+from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.plan.links import Link
 from hetmem.plan.workload import Workload
 from hetmem.planning.modeltrace import trace
@@ -167,21 +169,24 @@ def handed_over_seconds(rounds: int = 200) -> float:
 
 @dataclass
 class Seen:
-    """What a run did: its report, the median of its steps, of the plain ones between them, and the steps' spread."""
+    """What a run did: its report, the median of its steps, of the plain ones between them, and the steps' spread.
+    `costs`: what hetmem took of the training thread meanwhile."""
 
     report: dict[str, Any]
     step_seconds: float
     plain_seconds: float
     spread: float
+    costs: ThreadCosts
 
 
 def run(build: Callable[[], nn.Module], batch: tuple[Tensor, ...], plan: Any, case: Case, steps: int) -> Seen:
-    """Train, with a plain forward and backward beside each step: the machine may be shared, and drift hits both. They
-    take turns in going first, as what runs behind an update finds other things in the caches."""
+    """Train, with a plain forward and backward beside each step, and a round of what measures the thread's costs: the
+    machine may be shared, and drift hits all. They take turns in going first, as what runs behind an update finds other
+    things in the caches."""
     device = hetmem.SimDevice(host_to_device=case.link, device_to_host=case.link)
     plain = build()
     model = hetmem.manage(build(), plan.budget, device=device, chunk_bytes=plan.chunk_bytes)
-    optimizer = hetmem.AdamW(model.parameters())
+    optimizer, overheads = hetmem.AdamW(model.parameters()), Overheads()
 
     def alone() -> None:
         plain(*batch).backward()
@@ -198,10 +203,11 @@ def run(build: Callable[[], nn.Module], batch: tuple[Tensor, ...], plan: Any, ca
             what()
             times[what].append(time.perf_counter() - start)
             plain.zero_grad()
+        overheads.step()
     report = hetmem.report(model).to_dict()
     hetmem.release(model)
     late = times[managed][4:]
-    return Seen(report, median(late), median(times[alone][4:]), max(late) / min(late))
+    return Seen(report, median(late), median(times[alone][4:]), max(late) / min(late), overheads.result())
 
 
 def main() -> None:
@@ -248,7 +254,7 @@ def row(
         if not plan.fits:
             return f"| {shape} | {case.name} | does not fit: {plan.missing_bytes} | | | |"
         seen = run(build, batch, plan, case, steps)
-        hardware = calibrated(hardware, work, seen.plain_seconds)
+        hardware = replace(calibrated(hardware, work, seen.plain_seconds), thread=seen.costs)
         plan = planning.plan(build, batch, plan.budget, hardware, chunk_bytes=plan.slot_bytes)
     peaks = []
     for tier in ("device", "host", "nvme"):

@@ -31,6 +31,7 @@ _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20
 _ALLOCATOR_SHARE = 0.03  # what a run keeps free for torch's allocator
 _DISK_BYTES = 256 * MIB
+_BOTH_WAYS_BYTES = 4 * MIB
 _DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 2), (4 * MIB, 4), (4 * MIB, 8), (16 * MIB, 1), (16 * MIB, 2), (16 * MIB, 4))
 
 
@@ -49,6 +50,8 @@ def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False
     best_read = max(sample.read_bytes_per_second for sample in samples)
     best_write = max(sample.write_bytes_per_second for sample in samples)
     latency = _seconds_of_a_small_read(directory)
+    kept = {} if quick else {"disk_samples": _keep(directory, samples)}
+    at_once = _disk_both_ways(directory, _DISK_BYTES // scale)
     device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
     measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
     return HardwareProfile(
@@ -60,9 +63,10 @@ def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False
         Rate(best_read, latency),
         Rate(best_write, latency),
         both,
-        {"all": measured} if quick else {"all": measured, "disk_samples": _keep(directory, samples)},
+        {"all": measured, **kept},
         tuple(samples),
         ThreadCosts() if torch.cuda.is_available() else measure(),
+        at_once,
     )
 
 
@@ -120,6 +124,25 @@ def _disk(directory: Path, nbytes: int) -> list[DiskSample]:
             store.close()
         samples.append(DiskSample(block, depth, nbytes / read, nbytes / written))
     return samples
+
+
+def _disk_both_ways(directory: Path, nbytes: int) -> float:
+    """Bytes per second of reads and writes together, as many of each, asked for as a run does."""
+    block = min(_BOTH_WAYS_BYTES, nbytes // 2)
+    store = NvmeStore([directory], nbytes)
+    try:
+        extents, memory = store.reserve_many([block] * (nbytes // block)), Mapping(nbytes)
+        parts = [memory.buffer(index * block, block) for index in range(len(extents))]
+        _settle(store.write, extents, parts)
+
+        def both() -> None:
+            moves = (store.read, store.write) * len(extents)
+            for future in [move(*what) for move, what in zip(moves, zip(extents, parts, strict=True), strict=False)]:
+                future.result()
+
+        return nbytes / seconds(both, 3)
+    finally:
+        store.close()
 
 
 def _keep(directory: Path, samples: list[DiskSample]) -> str:

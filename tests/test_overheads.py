@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
+
 import pytest
 
-from hetmem.overheads import _Seen, solved
+from hetmem.overheads import Overheads, Seen, solved
 from hetmem.plan.hardware import ThreadCosts
 
-
-def seen(costs: ThreadCosts, *, chunks: int, fetches: int, renewals: int) -> _Seen:
-    """What 64 layers of two parameters would show if `costs` were all."""
-    extra = 255 * costs.use_seconds + fetches * costs.transfer_seconds
-    update = 128 * costs.update_seconds + chunks * costs.chunk_seconds + renewals * costs.transfer_seconds
-    return _Seen(extra, fetches, update, renewals)
+COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
 
 
-def test_costs_of_uses_transfers_parameters_and_chunks_are_told_apart() -> None:
-    costs = ThreadCosts(use_seconds=2e-5, transfer_seconds=3e-4, update_seconds=1e-4, chunk_seconds=5e-4)
-    found = solved(
-        seen(costs, chunks=64, fetches=94, renewals=17),
-        seen(costs, chunks=8, fetches=11, renewals=2),
+def seen(costs: ThreadCosts, *, chunks: int, fetches: tuple[int, int, int], between: int = 0) -> Seen:
+    """What 64 layers of two parameters would show if `costs` were all, with `between` calls after each."""
+    forward, backward, renewals = (count * costs.transfer_seconds for count in fetches)
+    calls = 64 * (2 + between)
+    return Seen(
+        64 * costs.use_seconds + calls * costs.call_seconds + forward,
+        fetches[0],
+        (63 + 128) * costs.gradient_seconds + backward,
+        fetches[1],
+        128 * (costs.queue_seconds + costs.update_seconds) + chunks * costs.chunk_seconds + renewals,
+        fetches[2],
+        128 * costs.queue_seconds,
     )
-    assert found.use_seconds == pytest.approx(costs.use_seconds)
-    assert found.transfer_seconds == pytest.approx(costs.transfer_seconds)
-    assert found.update_seconds == pytest.approx(costs.update_seconds)
-    assert found.chunk_seconds == pytest.approx(costs.chunk_seconds)
+
+
+def test_costs_of_calls_uses_gradients_transfers_parameters_and_chunks_are_told_apart() -> None:
+    found = solved(
+        seen(COSTS, chunks=64, fetches=(48, 46, 17)),
+        seen(COSTS, chunks=8, fetches=(6, 5, 2)),
+        seen(COSTS, chunks=8, fetches=(6, 5, 2), between=6),
+    )
+    assert astuple(found) == pytest.approx(astuple(COSTS))
 
 
 def test_no_cost_is_below_zero_where_the_machine_was_busy_at_the_wrong_time() -> None:
-    found = solved(_Seen(1.0, 94, 0.5, 17), _Seen(2.0, 11, 0.9, 2))
-    assert found.transfer_seconds == 0.0 and found.chunk_seconds == 0.0
-    assert found.update_seconds == pytest.approx(0.9 / 128) and found.use_seconds == pytest.approx(2.0 / 255)
+    few = Seen(1.0, 6, 2.0, 5, 0.9, 2, 2.0)
+    found = solved(Seen(0.5, 48, 1.0, 46, 0.5, 17, 0.1), few, replace(few, forward=0.5))
+    assert found.transfer_seconds == found.chunk_seconds == found.call_seconds == 0.0
+    assert (found.use_seconds, found.gradient_seconds) == (1.0 / 64, pytest.approx(2.0 / 191))
+    assert (found.queue_seconds, found.update_seconds) == (pytest.approx(0.9 / 128), 0.0)
+
+
+def test_the_models_are_trained_as_the_equations_say() -> None:
+    """Fetches are counted, queueing is a part of an update, and more is called in the last model alone."""
+    overheads = Overheads()
+    for _ in range(6):
+        overheads.step()
+    many, few, called = (model.result() for model in overheads._models)
+    assert (few.forward_fetches, few.backward_fetches) == (called.forward_fetches, called.backward_fetches)
+    assert many.forward_fetches > 4 * few.forward_fetches > 0
+    for model in (many, few, called):
+        assert 0 < model.queued < model.update

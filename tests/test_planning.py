@@ -171,6 +171,25 @@ def test_the_trace_uses_what_a_run_uses() -> None:
     hetmem.release(model)
 
 
+class Called(nn.Module):
+    """Two modules, four functions, and a question that is no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x).transpose(0, 1)).sum() if x.shape[0] else x
+
+
+def test_calls_of_modules_and_functions_are_counted_where_they_are_made() -> None:
+    events = trace(planning.Call(Called, torch.zeros(2, 4))).events
+    assert [(e.kind, e.during.calls, e.after.calls) for e in events if e.during.calls or e.after.calls] == [
+        (Kind.FORWARD, 0, 3),  # until the layer's weight is used, by a call that is the third
+        (Kind.USE, 0, 3),
+    ]
+
+
 def test_flops_are_those_of_torchs_own_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

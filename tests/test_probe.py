@@ -24,6 +24,7 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     assert profile.host.numa_nodes >= 1
     assert profile.nvme_read.bytes_per_second == max(s.read_bytes_per_second for s in profile.disk_samples)
     assert {s.depth for s in profile.disk_samples} == {1, 2, 4, 8}
+    assert profile.nvme_both_ways_bytes_per_second > 0
     assert "measured by hetmem probe" in profile.sources["all"]
 
 

@@ -61,6 +61,9 @@ class Copy:
         return self.uses == 0 and not self.writing and (self.state is VALID or self.state is STALE)
 
 
+_FURTHER = 32  # uses that are looked at behind those that matter: where all is here, one look serves for so many
+
+
 class Cache:
     """The copies on `tier`, by block number. `limit` of the `slots` may be taken, those of loads in flight included.
 
@@ -190,8 +193,8 @@ class Cache:
         """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
         in order. What one of these uses overwrites first is no such block.
 
-        Uses whose blocks are all here are looked at once: until something is removed they need no second look. If there
-        is no such block, `at_rest` says so from now on.
+        Uses whose blocks are all here are looked at once, ahead of time; see `Schedule.present_until`. If there is no
+        such block, `at_rest` says so from now on.
         """
         schedule, copies = self.schedule, self.copies
         start = max(schedule.position, self._present_until)
@@ -210,8 +213,8 @@ class Cache:
                 missing += [block for block in dict.fromkeys(absent) if block not in missing]
                 if len(missing) >= most:
                     return missing[:most]
-        if not (missing or comes_by_itself):  # nothing is looked for behind the end, wherever that is
-            self._present_until = schedule.position + lookahead
+        if not (missing or comes_by_itself):
+            self._present_until = schedule.present_until(copies, max(start, end), lookahead + _FURTHER)
         elif not missing:
             self.rest(None, None)
         return missing
@@ -323,7 +326,7 @@ class Cache:
             victims = self._window(self._row, order, span, least, spared)
             if not victims:
                 return []
-        missing = self.slots.used + span - self.limit - sum(map(self._span, victims))
+        missing = self.slots.used + span - self.limit - (sum(map(self._span, victims)) if victims else 0)
         if missing <= 0:
             return victims
         more = order.first(missing, self._span, least, {*spared, *victims} if victims else spared)
@@ -369,7 +372,7 @@ class Cache:
 
     def _demand_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or not copy.idle:
+        if copy is None or copy.uses or not copy.idle:
             return None
         next_use = self.schedule.next_use(block)
         if next_use != NEVER and self._nearer is not None and block in self._nearer.copies:
@@ -379,7 +382,7 @@ class Cache:
 
     def _ahead_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or copy.dirty or not copy.idle:
+        if copy is None or copy.uses or copy.dirty or not copy.idle:
             return None
         return self.schedule.next_use(block), -copy.last_use, -copy.number, block
 

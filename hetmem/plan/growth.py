@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.plan.layout import ParameterSpec
-from hetmem.plan.workload import Event, Kind, Phase, Workload
+from hetmem.plan.workload import Event, Kind, Workload
 
 _LEAST = 3  # a layer between two others shows what one more is
 
@@ -102,5 +102,5 @@ def _moved(event: Event, numbers: Mapping[int, int]) -> Event:
 
 def _raised(event: Event, nbytes: int) -> Event:
     """`event` with `nbytes` more alive that are not parameters."""
-    during, after = (Phase(phase.work, phase.peak_bytes + nbytes) for phase in (event.during, event.after))
+    during, after = (replace(phase, peak_bytes=phase.peak_bytes + nbytes) for phase in (event.during, event.after))
     return replace(event, live_bytes=event.live_bytes + nbytes, during=during, after=after)

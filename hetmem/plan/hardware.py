@@ -72,16 +72,21 @@ class HostProfile:
 class ThreadCosts:
     """What hetmem itself takes of the thread that trains, in seconds.
 
-    `use_seconds`: for each use of a streamed parameter, by an operator or by autograd, and for each gradient;
-    `transfer_seconds`: for handing a copy to what carries it out; `update_seconds`: for each parameter updated, and
-    `chunk_seconds` for each chunk of them. Zero where nobody measured it. On a GPU that thread runs ahead of the
-    device, which hides most of it.
+    `call_seconds`: for each call of a function of torch, or of a module, within a forward; `use_seconds`: beyond that
+    for each operator that uses streamed parameters; `gradient_seconds`: for each weight that autograd asks for, and for
+    each gradient; `transfer_seconds`: for handing a copy to what carries it out; `queue_seconds`: for each parameter
+    whose update is queued, which a step does with all before it goes on with the first; `update_seconds`: for each that
+    is updated, and `chunk_seconds` for each chunk of them. Zero where nobody measured it. On a GPU that thread runs
+    ahead of the device, which hides most of it.
     """
 
     use_seconds: float = 0.0
     transfer_seconds: float = 0.0
     update_seconds: float = 0.0
     chunk_seconds: float = 0.0
+    call_seconds: float = 0.0
+    gradient_seconds: float = 0.0
+    queue_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,9 @@ class DiskSample:
 class HardwareProfile:
     """One machine. `both_ways_bytes_per_second` is what the two directions of the device's link reach together.
 
-    `sources` says for each figure (or group of figures) where it comes from. `disk_samples` are what a probe saw.
+    `nvme_both_ways_bytes_per_second`: what a disk that reads as many bytes as it writes reaches in all; zero where
+    nobody measured it: then it reads at full speed while it writes. `sources` says for each figure (or group of
+    figures) where it comes from. `disk_samples` are what a probe saw.
     """
 
     name: str
@@ -112,6 +119,7 @@ class HardwareProfile:
     sources: Mapping[str, str] = field(default_factory=dict)
     disk_samples: tuple[DiskSample, ...] = ()
     thread: ThreadCosts = field(default_factory=ThreadCosts)
+    nvme_both_ways_bytes_per_second: float = 0.0
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
@@ -216,7 +224,7 @@ def _number(value: Any, name: str, *, whole: bool) -> float:
     """Rates and sizes must be above zero; latencies may be zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise _wrong(name, "a number", value)
-    may_be_zero = name.endswith("_seconds") or name.endswith(("memory_bytes", "allocator_share"))
+    may_be_zero = name.endswith(("_seconds", "memory_bytes", "allocator_share", "nvme_both_ways_bytes_per_second"))
     if value < 0 or (value == 0 and not may_be_zero):
         raise _wrong(name, "a number of zero or more" if may_be_zero else "a number above zero", value)
     if whole and value != int(value):

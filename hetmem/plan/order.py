@@ -63,10 +63,10 @@ class Order:
         return ranks[bisect_left(ranks, (least,)) :][::-1]
 
     def _update(self) -> None:
-        ranks, rank_of = self._ranks, self._rank_of
+        ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
         for block in self._touched:
-            rank, before = self._rank(block), rank_of.get(block)
-            if rank == before:
+            rank, before = rank_now(block), rank_of.get(block)
+            if rank is before or rank == before:
                 continue
             if before is not None:
                 del ranks[bisect_left(ranks, before)]
@@ -75,7 +75,8 @@ class Order:
             else:
                 insort(ranks, rank)
                 rank_of[block] = rank
-                self.gained = max(self.gained, rank[0])
+                if rank[0] > self.gained:
+                    self.gained = rank[0]
         self._touched.clear()
 
     def first(

@@ -6,15 +6,14 @@ counterpart of `runtime.runtime`, `runtime.gradients` and `optim.adamw`. Pure.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use, moved, to_the_device
 from hetmem.plan.cache import Block
-from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.gradients import GradientSink
+from hetmem.plan.hardware import HardwareProfile, ThreadCosts
 from hetmem.plan.notes import BACKWARD, FORWARD, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.policy import EvictionPolicy
@@ -36,7 +35,9 @@ class Rehearsal:
 
     `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
     from the second step on. `streamed`: states are sent to the device for their update as by a run that is given
-    `hardware`.
+    `hardware`. `streamed_gradients`: nobody sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that
+    updates begin in the first step, and gradients stay on the device where those read them there; host memory is
+    reserved as for others.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Rehearsal:
         prefetch: Prefetch | None = None,
         overlapped: bool = False,
         streamed: bool = False,
+        streamed_gradients: bool = False,
     ) -> None:
         self._workload, self._arrangement = workload, arrangement
         self._capacities, self._hardware, self._micro_batches = capacities, hardware, micro_batches
@@ -71,17 +73,18 @@ class Rehearsal:
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
         self._usual = {number: micro_batches * count for number, count in workload.gradients().items()}
-        self._arrivals: Counter[int] = Counter()  # of a parameter
-        self._arriving: Counter[int] = Counter()  # in a chunk
         self._overlapped = overlapped
         self._begun: set[int] = set()
-        self._sent: set[int] = set()
         self._streamed = StreamedUpdates(self._traffic, self._notes)
+        lends = streamed_gradients and bool(self._blocks)
+        self._sink = GradientSink(
+            self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, lends=lends
+        )
         self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
         able = streamed and not (ground.resident or ground.uses_nvme)
         self._share = StreamedShare(hardware, self._streamed) if able else None
         self._compute = 0.0
-        self._use_seconds = hardware.thread.use_seconds if self._blocks else 0.0
+        self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
 
@@ -113,9 +116,9 @@ class Rehearsal:
         counts = traffic.residency.counts
         fetches, faults = sum(counts.fetches.values()), counts.faults[Tier.DEVICE]
         self._compute = self._updates.seconds = self._streamed.seconds = 0.0
-        self._arrivals.clear()
+        self._sink.begin_step()
         self._begun.clear()
-        self._sent.clear()
+        self._streamed.begun.clear()
         try:
             for _ in range(self._micro_batches):
                 for index, event in enumerate(self._workload.events):
@@ -145,7 +148,7 @@ class Rehearsal:
             traffic.events - events,
             {tier: dict(roles) for tier, roles in self._moved.items()},
             self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
-            self._part_of(self._sent),
+            self._part_of(self._streamed.begun),
             SLOTS * self._streamed.slot_bytes,
         )
 
@@ -166,7 +169,7 @@ class Rehearsal:
                 self._use(index, event)
                 return
             case Kind.GRADIENT:
-                self._traffic.now += self._use_seconds
+                self._traffic.now += self._costs.gradient_seconds
                 self._send(event.parameters[0])
                 self._arrived(event.parameters[0])
             case Kind.END:
@@ -179,7 +182,7 @@ class Rehearsal:
             self._phase(event.during, self._seconds[index][0])
             self._phase(event.after, self._seconds[index][1])
             return
-        self._traffic.now += self._use_seconds
+        self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
         for parameter in self._gone:
             block = self._held.pop(parameter, None)
             if block is not None:
@@ -211,47 +214,26 @@ class Rehearsal:
     def _phase(self, phase: Phase, seconds: float) -> None:
         self._notes.grew(phase.peak_bytes)
         self._compute += seconds
-        self._traffic.now += seconds
+        self._traffic.now += seconds + phase.calls * self._costs.call_seconds
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _send(self, parameter: int) -> None:
-        """A gradient goes home."""
-        arrangement, traffic = self._arrangement, self._traffic
-        chunk = arrangement.chunk_of[parameter]
-        numel = arrangement.elements[parameter]
-        nbytes = numel * arrangement.ground.chunks[chunk].itemsize
-        device_bytes = numel * self._workload.compute_itemsizes[parameter]
-        if arrangement.ground.resident:
-            if not self._blocks and parameter not in self._arrivals:
-                self._notes.kept_bytes += device_bytes * (self._steps == 0)
-            return
-        tier = arrangement.homes["grad"][chunk]
-        if tier is Tier.DEVICE:
-            return
-        self._arriving[chunk] += 1
-        if tier is Tier.HOST:
-            traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, None))
-            return
-        block = self._blocks["grad", chunk]
-        self._notes.staged(block)
-        members = arrangement.ground.chunks[chunk].parameters
-        traffic.open_staged(block, load=any(other in self._arrivals for other in members))
-        traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, block))
-
-    def _home(self, chunk: int, staged: int | None) -> None:
-        """A gradient of `chunk` is at home, or in the `staged` block of it."""
-        self._arriving[chunk] -= 1
-        if staged is not None:
-            self._traffic.release(staged, Tier.HOST, dirty=True)
+        """A gradient leaves autograd."""
+        device_bytes = self._arrangement.elements[parameter] * self._workload.compute_itemsizes[parameter]
+        if not self._arrangement.ground.resident:
+            self._sink.send(self._arrangement, parameter, device_bytes)
+        elif not self._blocks and parameter not in self._sink.arrivals:
+            self._notes.kept_bytes += device_bytes * (self._steps == 0)
 
     def _arrived(self, parameter: int) -> None:
         """Perhaps it is the last one that its chunk waited for."""
-        self._arrivals[parameter] += 1
+        arrivals = self._sink.arrivals
+        arrivals[parameter] += 1
         chunk = self._arrangement.chunk_of[parameter]
-        if self._overlapped and self._steps and self._blocks:
+        if self._overlapped and self._blocks and (self._steps or self._sink.lends):
             members = self._members(chunk)
-            if all(member in self._usual and self._arrivals[member] == self._usual[member] for member in members):
+            if all(member in self._usual and arrivals[member] == self._usual[member] for member in members):
                 self._begin(chunk, members, in_backward=True)
             self._updates.pump()
 
@@ -260,6 +242,7 @@ class Rehearsal:
         if self._blocks:
             self._traffic.wait_for_gradients()
             self._traffic.wait_until_written(self._on_nvme("grad"))
+            self._sink.bring_home(self._arrangement, self._begun)
 
     def _on_nvme(self, role: str) -> list[int]:
         homes = self._arrangement.homes.get(role, {})
@@ -269,7 +252,7 @@ class Rehearsal:
 
     def _rearrange(self) -> None:
         """Before the first update chunks are filled in order of use."""
-        if self._steps or not self._blocks:
+        if self._steps or self._begun or not self._blocks:
             return
         arrangement = by_first_use(self._arrangement, self._workload)
         if arrangement.chunk_of == self._arrangement.chunk_of:
@@ -290,10 +273,14 @@ class Rehearsal:
         if arrangement.ground.resident or not self._blocks or not self._notes.knows_a_backward():
             return
         chosen = to_the_device(arrangement, self._workload, self._notes.idle_bytes())
+        chosen = [chunk for chunk in chosen if chunk in self._begun or not self._sink.waits(chunk)]
         for chunk, (role, homes) in product(chosen, arrangement.homes.items()):
             if chunk in homes:
                 home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
-                counts = self._steps > 0 or role in ("param", "compute", "grad")
+                if role == "grad":
+                    counts = not self._sink.is_lent(arrangement, chunk)
+                else:
+                    counts = self._steps > 0 or chunk in self._begun or role in ("param", "compute")
                 nbytes = arrangement.ground.home_bytes(chunk, role)
                 self._traffic.move_in(self._blocks[role, chunk], home, arrangement.role_bytes(chunk, role) * counts)
                 self._notes.home_bytes += nbytes
@@ -306,13 +293,19 @@ class Rehearsal:
         """As `optim.places`."""
         if self._share is not None and self._notes.knows_a_backward():
             sent_home = self._traffic.device_to_host.load.bytes - self._streamed.sent_home_bytes
-            self._share.look(sent_home, self._notes.home_bytes, lambda: facts_of(self._arrangement, self._workload))
+            sent_home += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
+            stay = self._sink.lends
+            self._share.look(
+                sent_home,
+                self._notes.home_bytes,
+                lambda: facts_of(self._arrangement, self._workload, gradients_stay=stay),
+            )
 
-    def _streams(self, chunk: int) -> bool:
-        """Whether the states of `chunk` are sent to the device for its update."""
+    def _comes_there(self, chunk: int) -> bool:
+        """Whether updates of the whole of `chunk` are made on the device, with its states sent there."""
         if self._share is None or chunk not in self._share.chosen or not self._streamed.slot_bytes:
             return False
-        return fits(self._arrangement, self._workload, chunk) and self._usual.keys() >= self._members(chunk)
+        return fits(self._arrangement, self._workload, chunk)
 
     def _members(self, chunk: int) -> set[int]:
         """The parameters of `chunk` that an update changes."""
@@ -341,19 +334,19 @@ class Rehearsal:
         whole = len(members) == len(ground.chunks[chunk].parameters)
         cast = self._workload.mixed_precision and not copies and whole and not in_backward
         by_the_caller = hardware.host_to_device.by_the_caller
-        streams = self._streams(chunk)
-        self._sent |= {chunk} if streams else set()
-        on_device = streams or (here and not by_the_caller)
+        streams = self._comes_there(chunk) and self._usual.keys() >= members
+        self._traffic.now += len(members) * hardware.thread.queue_seconds
+        on_device = here and not by_the_caller
         update = Update(
             chunk,
             self._blocks.get(self._operand(chunk)),
             tuple(self._staged(chunk, whole=whole)),
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
-            nbytes / hardware.device.bytes_per_second if on_device else 0.0,
+            nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
             keeps_copy=cast and (here or by_the_caller) and not streams,
-            ready=lambda: not self._arriving[chunk],
-            crossing=crossing(self._arrangement, chunk) if streams else None,
+            ready=lambda: not self._sink.arriving(chunk),
+            crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
         )
         self._updates.add(update)
         if update.had_copy and update.keeps_copy and not here:  # the update writes it, and its bytes cross the link

@@ -37,13 +37,15 @@ class LinkQueue:
     """A link as a queue of transfers at `rate`, and what it has carried.
 
     `beside`: the link of the other direction, and the bytes per second that are left while that one is busy too. The
-    transfer that was queued first is taken to keep its rate, so that both together never have more.
+    transfer that was queued first is taken to keep its rate, so that both together never have more. `mixed`: how much
+    longer than alone the other one takes, beside that.
     """
 
     rate: Rate
     load: LinkUse = field(default_factory=LinkUse)
     free_at: float = 0.0
     beside: tuple[LinkQueue, float] | None = None
+    mixed: float = 1.0
 
     def send(self, now: float, nbytes: int) -> float:
         """Queue a transfer; returns when it ends."""
@@ -52,7 +54,7 @@ class LinkQueue:
         self.load.seconds += seconds
         start = now if now > self.free_at else self.free_at
         if self.beside is not None and self.beside[0].free_at > start:
-            seconds = self._seconds_beside(seconds, self.beside[0].free_at - start, self.beside[1])
+            seconds = self._seconds_beside(seconds * self.mixed, self.beside[0].free_at - start, self.beside[1])
         self.free_at = start + seconds
         return self.free_at
 
@@ -60,7 +62,7 @@ class LinkQueue:
         """What lasts `alone` seconds alone, where the other direction is `busy` for the first ones."""
         slower = min(1.0, left / self.rate.bytes_per_second)
         done = busy * slower
-        return alone / slower if done >= alone else busy + alone - done
+        return alone / slower if done >= alone > 0 else busy + alone - done
 
 
 class Worker(Protocol):
@@ -101,6 +103,7 @@ class SimulatedTraffic:
         self._share_the_link(hardware.both_ways_bytes_per_second)
         self.nvme_read = LinkQueue(hardware.nvme_read)
         self.nvme_write = LinkQueue(hardware.nvme_write)
+        self._share_the_disk(hardware.nvme_both_ways_bytes_per_second)
         self._transfer_seconds = hardware.thread.transfer_seconds
         self.on_device: set[int] = set()
         self._near: int | None = None
@@ -132,6 +135,17 @@ class SimulatedTraffic:
             up.beside = (down, max(least, both_ways - down.rate.bytes_per_second))
             down.beside = (up, max(least, both_ways - up.rate.bytes_per_second))
 
+    def _share_the_disk(self, both_ways: float) -> None:
+        """A disk that takes requests one at a time needs for both directions the sum of what each takes alone, or more
+        where it does not like to change; one with an engine for each no more than the slower one."""
+        if both_ways:
+            queues = self.nvme_read, self.nvme_write
+            alone, together = sum(1 / queue.rate.bytes_per_second for queue in queues), 2 / both_ways
+            for queue, other in (queues, queues[::-1]):
+                hidden = max(0.0, alone - together) * other.rate.bytes_per_second
+                queue.beside = other, min(1.0, hidden) * queue.rate.bytes_per_second
+                queue.mixed = max(1.0, together / alone)
+
     def add(self, block: Block, nbytes: int) -> int:
         """Register `block`; returns its number."""
         self.sizes.append(nbytes)
@@ -149,7 +163,7 @@ class SimulatedTraffic:
         if self.worker is not None and residency.state(block, tier) is not VALID:
             self.worker.hasten(block)
         while residency.state(block, tier) is not VALID:
-            if not self._go_on():
+            if not self.go_on():
                 raise residency.withdraw(block, tier)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
@@ -289,7 +303,7 @@ class SimulatedTraffic:
         """Whether anything is under way that `wait_for_one` can wait for."""
         return bool(self._ends)
 
-    def _go_on(self) -> bool:
+    def go_on(self) -> bool:
         """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
         if self.worker is not None:
             self.worker.pump()

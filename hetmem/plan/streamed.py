@@ -1,7 +1,8 @@
 """Updates on the device with states brought there, on the simulator's clock: the counterpart of `optim.streamed`.
 
 States are brought to a slot on one link, updated behind that, and sent home on the other; then a copy for operators is
-made from the slot. Pure. `plan.streaming` says which chunks; here are its facts, and the slots.
+made from the slot. Gradients are brought to a place beside the slots, or stay in one as they arrive: see `optim.kept`.
+Pure. `plan.streaming` says which chunks; here are its facts, the slots and the places.
 """
 
 from __future__ import annotations
@@ -18,19 +19,30 @@ from hetmem.plan.trace import Tier
 from hetmem.plan.updates import Crossing, Update
 from hetmem.plan.workload import Workload
 
+_TAIL_ELEMENTS = 16
+"""As in `optim.kernels.streamed`, note "tail"."""
+
 
 class StreamedUpdates:
-    """Those updates that run on the device, each in one of the slots. `seconds` are those that something was computed;
-    `ended` is called after each update that is over."""
+    """Those updates that run on the device, each in one of the slots, with gradients in one of as many places.
+    `seconds` are those that something was computed, `begun` the numbers of the chunks.
+
+    `ended` is called after each update that is over, `to_host` with one that must be made there.
+    """
 
     def __init__(self, traffic: SimulatedTraffic, notes: Notes) -> None:
         self._traffic, self._notes = traffic, notes
         self._queue: deque[Update] = deque()
-        self._free = 0
+        self._free = self._places = 0
+        self._reading = 0
+        self._kept: dict[int, bool] = {}
+        """Chunks whose gradients are here, and whether an update may begin: all have arrived, and the tails at home."""
+        self.begun: set[int] = set()
         self.slot_bytes = 0
         self.sent_home_bytes = 0
         self.seconds = 0.0
         self.ended: Callable[[], None] = lambda: None
+        self.to_host: Callable[[Update], None] = lambda update: None
 
     # ---- slots -------------------------------------------------------------------------------------------------
 
@@ -41,15 +53,44 @@ class StreamedUpdates:
     def take_slots(self, nbytes: int) -> bool:
         """Have slots of `nbytes` each. Call it with nothing under way."""
         self.give_slots_back()
-        self.slot_bytes, self._free = nbytes, SLOTS
+        self.slot_bytes, self._free, self._places = nbytes, SLOTS, SLOTS
         self._notes.home_bytes += SLOTS * nbytes
         return True
 
     def give_slots_back(self) -> None:
         """Their memory is the device's again."""
-        assert self.idle, "slots are given back between updates"
+        assert self.idle and not self._kept, "slots are given back between updates"
         self._notes.home_bytes -= SLOTS * self.slot_bytes
-        self.slot_bytes = self._free = 0
+        self.slot_bytes = self._free = self._places = 0
+
+    # ---- gradients that stay -----------------------------------------------------------------------------------
+
+    def keep(self, number: int) -> bool:
+        """Gradients of chunk `number` are about to arrive: whether they stay here, in a place that an update may have
+        to free first. Not if all places are those of chunks whose gradients have not all arrived."""
+        while not self._places:
+            if not (self._frees_a_place() and self._traffic.go_on()):
+                return False
+        self._places -= 1
+        self._kept[number] = False
+        return True
+
+    def keeps(self, number: int) -> bool:
+        """Whether gradients of chunk `number` are here."""
+        return number in self._kept
+
+    def kept(self) -> list[int]:
+        """The chunks whose gradients are here."""
+        return list(self._kept)
+
+    def give_up(self, number: int) -> None:
+        """The gradients of chunk `number` have gone home."""
+        del self._kept[number]
+        self._places += 1
+
+    def _frees_a_place(self) -> bool:
+        """Whether a place will be free that is not, whatever arrives."""
+        return bool(self._reading) or any(self.keeps(update.number) for update in self._queue)
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
@@ -59,18 +100,54 @@ class StreamedUpdates:
         return not self._queue and (self._free == SLOTS or not self.slot_bytes)
 
     def add(self, update: Update) -> None:
-        """Queue `update`, of a chunk all of whose roles have homes in host memory."""
+        """Queue `update`, of a chunk all of whose roles have homes in host memory, but for gradients that stay here."""
+        assert update.crossing is not None
         self._queue.append(update)
+        if self.keeps(update.number):
+            nbytes = update.crossing.tail_bytes
+            if not nbytes:
+                self._kept[update.number] = True
+                return
+            self.sent_home_bytes += nbytes
+            arrived = partial(self._tails_arrived, update.number)
+            self._traffic.copy_beside(self._traffic.device_to_host, nbytes, arrived)
+
+    def _tails_arrived(self, number: int) -> None:
+        self._kept[number] = True
+        self.ended()
 
     def pump(self) -> None:
         """Begin what has a slot."""
-        while self._queue and self._free and self._queue[0].ready():
-            self._begin(self._queue.popleft())
+        while self._free and (update := self._next()) is not None:
+            self._queue.remove(update)
+            self._begin(update)
+
+    def _next(self) -> Update | None:
+        """What can begin if there is a slot: what holds a place goes first, as others may wait for that."""
+        for update in self._queue:
+            if self._kept.get(update.number):
+                return update
+        head = next((update for update in self._queue if not self.keeps(update.number)), None)
+        return head if head is not None and self._places and head.ready() else None
+
+    def give_way(self) -> bool:
+        """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""
+        if self._places or self._frees_a_place():
+            return False
+        waiting = list(self._queue)
+        self._queue.clear()
+        for update in waiting:
+            update.crossing, update.device_seconds = None, 0.0
+            self.to_host(update)
+        return bool(waiting)
 
     def _begin(self, update: Update) -> None:
         """The host does its part, the last few elements, and what it has told the link to bring is updated there."""
         assert update.crossing is not None
         self._free -= 1
+        self._reading += 1
+        self._places -= not self.keeps(update.number)
+        self.begun.add(update.number)
         traffic = self._traffic
         traffic.now += update.thread_seconds
         self.seconds += update.thread_seconds + update.device_seconds
@@ -78,6 +155,10 @@ class StreamedUpdates:
         traffic.copy_beside(traffic.host_to_device, update.crossing.there_bytes, brought, update.device_seconds)
 
     def _brought(self, update: Update, home_bytes: int) -> None:
+        """The gradients have been read."""
+        self._reading -= 1
+        self._places += 1
+        self._kept.pop(update.number, None)
         self.sent_home_bytes += home_bytes
         self._traffic.copy_beside(self._traffic.device_to_host, home_bytes, partial(self._home, update))
 
@@ -99,7 +180,7 @@ def fits(arrangement: Arrangement, workload: Workload, chunk: int) -> bool:
     return all(homes[chunk] is Tier.HOST for homes in arrangement.homes.values() if chunk in homes)
 
 
-def facts_of(arrangement: Arrangement, workload: Workload) -> Facts:
+def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bool = False) -> Facts:
     """What the choice of `plan.streaming` depends on, as `optim.places` sees it."""
     homes, chunks = arrangement.homes, [chunk.index for chunk in arrangement.ground.chunks]
     fitting = [chunk for chunk in chunks if fits(arrangement, workload, chunk)]
@@ -111,12 +192,19 @@ def facts_of(arrangement: Arrangement, workload: Workload) -> Facts:
         sum(arrangement.numels[chunk] for chunk in chunks if homes["param"][chunk] is Tier.DEVICE),
         copy_bytes,
         copy_bytes if fitting and fitting[0] in homes.get("compute", {}) else 0,
+        gradients_stay,
     )
 
 
-def crossing(arrangement: Arrangement, chunk: int) -> Crossing:
-    """All of `chunk` comes to the device but the 16-bit copy, which is made there; all but the gradient goes home."""
-    return Crossing(_bytes(arrangement, chunk, "compute"), _bytes(arrangement, chunk, "grad"))
+def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> Crossing:
+    """All of `chunk` comes to the device but the 16-bit copy, which is made there; all but the gradient goes home. Of
+    one that is `kept` there, the last elements of each parameter go home, for the host's part of the update."""
+    home = _bytes(arrangement, chunk, "grad")
+    if not kept:
+        return Crossing(_bytes(arrangement, chunk, "compute"), home)
+    spec = arrangement.ground.chunks[chunk]
+    tails = sum(arrangement.elements[index] % _TAIL_ELEMENTS for index in spec.parameters)
+    return Crossing(_bytes(arrangement, chunk, "compute", "grad"), home, tails * spec.itemsize)
 
 
 def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:

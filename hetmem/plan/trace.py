@@ -11,7 +11,7 @@ own and never shift another one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -184,6 +184,14 @@ class Schedule:
         if not self.periodic and end > self._count:
             end = self._count
         return end if self.barrier is None or end < self.barrier else self.barrier
+
+    def present_until(self, present: Container[int], start: int, count: int) -> int:
+        """The first use from `start` on, of the next `count`, that has a block which is not `present`; the end of them
+        if there is none. Nothing is looked for behind the horizon, wherever that is."""
+        for at, blocks in enumerate(self.between(start, self.horizon(count)), start):
+            if not all(map(present.__contains__, blocks)):
+                return at
+        return self.position + count
 
     def reads(self, at: int) -> bool:
         """Whether the use number `at`, counted as `position` is, needs what its blocks hold now. It does not if it

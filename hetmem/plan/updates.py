@@ -7,6 +7,7 @@ neither chunks nor gradients. Those on the device with states brought there are 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,10 @@ from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
 from hetmem.plan.turns import Turns
 
-_AT_ONCE = 2
-"""Updates that run, beside one that opens: three in all, as in `optim.updates`, which may have several opening."""
+_AT_ONCE = 3
+"""Updates opening or running together, as in `optim.updates`; which may open when is said there, in note "openings"."""
+
+_PLACED = (CopyState.VALID, CopyState.LOADING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,12 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What of a chunk is brought to the device for its update, and what of it goes home again."""
+    """What of a chunk is brought to the device for its update, and what of it goes home again. `tail_bytes`: of
+    gradients that stay there, what goes home before."""
 
     there_bytes: int
     home_bytes: int
+    tail_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +67,11 @@ class Update:
 
 
 class Elsewhere(Protocol):
-    """Makes updates that are not made here; see `plan.streamed`. It calls `ended` after each one."""
+    """Makes updates that are not made here; see `plan.streamed`. It calls `ended` after each one, and `to_host` with
+    one that must be made here."""
 
     ended: Callable[[], None]
+    to_host: Callable[[Update], None]
 
     @property
     def idle(self) -> bool:
@@ -76,6 +83,10 @@ class Elsewhere(Protocol):
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
+
+    def give_way(self) -> bool:
+        """Leave to the host what could wait for ever; False if nothing could."""
+        ...
 
 
 class Updates:
@@ -92,8 +103,9 @@ class Updates:
         self._traffic, self._cores, self._opened, self._streamed = traffic, cores, opened, streamed
         if streamed is not None:
             streamed.ended = self.pump
+            streamed.to_host = lambda update: self._queue.add(update)
         self._queue: Turns[Update] = Turns(lambda update: update.number)
-        self._opening: Update | None = None
+        self._opening: deque[Update] = deque()
         self._running = 0
         self._free_at = 0.0
         self._waiting = False
@@ -123,8 +135,8 @@ class Updates:
         self._pumping = True
         if self._streamed is not None:
             self._streamed.pump()
-        while (update := self._next()) is not None:
-            self._run(update)
+        while (go_on := self._next()) is not None:
+            go_on()
         self._pumping = False
 
     def finish(self) -> None:
@@ -132,25 +144,26 @@ class Updates:
         opened."""
         self._waiting = True
         while not self.idle:
+            if self._streamed is not None:
+                self._streamed.give_way()
             self.pump()
             if self.idle:
                 break
             if not self._traffic.busy():
-                assert self._opening is not None
-                stuck = [part.block for part in self._opening.staged if not self._is_open(part.block)]
+                stuck = [part.block for part in self._opening[0].staged if not self._is_open(part.block)]
                 raise self._traffic.residency.withdraw(stuck[0], Tier.HOST)
             self._traffic.wait_for_one()
         self._waiting = False
 
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet; False if that is nothing."""
-        update, self._opening = self._opening, None
-        if update is None:
-            return False
-        for part in update.staged:
-            self._traffic.unask(part.block)
-        self._queue.add(update)
-        return True
+        gives = bool(self._opening) or (self._streamed is not None and self._streamed.give_way())
+        while self._opening:
+            update = self._opening.pop()
+            for part in update.staged:
+                self._traffic.unask(part.block)
+            self._queue.add(update)
+        return gives
 
     def hasten(self, block: int) -> None:
         """`block` is waited for: if it is the operand of an update that is queued, that is next."""
@@ -158,28 +171,36 @@ class Updates:
             if update.operand == block:
                 self._queue.hasten(update.number)
 
-    def _next(self) -> Update | None:
-        """The next update to run, with everything open; None if that is not so yet."""
-        if self._opening is None:
-            update = self._queue.next(lambda queued: queued.ready()) if self._running < _AT_ONCE else None
-            if update is None:
-                return None
-            self._opening = self._queue.take(update)
-            for part in self._opening.staged:
-                if part.ahead:
-                    self._opened(part.block)
-                self._traffic.ask(part.block, load=part.load, ahead=part.ahead)
-        update = self._opening
-        if not all(self._is_open(part.block) for part in update.staged):
-            return None
-        self._opening = None
-        return update
+    def _next(self) -> Callable[[], None] | None:
+        """What can be done now: an update can open, or run; None if there is nothing."""
+        update = self._queue.next(lambda queued: queued.ready()) if self._may_open() else None
+        if update is not None:
+            return partial(self._open, update)
+        if self._opening and all(self._is_open(part.block) for part in self._opening[0].staged):
+            return self._run
+        return None
+
+    def _may_open(self) -> bool:
+        """Whether an update may open: all that opened before it have places."""
+        if not self._queue or len(self._opening) + self._running >= _AT_ONCE:
+            return False
+        state = self._traffic.residency.state
+        last = self._opening[-1].staged if self._opening else ()
+        return all(state(part.block, Tier.HOST) in _PLACED for part in last)
+
+    def _open(self, update: Update) -> None:
+        self._opening.append(self._queue.take(update))
+        for part in update.staged:
+            if part.ahead:
+                self._opened(part.block)
+            self._traffic.ask(part.block, load=part.load, ahead=part.ahead)
 
     def _is_open(self, block: int) -> bool:
         residency = self._traffic.residency
         return residency.state(block, Tier.HOST) is CopyState.VALID and not residency.writing(block)
 
-    def _run(self, update: Update) -> None:
+    def _run(self) -> None:
+        update = self._opening.popleft()
         traffic, seconds = self._traffic, update.host_seconds
         if not self._waiting:  # all but one of the workers: that one is the thread that trains
             seconds *= self._cores / max(1, self._cores - 1)

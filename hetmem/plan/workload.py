@@ -42,10 +42,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A run of operators: what they do, and the most bytes that are not parameters meanwhile."""
+    """A run of operators: what they do, the most bytes that are not parameters meanwhile, and the calls of functions
+    and modules in a forward that make them."""
 
     work: Work
     peak_bytes: int
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

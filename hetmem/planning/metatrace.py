@@ -45,9 +45,10 @@ class _OpenPhase:
     matrix: list[tuple[int, int]] = field(default_factory=list)
     moved_bytes: int = 0
     operators: int = 0
+    calls: int = 0
 
     def closed(self) -> Phase:
-        return Phase(Work(tuple(self.matrix), self.moved_bytes, self.operators), self.peak_bytes)
+        return Phase(Work(tuple(self.matrix), self.moved_bytes, self.operators), self.peak_bytes, self.calls)
 
 
 @dataclass(slots=True)
@@ -152,6 +153,7 @@ class _Tracer:
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         """A module is called: by its caller, or again by a checkpoint's backward, where no mode is left on."""
         self._depth += 1
+        self.called()
         if self._depth == 1:
             self._uses.__enter__()
 
@@ -260,6 +262,10 @@ class _Tracer:
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key, 0)
 
+    def called(self) -> None:
+        """A module, or a function of torch within one, is called: a managed run looks at that."""
+        self._events[-1].phases[-1].calls += 1
+
     def worked(self, cost: Cost) -> None:
         """Add what an operator did to the current event."""
         phase = self._events[-1].phases[-1]
@@ -283,6 +289,8 @@ class _Uses(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not _metadata_only(func):
+            self._tracer.called()
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _attention(func, *args, **kwargs)
         if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:

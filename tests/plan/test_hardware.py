@@ -28,6 +28,16 @@ def test_a_profile_survives_json() -> None:
     assert HardwareProfile.from_json(profile().to_json()) == profile()
 
 
+def test_what_a_disk_does_both_ways_may_be_unknown_but_not_below_zero() -> None:
+    assert profile().nvme_both_ways_bytes_per_second == 0.0
+    known = HardwareProfile.from_dict(changed("nvme_both_ways_bytes_per_second", 4e9))
+    assert known.nvme_both_ways_bytes_per_second == 4e9
+    with pytest.raises(ProfileError, match="nvme_both_ways_bytes_per_second: expected a number of zero or more"):
+        HardwareProfile.from_dict(changed("nvme_both_ways_bytes_per_second", -1.0))
+    with pytest.raises(ProfileError, match="nvme_both_ways_bytes_per_second: expected bytes a second"):
+        HardwareProfile.from_dict(changed("nvme_both_ways_bytes_per_second", 4.0))
+
+
 def test_a_transfer_takes_its_latency_and_its_bytes() -> None:
     assert Rate(100.0, 0.5).seconds(50) == 1.0
 

@@ -221,23 +221,29 @@ def test_what_hetmem_takes_of_the_thread_is_added_for_each_use_transfer_and_upda
     machine = replace(HARDWARE, host_to_device=fast, device_to_host=fast, nvme_read=fast, nvme_write=fast)
     machine = replace(machine, host=replace(machine.host, update_bytes_per_second=1e18))
     room = Capacities(12 * MIB, 64 * MIB)
-    free = judge(workload(), Setting(room, MIB), machine, 1).result
+    plain = workload()
+    called = replace(plain.events[1], after=replace(plain.events[1].after, calls=3))
+    work = replace(plain, events=(plain.events[0], called, *plain.events[2:]))
+    free = judge(work, Setting(room, MIB), machine, 1).result
+    assert free == judge(plain, Setting(room, MIB), machine, 1).result
     for costs, expected in (
-        (ThreadCosts(use_seconds=0.5), (8 + 8 + 8) * 0.5),  # used in forward, asked for in backward, gradients
+        (ThreadCosts(use_seconds=0.5), 8 * 0.5),
+        (ThreadCosts(gradient_seconds=0.5), (8 + 8) * 0.5),  # asked for in backward, gradients
+        (ThreadCosts(call_seconds=0.5), 3 * 0.5),
+        (ThreadCosts(queue_seconds=0.5), 8 * 0.5),
         (ThreadCosts(update_seconds=0.5), 8 * 0.5),
         (ThreadCosts(chunk_seconds=0.5), 8 * 0.5),
         (ThreadCosts(transfer_seconds=0.5), (free.fetches + 8) * 0.5),  # gradients too
     ):
-        result = judge(workload(), Setting(room, MIB), replace(machine, thread=costs), 1).result
+        result = judge(work, Setting(room, MIB), replace(machine, thread=costs), 1).result
         assert result.seconds - free.seconds == pytest.approx(expected)
         assert result.device_peak_bytes == free.device_peak_bytes
     pairs = Setting(room, 2 * MIB)
     halved = replace(machine, thread=ThreadCosts(update_seconds=0.25, chunk_seconds=0.5))
     more = judge(workload(), pairs, halved, 1).result.seconds - judge(workload(), pairs, machine, 1).result.seconds
     assert more == pytest.approx(8 * 0.25 + 4 * 0.5)
-    resident = judge(workload(), Setting(Capacities(128 * MIB, 64 * MIB), MIB), machine, 1).result
-    costs = ThreadCosts(use_seconds=0.5, transfer_seconds=0.5)
+    resident = judge(work, Setting(Capacities(128 * MIB, 64 * MIB), MIB), machine, 1).result
+    costs = ThreadCosts(use_seconds=0.5, transfer_seconds=0.5, call_seconds=0.5, gradient_seconds=0.5)
     assert (
-        judge(workload(), Setting(Capacities(128 * MIB, 64 * MIB), MIB), replace(machine, thread=costs), 1).result
-        == resident
+        judge(work, Setting(Capacities(128 * MIB, 64 * MIB), MIB), replace(machine, thread=costs), 1).result == resident
     )

@@ -23,6 +23,28 @@ def test_what_comes_next_is_fetched_ahead_a_few_at_a_time() -> None:
     assert (fetches(r), r.counts.faults[DEVICE]) == ((4, 0), 0)
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("count", [40, 120])
+def test_what_is_missing_far_ahead_is_fetched_as_soon_as_it_is_in_sight(count: int, when: str) -> None:
+    """Uses further ahead are looked at too, so that most later looks can be left out."""
+    far = count - 10
+    r = residency(*[HOST] * count, device=count, lookahead=4)
+    for block in range(count):
+        visit(r, block, DEVICE)
+    if when == "before":
+        r.invalidate(far, DEVICE)
+    assert r.expect(DEVICE, Schedule([(block,) for block in range(count)], periodic=False)) == []
+    assert use(r, 0, DEVICE) == []
+    if when == "meanwhile":
+        r.invalidate(far, DEVICE)
+    began = []
+    for block in range(1, far):
+        r.release(block - 1, DEVICE)
+        began += [block] * bool(use(r, block, DEVICE))
+    assert began == [far - 4]  # the four uses behind this one end with it
+    assert r.state(far, DEVICE) is CopyState.LOADING
+
+
 def test_a_prefetch_gives_up_only_what_is_needed_later() -> None:
     r = residency(HOST, HOST, HOST, device=2, lookahead=4)
     visit(r, 0, DEVICE)

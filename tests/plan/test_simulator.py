@@ -42,6 +42,41 @@ def test_a_link_is_a_queue() -> None:
     assert (link.load.bytes, link.load.seconds) == (250, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("both_ways", "expected"),
+    [
+        (0.0, (4.0, 2.0, 8.0)),  # nobody knows: each as if alone
+        (200.0, (4.0, 4.0, 8.0)),  # as long as the slower one takes
+        (400 / 3, (4.0, 6.0, 10.0)),  # one request at a time: both after each other
+        (160.0, (4.0, 5.0, 8.5)),  # half of what is quicker is hidden
+        (100.0, (4.0, 4 + 2 * 4 / 3, 4 + 6 * 4 / 3)),  # to change between both takes time
+    ],
+    ids=["not measured", "two engines", "by turns", "between", "worse than turns"],
+)
+def test_a_disk_reads_and_writes_at_once_as_fast_as_was_measured(
+    both_ways: float, expected: tuple[float, float, float]
+) -> None:
+    """400 bytes each way, at 100 and 200 a second alone; then as much is read again."""
+    from dataclasses import replace
+
+    rates = replace(machine(nvme_read=Rate(100.0), nvme_write=Rate(200.0)), nvme_both_ways_bytes_per_second=both_ways)
+    simulated = SimulatedTraffic({Tier.DEVICE: 0, Tier.HOST: 0}, rates)
+    read, write = simulated.nvme_read, simulated.nvme_write
+    assert (read.send(0.0, 400), write.send(0.0, 400), read.send(0.0, 400)) == pytest.approx(expected)
+    assert (read.load.seconds, write.load.seconds) == (8.0, 2.0)  # what they are busy with, alone
+    assert write.send(20.0, 400) == 22.0
+
+
+def test_nothing_to_transfer_takes_no_time_where_a_disk_takes_turns() -> None:
+    from dataclasses import replace
+
+    simulated = SimulatedTraffic(
+        {Tier.DEVICE: 0, Tier.HOST: 0}, replace(machine(), nvme_both_ways_bytes_per_second=100.0)
+    )
+    assert simulated.nvme_read.send(0.0, 100) == 1.0
+    assert simulated.nvme_write.send(0.0, 0) == 1.0
+
+
 def test_a_fault_waits_for_the_whole_transfer() -> None:
     simulated = traffic(1, [Tier.HOST])
     use(simulated, 0, 2.0)

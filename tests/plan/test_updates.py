@@ -77,6 +77,45 @@ def test_what_the_next_update_needs_is_read_while_one_is_computed() -> None:
     simulated.residency.check()
 
 
+def test_three_updates_are_under_way_at_once_each_opened_once_those_before_have_places() -> None:
+    simulated = traffic(0, [NVME] * 4, staging=4, nvme_read=Rate(100.0))
+    made = updates(simulated)
+    for block in range(4):
+        made.add(update(5.0, staged=(block,)))
+    made.pump()
+    assert simulated.nvme_read.load.bytes == 300  # all three are on their way, and none waits for another's end
+    made.finish()
+    simulated.residency.check()
+
+
+def test_an_update_does_not_open_while_one_before_waits_for_a_place() -> None:
+    simulated = traffic(0, [NVME] * 4, staging=2, nvme_read=Rate(100.0))
+    made = updates(simulated)
+    for staged in ((0,), (1, 2), (3,)):
+        made.add(update(5.0, staged=staged))
+    made.pump()  # 0 and 1 have the two places, 2 waits for one
+    assert [simulated.residency.state(block, HOST) for block in (1, 2, 3)] == [
+        CopyState.LOADING,
+        CopyState.WAITING,
+        None,
+    ]
+    made.finish()
+    simulated.drain()
+    assert simulated.nvme_write.load.bytes == 400
+    simulated.residency.check()
+
+
+def test_all_updates_of_a_step_are_queued_before_the_first_goes_on() -> None:
+    """While the thread does that, the drive has nothing to do; what an update takes later goes on beside the drive."""
+    slow = replace(SLOW, nvme_read=Rate(1e7), nvme_write=Rate(1e7))
+    free, queued, updated = (
+        step(ON_NVME, overlapped=False, on=replace(slow, thread=costs)).seconds
+        for costs in (ThreadCosts(), ThreadCosts(queue_seconds=0.01), ThreadCosts(update_seconds=0.01))
+    )
+    assert queued == pytest.approx(free + 8 * 0.01)
+    assert updated < free + 3 * 0.01
+
+
 def test_with_staging_for_one_update_each_waits_until_the_last_is_written() -> None:
     simulated = traffic(0, [NVME] * 2, staging=1, nvme_read=Rate(100.0), nvme_write=Rate(100.0))
     made = updates(simulated)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hetmem.plan.growth import grown, stacks
-from hetmem.plan.workload import Workload
+from hetmem.plan.workload import Event, Work, Workload
 from hetmem.planning.modeltrace import Call, trace
 
 
@@ -53,10 +53,10 @@ def sight(workload: Workload) -> list[object]:
         parts = [workload.parameters[number].name.split(".") for number in parameters]
         return [(part[0], ".".join(part[2:])) for part in parts]
 
-    return [
-        (e.kind, names(e.parameters), names(e.held), names(e.let_go), e.during.work, e.after.work)
-        for e in workload.events
-    ]
+    def work(event: Event) -> list[tuple[Work, int]]:
+        return [(phase.work, phase.calls) for phase in (event.during, event.after)]
+
+    return [(e.kind, names(e.parameters), names(e.held), names(e.let_go), *work(e)) for e in workload.events]
 
 
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16])
