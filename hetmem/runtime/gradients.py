@@ -15,15 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.device import Device
-from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.views import Memory
+from hetmem.memory.views import Memory, without_graph
 from hetmem.plan.cache import CopyState
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
-from hetmem.runtime.compiled import uncompiled
+from hetmem.runtime.compiled import called_by_autograd
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
+from hetmem.runtime.weak import WeakOnes
 
 _SAMPLES = 1024
 
@@ -74,7 +73,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
-        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self.watchers: WeakOnes[Watcher] = WeakOnes()
         self.nothing_computes: Callable[[], None] = lambda: None
         """Called when a gradient arrives, between the nodes of a backward."""
         self.lends = False
@@ -128,7 +127,7 @@ class GradientSink:
             arrived = arrived.to(parameter)
             parameter.grad = arrived if previous is None else previous + arrived
             return
-        with self.runtime.unwatched(), torch.no_grad():
+        with self.runtime.unwatched(), without_graph():
             parameter.grad = None
             self._send(managed, arrived, previous)
             parameter.grad = managed.grad_home
@@ -178,7 +177,8 @@ class GradientSink:
         chunk = managed.chunk
         if self.lends and Role.GRAD not in chunk.homes:
             self._lend(chunk)
-        self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
+        if Role.GRAD not in chunk.homes:
+            self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             previous = None if previous is None else previous.clone()  # the user gave the home's tensor other memory
             managed.open_grad_home()
@@ -198,7 +198,7 @@ class GradientSink:
             except BaseException:
                 traffic.close_role(chunk, Role.GRAD, dirty=True)
                 raise
-        work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
+        work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=previous is not None)
         traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize)
 
     def _lend(self, chunk: Chunk) -> None:
@@ -354,16 +354,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-class _Accumulate:
-    """One transfer: add to, or overwrite, a gradient's home. Holds the gradient until it is done."""
-
-    def __init__(self, device: Device, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        self._device, self._target, self._arrived, self._add = device, target, arrived, add
-
-    def __call__(self) -> None:
-        self._device.gradient_out(self._target, self._arrived, add=self._add)
-
-
 class _Before:
     """Tensor hook: runs before autograd accumulates. Weak, so that a parameter does not keep its model alive."""
 
@@ -372,13 +362,13 @@ class _Before:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
-    @uncompiled
-    @HELD_BACK
+    @called_by_autograd
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
-        if sink is not None and self._key in sink.runtime.bindings.by_id:
+        managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
+        if sink is not None and managed is not None:
             sink.segments.on_backward()
-            sink.before(sink.runtime.bindings.by_id[self._key])
+            sink.before(managed)
 
 
 class _After:
@@ -387,9 +377,9 @@ class _After:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
-    @uncompiled
-    @HELD_BACK
+    @called_by_autograd
     def __call__(self, parameter: torch.Tensor) -> None:
         sink = self._sink()
-        if sink is not None and self._key in sink.runtime.bindings.by_id:
-            sink.after(sink.runtime.bindings.by_id[self._key])
+        managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
+        if sink is not None and managed is not None:
+            sink.after(managed)

@@ -40,7 +40,7 @@ class BeforeForward:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        if torch.compiler.is_compiling() and self._tracing.region:
+        if self._tracing.region and torch.compiler.is_compiling():
             return None
         return self._tell(module, args, kwargs)
 
@@ -66,7 +66,7 @@ class AfterForward:
 
     @skipped
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not (torch.compiler.is_compiling() and self._tracing.region):
+        if not (self._tracing.region and torch.compiler.is_compiling()):
             self._tell(module, output)
 
     @opaque
