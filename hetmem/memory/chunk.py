@@ -93,7 +93,8 @@ class Chunk:
     @property
     def operand_block(self) -> int | None:
         """The number under which the residency knows what operators see."""
-        return self.homes[self.operand].block
+        homes = self.homes  # asked at every use of a weight
+        return (homes.get(Role.COMPUTE) or homes[Role.PARAM]).block
 
     @property
     def moved(self) -> bool:
@@ -223,6 +224,8 @@ class ManagedParameter:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat`, this parameter's elements, in its shape and strides."""
+        if self.shape == flat.shape and self.stride == (1,):
+            return flat  # a bias, which is as it should be
         return flat.as_strided(self.shape, self.stride) if self.numel else flat.new_empty(self.shape)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hetmem.errors import BudgetError
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
-from hetmem.memory.views import Memory
+from hetmem.memory.views import Memory, without_graph
 from hetmem.plan.links import Link
 from hetmem.units import parse_size
 
@@ -133,12 +133,12 @@ class SimDevice:
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One pass of the host's."""
-        with torch.no_grad():
+        with without_graph():
             target.copy_(source)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """One pass of the host's."""
-        with torch.no_grad():
+        with without_graph():
             if add:
                 target.add_(arrived)
             else:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme import Extent, NvmeStore
@@ -38,8 +38,7 @@ _WOKEN = Finished(None)
 """Nothing has finished: an interrupt has come while somebody waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """`work` moves `nbytes` over `link`."""
 
     tag: Any
@@ -176,12 +175,9 @@ class TransferEngine:
         self._beside = 0  # jobs under way that are none of the copier's
         self._counting = threading.Lock()
         self._copier = device.copier(self._copied_over, self._finished.put)
-        self.observe: Callable[[Link, Any, float, float, int], None] | None = None
-
-    @property
-    def ordered(self) -> bool:
+        self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
-        return self._copier.ordered
+        self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int, after: Sequence[Any] = ()) -> None:
         """Begin `work`, which moves `nbytes` over `link`, once the marks in `after` are passed."""
@@ -210,6 +206,11 @@ class TransferEngine:
     def write(self, tag: Any, extent: Extent, source: memoryview) -> None:
         """Write host memory to `extent` on NVMe."""
         self._submit(tag, self._nvme().write(extent, source), Link.NVME_WRITE, len(source))
+
+    def anything_over(self) -> bool:
+        """Whether `take` may have something to give. Asked at each use of a weight, where there is mostly nothing."""
+        self._copier.poll()
+        return not self._finished.empty()
 
     def take(self, *, wait: bool) -> Finished | None:
         """One finished job; None if there is none yet, or with `wait` as soon as there is one.

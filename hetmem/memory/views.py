@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from hetmem.memory import mapping
@@ -26,3 +28,11 @@ def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int =
 def address_of(memory: Memory) -> int:
     """The address of the first byte."""
     return mapping.address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()
+
+
+_AS_IT_IS = nullcontext()
+
+
+def without_graph() -> AbstractContextManager[None]:
+    """`torch.no_grad()` where it changes anything: within a backward it does not, and takes more than a small copy."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS

@@ -14,6 +14,8 @@ class Link(Enum):
     NVME_READ = "nvme_read"
     NVME_WRITE = "nvme_write"
 
+    __hash__ = object.__hash__  # each is one object: that of `Enum` is Python, and asked for several times a copy
+
 
 @dataclass(slots=True)
 class LinkUse:

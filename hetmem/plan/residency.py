@@ -151,6 +151,23 @@ class Residency:
         self._supply.prefetch(cache, commands)
         return commands
 
+    def acquire_again(self, block: int, tier: Tier) -> int | None:
+        """`acquire` of what is there, where nothing is to be begun for it: the first slot of the copy. None, and the
+        use does not count, where `acquire` is to be asked; most uses are of the first kind."""
+        cache = self._caches[tier]
+        copy = cache.copies.get(block)
+        if copy is None or copy.state is not VALID:
+            return None
+        cache.meet(block)
+        if not self._supply.at_rest(cache):
+            return None
+        ledger = self._ledger
+        ledger.tick += 1
+        self.counts.acquires += 1
+        copy.uses += 1
+        copy.last_use = ledger.tick
+        return copy.slot
+
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
         """Take one waiting use of `block` back and say why it cannot be had: for a request that is still WAITING
         although nothing is in flight any more."""

@@ -121,11 +121,15 @@ class Supply:
 
     # ---- prefetching -------------------------------------------------------------------------------------------
 
+    def at_rest(self, cache: Cache) -> bool:
+        """Whether `prefetch` would begin nothing, as far as is known."""
+        return bool(self._waiting) or cache.loading >= self._at_once or cache.at_rest(self._lookahead)
+
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        most = self._at_once - cache.loading
-        if self._waiting or most <= 0 or cache.at_rest(self._lookahead):
+        if self.at_rest(cache):
             return
+        most = self._at_once - cache.loading
         missing = cache.missing(self._lookahead, most)
         if not missing:
             return

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK
-from hetmem.runtime.compiled import uncompiled
+from hetmem.runtime.compiled import called_by_autograd
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 
@@ -53,13 +52,13 @@ class BeforeArrival:
     def __init__(self, sink: Sink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
-    @uncompiled
-    @HELD_BACK
+    @called_by_autograd
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
-        if sink is not None and self._key in sink.runtime.bindings.by_id:
+        managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
+        if sink is not None and managed is not None:
             sink.segments.on_backward()
-            sink.before(sink.runtime.bindings.by_id[self._key])
+            sink.before(managed)
 
 
 class _Arrive:
@@ -70,8 +69,7 @@ class _Arrive:
     def __init__(self, sink: Sink) -> None:
         self._sink = weakref.ref(sink)
 
-    @uncompiled
-    @HELD_BACK
+    @called_by_autograd
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
         if sink is not None:
@@ -84,9 +82,9 @@ class AfterArrival:
     def __init__(self, sink: Sink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
-    @uncompiled
-    @HELD_BACK
+    @called_by_autograd
     def __call__(self, parameter: torch.Tensor) -> None:
         sink = self._sink()
-        if sink is not None and self._key in sink.runtime.bindings.by_id:
-            sink.after(sink.runtime.bindings.by_id[self._key])
+        managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
+        if sink is not None and managed is not None:
+            sink.after(managed)

@@ -75,21 +75,23 @@ class Bindings:
                     del self._by_address[managed.device.untyped_storage().data_ptr()]
                 managed.device = None
 
-    def bind(self, managed: ManagedParameter) -> None:
-        """Operators see the device copy from here on."""
-        assert managed.device is not None
-        managed.parameter.data = managed.device
+    def bind(self, used: Iterable[ManagedParameter]) -> None:
+        """Operators see the device copies of `used` from here on."""
+        for managed in used:
+            assert managed.device is not None
+            managed.parameter.data = managed.device
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Whether somebody has set `managed.parameter.data`, which was bound."""
         at, known = managed.parameter.data_ptr(), (managed.device, managed.home, managed.rest)
         return all(tensor is None or tensor.data_ptr() != at for tensor in known)
 
-    def unbind(self, managed: ManagedParameter) -> None:
+    def unbind(self, used: Iterable[ManagedParameter]) -> None:
         """Between operators: the home, or the stand-in where the home's dtype would disturb autograd's graph."""
-        managed.parameter.data = managed.rest
-        if managed.rest is not managed.home:
-            self._resting.append(managed)
+        for managed in used:
+            managed.parameter.data = managed.rest
+            if managed.rest is not managed.home:
+                self._resting.append(managed)
 
     def leave_home(self) -> None:
         """Compute begins: what is trained rests, also before its first operator. A custom function of autograd takes a

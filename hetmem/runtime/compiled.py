@@ -14,6 +14,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from hetmem.memory.interrupts import HELD_BACK
+
 _EVAL: Any = torch._C._dynamo.eval_frame
 _SKIP = _EVAL._FrameExecStrategy(_EVAL._FrameAction.SKIP, _EVAL._FrameAction.DEFAULT)
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
@@ -48,6 +50,23 @@ def uncompiled(function: _FunctionT) -> _FunctionT:
             return function(*args, **kwargs)
         finally:
             exchange(compiler)
+
+    return cast(_FunctionT, call)
+
+
+def called_by_autograd(function: _FunctionT) -> _FunctionT:
+    """The same, with interrupts held back: for what autograd calls some hundred times in a step."""
+    set_compiler = _EVAL.set_eval_frame
+
+    @opaque
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        compiler = set_compiler(None)
+        try:
+            with HELD_BACK:
+                return function(*args)
+        finally:
+            set_compiler(compiler)
 
     return cast(_FunctionT, call)
 

@@ -8,9 +8,9 @@ whether the calls that it was put there for are on the stack of their thread; on
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -37,6 +37,10 @@ class Call:
         """Whether `frame` makes it; torch calls hooks after an error in another one."""
         return frame is not None and id(frame) == self._frame and frame.f_locals.get("self", self) is self._module()
 
+    def is_of(self, module: torch.nn.Module, frame: FrameType) -> bool:
+        """The same of a `frame` that is known to call `module`."""
+        return id(frame) == self._frame and self._module() is module
+
     def is_on(self, frame: FrameType | None) -> bool:
         """Whether it is on the stack that has `frame` on top."""
         own = self._frame
@@ -47,9 +51,10 @@ class Call:
         return False
 
 
-def calling_frame(module: torch.nn.Module) -> FrameType | None:
-    """The frame in which torch calls `module`, asked by one of its hooks: the innermost one with it as `self`."""
-    frame: FrameType | None = sys._getframe(1)
+def calling_frame(module: torch.nn.Module, hook: FrameType) -> FrameType | None:
+    """The frame in which torch calls `module`, asked by one of its hooks, which runs in the frame `hook`: the innermost
+    one with the module as `self`."""
+    frame: FrameType | None = hook
     while frame is not None and frame.f_locals.get("self") is not module:
         frame = frame.f_back
     return frame
@@ -64,9 +69,11 @@ class Compute:
     """
 
     def __init__(self, began: Call | None, ended: Callable[[Compute], None]) -> None:
-        self.task, self.thread = torch._C._current_graph_task_id(), threading.get_ident()
+        self.task, self.thread = torch._C._current_graph_task_id(), get_ident()
         self.calls = [] if began is None else [began]
         self.with_call, self.is_over = began is not None, False
+        self.functions_running = 0
+        """Functions that `functions` was called for and that have not returned: while there is one, it is under way."""
         self.functions: Handler | None = None
         self.operators: Handler | None = None
         self.compiler: Any = None
@@ -77,11 +84,11 @@ class Compute:
 
     def runs(self) -> bool:
         """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
-        if not self.with_call or self.is_over:
+        if self.is_over or not self.with_call or self.functions_running:
             return not self.is_over
-        own = self.thread == threading.get_ident()
+        own = self.thread == get_ident()
         top = sys._getframe(1) if own else sys._current_frames().get(self.thread)
-        for call in reversed(self.calls):  # asked at every operator
+        for call in reversed(self.calls):  # asked at every function of torch's
             if call.is_on(top):
                 return True
         if own:
@@ -96,6 +103,15 @@ class Compute:
         if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
             return self._until_gone not in _get_current_function_mode_stack()
         return self.with_call and not self.calls
+
+    def is_computing(self, top: FrameType | None) -> bool:
+        """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
+        within = self.task == torch._C._current_graph_task_id() and self.with_call
+        return within and bool(self.calls) and self.calls[-1].is_on(top)
+
+    def is_within_others(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+        """Whether its innermost call is that of `module` by `frame`, and not the one that began it."""
+        return frame is not None and len(self.calls) > 1 and self.calls[-1].is_of(module, frame)
 
     def enter_functions(self, handler: Handler) -> None:
         """`handler` is called in the place of torch's functions."""
@@ -150,7 +166,11 @@ class _Functions(TorchFunctionMode):
         compute = self._compute()
         if compute is None or not compute.runs() or compute.functions is None:
             return func(*args, **(kwargs or {}))
-        return compute.functions(func, types, args, kwargs or {})
+        compute.functions_running += 1
+        try:
+            return compute.functions(func, types, args, kwargs or {})
+        finally:
+            compute.functions_running -= 1
 
     def is_of(self, compute: Compute) -> bool:
         """Whether it is there for `compute`."""
@@ -188,11 +208,6 @@ class Hook:
 
     def __init__(self, compute: Compute) -> None:
         self._compute = weakref.ref(compute)
-
-    def runs(self) -> bool:
-        """Whether what it was put there for is under way."""
-        compute = self._compute()
-        return compute is not None and compute.runs()
 
     def is_over(self) -> bool:
         """Whether it does nothing any more."""

@@ -7,7 +7,6 @@ given back right after, as the home. The order of additions is autograd's own, s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Protocol
@@ -15,14 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.device import Device
-from hetmem.memory.views import Memory
+from hetmem.memory.views import Memory, without_graph
 from hetmem.plan.cache import CopyState
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
+from hetmem.runtime.weak import WeakOnes
 
 _SAMPLES = 1024
 
@@ -77,7 +76,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
-        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self.watchers: WeakOnes[Watcher] = WeakOnes()
         self.nothing_computes: Callable[[], None] = lambda: None
         """Called when a gradient arrives, between the nodes of a backward."""
         self.lends = False
@@ -132,7 +131,7 @@ class GradientSink:
             arrived = arrived.to(parameter)
             parameter.grad = arrived if previous is None else previous + arrived
             return
-        with self.runtime.unwatched(), torch.no_grad():
+        with self.runtime.unwatched(), without_graph():
             parameter.grad = None
             self._send(managed, arrived, previous)
             parameter.grad = managed.grad_home
@@ -184,7 +183,8 @@ class GradientSink:
         chunk = managed.chunk
         if self.lends and Role.GRAD not in chunk.homes:
             self._lend(chunk)
-        self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
+        if Role.GRAD not in chunk.homes:
+            self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             previous = None if previous is None else previous.clone()  # the user gave the home's tensor other memory
             managed.open_grad_home()
@@ -204,7 +204,7 @@ class GradientSink:
             except BaseException:
                 traffic.close_role(chunk, Role.GRAD, dirty=True)
                 raise
-        work = _Accumulate(self.runtime.memory.device, target, arrived, add=previous is not None)
+        work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=previous is not None)
         traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize)
 
     def _lend(self, chunk: Chunk) -> None:
@@ -358,13 +358,3 @@ def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
-
-
-class _Accumulate:
-    """One transfer: add to, or overwrite, a gradient's home. Holds the gradient until it is done."""
-
-    def __init__(self, device: Device, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        self._device, self._target, self._arrived, self._add = device, target, arrived, add
-
-    def __call__(self) -> None:
-        self._device.gradient_out(self._target, self._arrived, add=self._add)

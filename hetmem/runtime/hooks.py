@@ -48,7 +48,7 @@ class BeforeForward:
     ) -> tuple[Any, dict[str, Any]] | None:
         if kwargs is None:  # put by somebody into a module of their own, as torch's quantization does
             return None
-        if torch.compiler.is_compiling() and self._tracing.region:
+        if self._tracing.region and torch.compiler.is_compiling():
             return None
         return self._tell(module, args, kwargs)
 
@@ -74,7 +74,7 @@ class AfterForward:
 
     @skipped
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not (torch.compiler.is_compiling() and self._tracing.region):
+        if not (self._tracing.region and torch.compiler.is_compiling()):
             self._tell(module, output)
 
     @opaque

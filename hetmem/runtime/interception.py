@@ -99,8 +99,10 @@ class Interception:
         compiler = exchange(None)
         compiles = compiler
         try:
+            frame = calling_frame(module, sys._getframe(2))
+            if compiler is None and self._goes_on(module, frame):
+                return None
             with HELD_BACK:
-                frame = calling_frame(module)
                 if self._regions.runs_around(frame):
                     return None
                 compute, call = self._current(None if frame is None else frame.f_back), Call(module, frame)
@@ -115,6 +117,18 @@ class Interception:
             raise
         finally:
             exchange(compiles)
+
+    def _goes_on(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+        """Whether the call of `module` by `frame` is a part of what computes, and nothing else: most are. Takes note of
+        it. An interrupt may come in here: a call that is noted and does not run is forgotten."""
+        here = self._here()
+        if not here or frame is None or self._regions.may_begin(module):
+            return False
+        compute = here[-1]
+        if not compute.is_computing(frame.f_back):
+            return False
+        compute.calls.append(Call(module, frame))
+        return True
 
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -175,11 +189,12 @@ class Interception:
         """`module` has returned or raised; the outermost one leaves the modes."""
         compiles = exchange(None)
         try:
+            frame, error = calling_frame(module, sys._getframe(2)), sys.exc_info()[1]
+            if error is None and self._goes_on_after(module, frame):
+                return
             with HELD_BACK:
-                error = sys.exc_info()[1]
                 if type(error) is RuntimeError and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
-                frame = calling_frame(module)
                 if self._regions.runs_around(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
@@ -192,6 +207,14 @@ class Interception:
                     self._leave(compute, output)
         finally:
             exchange(compiles)
+
+    def _goes_on_after(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+        """Whether the call of `module` by `frame`, which is over, was one of those that `_goes_on` noted."""
+        here = self._here()
+        if not here or self._regions.may_end() or not here[-1].is_within_others(module, frame):
+            return False
+        here[-1].calls.pop()
+        return True
 
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""
@@ -228,7 +251,8 @@ class Interception:
 
     def _between_nodes(self) -> None:
         """A gradient arrives: nothing is computed, unless the whole backward is a part of a forward."""
-        self._current(sys._getframe())
+        if self._here():
+            self._current(sys._getframe())
         if not any(compute.task < 0 for compute in self._here()):
             self.runtime.bindings.go_home()
 

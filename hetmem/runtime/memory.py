@@ -53,6 +53,8 @@ class Memory:
     device_home_bytes: int = 0
     moved_bytes: int = 0
     """Of the homes on the device, those that have moved there."""
+    usable_bytes: int = field(init=False)
+    """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
     spare_bytes: int = 0
     """Host memory that was set aside and is nobody's home now."""
     _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
@@ -61,6 +63,8 @@ class Memory:
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        unusable = 0 if self.device.watched else int(ALLOCATOR_SHARE * self.device_bytes)
+        self.usable_bytes = self.device_bytes - unusable
         host = self.host_pool.mapping.address
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
 
@@ -260,13 +264,6 @@ class Memory:
     def room_bytes(self, non_model_bytes: int) -> int:
         """What is left for copies while everything else takes `non_model_bytes`; below zero if homes take more."""
         return min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes) - self.device_home_bytes
-
-    @property
-    def usable_bytes(self) -> int:
-        """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
-        return (
-            self.device_bytes if self.device.watched else self.device_bytes - int(ALLOCATOR_SHARE * self.device_bytes)
-        )
 
     def is_home_address(self, address: int) -> bool:
         """Whether `address` lies in host memory or a mapped file that hetmem owns."""

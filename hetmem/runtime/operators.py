@@ -70,6 +70,11 @@ _SET_DATA = _TENSOR.data.__set__
 _GET_DATA = _TENSOR.data.__get__
 
 
+def _name(func: Any) -> str:
+    name: str | None = getattr(func, "__name__", None)
+    return str(func) if name is None else name
+
+
 def _writes(func: Any) -> bool:
     """Whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
     name: str = getattr(func, "__name__", "")
@@ -77,9 +82,8 @@ def _writes(func: Any) -> bool:
 
 
 def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """What `func` may write to: the first of `args`, but all where it has several outputs, as `_fused_adam_` has."""
-    if not _writes(func):
-        return ()
+    """What `func`, which is in place, may write to: the first of `args`, but all where it has several outputs, as
+    `_fused_adam_` has."""
     return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
 
 
@@ -132,12 +136,13 @@ class OperatorFaults:
             return self._set_data(used[0], args[1])
         if in_backward():
             self._gradients.recompute_with(used)
-        self._runtime.use(getattr(func, "__name__", str(func)), used)
+        self._runtime.use(_name(func), used)
         try:
             return self._run(func, args, kwargs)
         finally:
             written: list[ManagedParameter] = []
-            self._find(_writes_to(func, args, kwargs), written)
+            if _writes(func):
+                self._find(_writes_to(func, args, kwargs), written)
             self._runtime.end_use(used, untracked=sets or func == _GET_DATA, writes=used if written else ())
 
     def weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
@@ -187,21 +192,21 @@ class OperatorFaults:
                 self._runtime.notice_writes_by_hooks()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""
         over_others = self._saved.enter_over_others(self._around)
         try:
-            return self._try(func, args, kwargs)
+            try:
+                return func(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if _writes(func) or "out" in kwargs:
+                    raise self._explained(error) from None
+                self._runtime.out_of_memory()
+            return self._again(func, args, kwargs)
         finally:
             if over_others:
                 self._saved.leave()
 
-    def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Once more with the memory of idle chunks where the device has none left, unless `func` may have written."""
-        try:
-            return func(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            if _writes(func) or "out" in kwargs:
-                raise self._explained(error) from None
-            self._runtime.out_of_memory()
+    def _again(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             return func(*args, **kwargs)
         except torch.OutOfMemoryError as error:

@@ -6,7 +6,6 @@ It knows who works behind training and how many jobs are not over; what they do 
 from __future__ import annotations
 
 import errno
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.links import Link
 from hetmem.plan.residency import Residency
 from hetmem.runtime.carrier import Carrier
+from hetmem.runtime.weak import WeakOnes
 
 
 class Worker(Protocol):
@@ -41,7 +41,7 @@ class Pending:
     def __init__(self, residency: Residency, engine: TransferEngine, carrier: Carrier) -> None:
         self._residency, self._engine, self._carrier = residency, engine, carrier
         self._jobs = 0
-        self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self.workers: WeakOnes[Worker] = WeakOnes()
         self._at_work: set[Worker] = set()
 
     # ---- workers -----------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Pending:
 
     def poll(self) -> None:
         """Take note of what has finished meanwhile."""
-        if self._carrier.poll():
+        if self._engine.anything_over() and self._carrier.poll():
             self.pump()
 
     def go_on(self) -> bool:

@@ -61,6 +61,14 @@ class Regions:
         self._close()  # an interrupt has ended it without a word
         return False
 
+    def may_begin(self, module: torch.nn.Module) -> bool:
+        """Whether a call of `module` that nobody asks to compile may be a region all the same, or lie within one."""
+        return self.compiler is not None or self._running is not None or has_compiled_forward(module)
+
+    def may_end(self) -> bool:
+        """Whether the end of a call may be that of a region, or of what must not compile by itself."""
+        return self._running is not None or self._held_back is not None
+
     def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
         """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
         compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""

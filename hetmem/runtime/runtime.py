@@ -103,15 +103,16 @@ class Runtime:
             self.traffic.execute(self.traffic.residency.expect(tier, schedule))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
+        memory, residency = self.memory, self.traffic.residency
         self.traffic.pending.poll()
-        live = self._look_at_allocator() if self.tracer.measured else self.memory.buffer_bytes
+        live = self._look_at_allocator() if self.tracer.measured else memory.buffer_bytes
         expected = self.tracer.moment(operator, blocks, live)
-        self._let_homes_go(expected if self.memory.device.watched else self._room_seen)
-        self._set_limit(expected if self.memory.device.watched else self._least_room())
-        self.traffic.residency.reach(blocks, Tier.DEVICE)
+        self._let_homes_go(expected if memory.device.watched else self._room_seen)
+        self._set_limit(expected if memory.device.watched else self._least_room())
+        residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = self.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)
-        staging = self.traffic.residency.used_slots(Tier.HOST) * self.memory.host_pool.slot_bytes
+        staging = residency.used_slots(Tier.HOST) * memory.host_pool.slot_bytes
         seen = MomentSeen(time.perf_counter(), operator, blocks, chunk_bytes, expected, staging)
         self.events.moments.append(seen)
 
@@ -224,18 +225,18 @@ class Runtime:
                     self.writes.by_user(managed)
                 if managed.chunk in self.writes.unsure:
                     self.writes.make_sure(managed.chunk)
-            self._moment(operator, tuple(dict.fromkeys(param_block(managed) for managed in used)))
-            acquired: list[ManagedParameter] = []
+            blocks = [param_block(managed) for managed in used]
+            self._moment(operator, tuple(dict.fromkeys(blocks)))
+            acquired = 0
             try:
-                for managed in used:
-                    self._acquire_device(managed, operator)
-                    acquired.append(managed)
+                for managed, block in zip(used, blocks, strict=True):
+                    self._acquire_device(managed, block, operator)
+                    acquired += 1
             except BaseException:
-                for managed in acquired:
-                    self._release_device(managed)
+                for block in blocks[:acquired]:
+                    self.traffic.release(block, Tier.DEVICE)
                 raise
-            for managed in used:
-                self.bindings.bind(managed)
+            self.bindings.bind(used)
 
     def end_use(
         self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
@@ -246,8 +247,7 @@ class Runtime:
         it may itself have written to without counting one.
         """
         with self.unwatched():
-            for managed in used:
-                self.bindings.unbind(managed)
+            self.bindings.unbind(used)
             for managed in used:
                 if managed.parameter._version != managed.version:
                     self.writes.by_operator(managed)
@@ -275,21 +275,23 @@ class Runtime:
             return managed.home
         with self.unwatched():
             self._let_go()
-            self._moment(f"backward of {managed.name}", (param_block(managed),))
+            operator, block = f"backward of {managed.name}", param_block(managed)
+            self._moment(operator, (block,))
             if id(managed) not in self._held:
-                self._acquire_device(managed, f"backward of {managed.name}")
+                self._acquire_device(managed, block, operator)
                 self._held[id(managed)] = managed
             assert managed.device is not None
             return managed.device
 
-    def _acquire_device(self, managed: ManagedParameter, operator: str) -> None:
+    def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         try:
-            slot = self._acquire_with_more_room(param_block(managed))
+            slot = self._acquire_with_more_room(block)
         except CapacityError as error:
             wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
             live = self.monitor.live_bytes if self.memory.device.watched else self._most_non_model
             raise self._shortage.error(operator, live, wanted) from error
-        self.bindings.open_device(managed, self.memory.device_pool, slot)
+        if managed.device is None:
+            self.bindings.open_device(managed, self.memory.device_pool, slot)
 
     def _acquire_with_more_room(self, block: int) -> int:
         """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
@@ -325,7 +327,8 @@ class Runtime:
 
     def notice_writes_to_views(self) -> None:
         """An operator met no parameter, but it may have written to a view of one: then that goes home too."""
-        self._notice_writes(self.writes.by_operator)
+        if self._held:
+            self._notice_writes(self.writes.by_operator)
 
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
@@ -356,6 +359,8 @@ class Runtime:
 
     def _let_go(self) -> None:
         """Release the copies whose last holder is gone."""
+        if not self._held:
+            return
         for key, managed in list(self._held.items()):
             if id(managed) in self._untracked:
                 self.writes.compare(managed)

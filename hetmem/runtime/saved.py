@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.runtime.compiled import uncompiled
+from hetmem.runtime.compiled import called_by_autograd, uncompiled
 from hetmem.runtime.compute import Compute, Hook
 from hetmem.runtime.monitor import nodes_behind
 from hetmem.runtime.runtime import Runtime
@@ -80,7 +80,7 @@ class SavedTensors:
         """For one operator: whoever else has hooks gets `aliases` of weights, and computes again as the forward did,
         unless their hooks, `around`, are around the whole of it. Whether `leave` is to be called."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if top is None or _is_ours(top):
+        if top is None or isinstance(top[0], _Pack):  # as in `_is_ours`: this is asked at every function of torch's
             return False
         self._met_others = True
         _AUTOGRAD._push_saved_tensors_default_hooks(*self._over(top, around, aliases=aliases))
@@ -163,7 +163,7 @@ class SavedTensors:
 
     def unpack(self, packed: Saved | torch.Tensor) -> torch.Tensor:
         """What autograd gets back."""
-        if self._runtime.memory.streams:
+        if not self._segments.in_backward and self._runtime.memory.streams:
             self._segments.on_backward()
         if isinstance(torch._C._current_autograd_node(), BackwardCFunction):
             self._recomputes.recomputes_until_node_ends()
@@ -203,12 +203,11 @@ class _Pack(Hook):
         super().__init__(compute)
         self._saved = weakref.ref(saved)
 
-    @uncompiled
-    @HELD_BACK
+    @called_by_autograd
     def __call__(self, tensor: torch.Tensor) -> _Packed:
-        saved = self._saved()
+        saved, compute = self._saved(), self._compute()
         with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
-            if saved is None or not self.runs():
+            if saved is None or compute is None or not compute.runs():
                 return None, _kept(tensor), tensor._version
             return saved, saved.pack(tensor), tensor._version
 
@@ -216,8 +215,7 @@ class _Pack(Hook):
 _Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
 
 
-@uncompiled
-@HELD_BACK
+@called_by_autograd
 def _unpack(packed: _Packed) -> torch.Tensor:
     saved, kept, version = packed
     tensor = saved.unpack(kept) if saved is not None else kept

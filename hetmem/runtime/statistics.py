@@ -22,6 +22,9 @@ class Statistics:
 
     def device_in_use(self, chunk_bytes: int, non_model_bytes: int) -> None:
         """Chunks and everything else held these many bytes of the device at one time."""
-        self.chunk_peak_bytes = max(self.chunk_peak_bytes, chunk_bytes)
-        self.non_model_peak_bytes = max(self.non_model_peak_bytes, non_model_bytes)
-        self.device_peak_bytes = max(self.device_peak_bytes, chunk_bytes + non_model_bytes)
+        if chunk_bytes > self.chunk_peak_bytes:  # told of each use of a weight: three calls of `max` cost more
+            self.chunk_peak_bytes = chunk_bytes
+        if non_model_bytes > self.non_model_peak_bytes:
+            self.non_model_peak_bytes = non_model_bytes
+        if chunk_bytes + non_model_bytes > self.device_peak_bytes:
+            self.device_peak_bytes = chunk_bytes + non_model_bytes

@@ -6,6 +6,7 @@ devices differ; here it is told which parameter is the cause. Knows modules and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -40,7 +41,7 @@ def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, M
 
 def raised_in_call(error: BaseException, module: torch.nn.Module) -> bool:
     """Whether `error` comes from the call of `module` that a hook of it is at, not from around that."""
-    frame, trace = calling_frame(module), error.__traceback__
+    frame, trace = calling_frame(module, sys._getframe()), error.__traceback__
     while trace is not None and trace.tb_frame is not frame:
         trace = trace.tb_next
     return trace is not None

@@ -79,14 +79,18 @@ class StepTracer:
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> int:
         """One operator boundary; returns the non-model bytes to expect until the next one."""
-        self._moments.append(Moment(operator, blocks, live_bytes))
         at = self.position
         self.position += 1
         if self.measured or self.known is None:
+            self._moments.append(Moment(operator, blocks, live_bytes))
             return live_bytes
         moments = self.known.moments
         if at < len(moments):
-            return moments[at].non_model_bytes
+            expected = moments[at]
+            as_known = expected.blocks == blocks and expected.operator == operator
+            self._moments.append(expected if as_known else Moment(operator, blocks, live_bytes))
+            return expected.non_model_bytes
+        self._moments.append(Moment(operator, blocks, live_bytes))
         return self.known.peak_non_model_bytes()
 
     def grew(self, live_bytes: int) -> None:

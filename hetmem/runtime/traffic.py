@@ -98,13 +98,16 @@ class Traffic:
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
         """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
+        if tier is Tier.DEVICE and (slot := self.residency.acquire_again(block, tier)) is not None:
+            return slot
         missing = tier is Tier.DEVICE and self.residency.state(block, tier) is not CopyState.VALID
         if missing:
             self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
         start = time.perf_counter() if missing else 0.0
         commands = self._acquire(block, tier, load=load)
         try:
-            self.execute(commands, urgent=block)
+            if commands:
+                self.execute(commands, urgent=block)
             if missing and self.carrier.chunk_of_block[block][0] in self.updating:
                 self.pending.hasten(self.carrier.chunk_of_block[block][0])
             while self.residency.state(block, tier) is not CopyState.VALID:
@@ -124,12 +127,16 @@ class Traffic:
         """One use less; what compute does with the copy has been asked for by now."""
         if tier is Tier.DEVICE:
             self._mark_use(block)
-        self.execute(self.residency.release(block, tier, dirty=dirty))
+        commands = self.residency.release(block, tier, dirty=dirty)
+        if commands:
+            self.execute(commands)
 
     def _mark_use(self, block: int) -> None:
         """Also of a copy that was superseded while it was in use: what comes to lie there must not come too early."""
+        if not self.engine.ordered:
+            return
         slot = self.residency.slot_taken(block, Tier.DEVICE)
-        if slot >= 0 and self.engine.ordered:
+        if slot >= 0:
             self.carrier.mark_use(slot)
 
     def limit_device(self, slots: int, *, before: int) -> None:
