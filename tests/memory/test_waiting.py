@@ -18,7 +18,7 @@ from tests.runtime.harness import PLACEMENTS, Tower, manage, token_batches, vect
 
 __all__ = ["cuda"]  # a fixture
 
-ARRIVED = "carrier.wait_for_one < homeward.wait < gradients._arrive: take"
+ARRIVED = "carrier.wait_for_one < homeward.wait < gradients.arrive: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "carrier.wait_for_one < updates.finish < stepper._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
@@ -27,7 +27,7 @@ ON_NVME = {
     "carrier.wait_for_one < traffic.open_role < gradients._open: take",
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < stepper.begin: take",
-    "carrier.wait_for_one < traffic.wait_until_written < gradients._arrive: take",
+    "carrier.wait_for_one < traffic.wait_until_written < gradients.arrive: take",
     "carrier.wait_for_one < writes._differs < writes.changed: take",  # what was read may be older than the home
     "carrier.wait_for_one < writes._differs < writes.make_sure: take",
     "carrier.wait_for_one < traffic.wait_until_written < stepper._carry_out: take",
