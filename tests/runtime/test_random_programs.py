@@ -61,7 +61,7 @@ class Duel:
             assert_same_weights(self.plain.module, self.managed.module, "released")
 
     def act(self, what: str, name: str, seed: int) -> None:
-        on_new_weights = name == "forward" and self._weights_may_be_new()
+        on_new_weights = name.startswith("forward") and self._weights_may_be_new()
         left, error = _outcome(self.plain, name, seed)
         before = [buffer.clone() for buffer in self.managed.module.buffers()]
         may_fail = self.program.disk == "failing" and (name == "step" or not self.program.early)
@@ -78,11 +78,9 @@ class Duel:
         if type(error) is not type(other):
             self._judge(name, other)
             raise AssertionError(f"{what}: plain torch ended with {error!r}, hetmem with {other!r}") from other
-        if error is not None:
-            return
         if on_new_weights:
             self._copy_buffers()
-        else:
+        elif error is None:
             self._later.append((what, left, right))
         if not self._weights_may_be_new():
             for where, expected, got in self._later:
