@@ -31,8 +31,8 @@ class Hooked(Protocol):
     def before_assignment(self) -> None:
         """Other parameters are to take the place of the module's."""
 
-    def conversion(self, convert: Convert) -> Convert:
-        """What to do with parameters and buffers where the module was asked to `convert` all of them."""
+    def not_converted(self, convert: Convert) -> list[torch.Tensor]:
+        """What stays as it is where a module is asked to `convert` its parameters, their gradients and its buffers."""
 
 
 class BeforeForward:
@@ -116,8 +116,8 @@ class Conversions:
     def __call__(self, convert: Convert, recurse: bool = True) -> torch.nn.Module:
         module, hooked = self._module(), self._hooked()
         assert module is not None, "a copy of a managed module was made without its class's knowing"
-        if hooked is not None:
-            convert = hooked.conversion(convert)
+        if hooked is not None and not (isinstance(convert, _AllBut) and convert.hooked is hooked):
+            convert = _AllBut(convert, hooked)  # also for the modules in this one
         apply: Any = type(module)._apply
         converted: torch.nn.Module = apply(module, convert) if recurse else apply(module, convert, recurse=False)
         return converted
@@ -137,6 +137,17 @@ class Conversions:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self._module(),))
+
+
+class _AllBut:
+    """`convert`, but of what `hooked` keeps."""
+
+    def __init__(self, convert: Convert, hooked: Hooked) -> None:
+        self.hooked, self._convert = hooked, convert
+        self._kept = {id(tensor): tensor for tensor in hooked.not_converted(convert)}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if id(tensor) in self._kept else self._convert(tensor)
 
 
 def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> list[Conversions]:

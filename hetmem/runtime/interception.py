@@ -322,7 +322,7 @@ class Interception:
             "assign=True out, which copies the values, or call hetmem.release(model) first"
         )
 
-    def conversion(self, convert: Convert) -> Convert:
+    def not_converted(self, convert: Convert) -> list[torch.Tensor]:
         """`Module.to` and the like: managed parameters, and their gradients, stay where they are, as they come to the
         device for operators. Raises `ManageError` where they would get another dtype."""
         self._forget_interrupted()
@@ -336,8 +336,7 @@ class Interception:
                     f"mixed_precision=…"
                 )
         kept = [each for managed in self.runtime.parameters for each in (managed.parameter, managed.parameter.grad)]
-        own = {id(each) for each in kept}
-        return lambda tensor: tensor if id(tensor) in own else convert(tensor)
+        return [each for each in kept if each is not None]
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""

@@ -77,6 +77,19 @@ def test_gradients_stay_where_they_are(placement: str, tmp_path: Path) -> None:
     assert not any(grad is None or grad.is_meta for grad in gradients)
 
 
+def test_it_is_asked_once_for_all_modules(tmp_path: Path) -> None:
+    """And not once for each, where a model has thousands."""
+    model = manage(mlp(), "host", tmp_path)
+    asked: list[int] = []
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor.numel())
+        return tensor
+
+    nn.ModuleList([model])._apply(convert)
+    assert asked == [0]
+
+
 def test_what_is_not_managed_moves(tmp_path: Path) -> None:
     model: nn.Sequential = nn.Sequential(mlp(), nn.BatchNorm1d(WIDTH))
     manage(model, "host", tmp_path)
