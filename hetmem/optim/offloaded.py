@@ -22,6 +22,7 @@ from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
+from hetmem.plan.streaming import LENT_CHUNKS
 from hetmem.runtime import registry
 from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.compiled import uncompiled
@@ -29,8 +30,6 @@ from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
-_STREAMED_CHUNKS = 6
-"""Chunks whose gradients have a home at a time: some arrive, two are computed with, and some wait for that."""
 
 
 class OffloadedOptimizer(Optimizer):
@@ -329,7 +328,7 @@ class OffloadedOptimizer(Optimizer):
             memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
             if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
                 if not sink.lends:
-                    memory.set_aside(used, Role.GRAD, _STREAMED_CHUNKS)
+                    memory.set_aside(used, Role.GRAD, LENT_CHUNKS)
                     sink.lends = True
             elif memory.streams:  # on the device gradients stay autograd's own
                 traffic.ensure_homes(used, (Role.GRAD,))

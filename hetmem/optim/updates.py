@@ -29,13 +29,10 @@ from hetmem.memory.chunk import Chunk, Role
 from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
-from hetmem.plan.turns import Turns
+from hetmem.plan.turns import AT_ONCE, Turns
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import Span
 from hetmem.runtime.runtime import Runtime
-
-_AT_ONCE = 3
-"""Jobs opening or running together: while one is computed, the next ones are brought."""
 
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
@@ -182,7 +179,7 @@ class Updates:
 
     def _may_open(self) -> bool:
         """Whether a job may open; see the note "openings"."""
-        if not self._queue or len(self._opening) + len(self._running) >= _AT_ONCE:
+        if not self._queue or len(self._opening) + len(self._running) >= AT_ONCE:
             return False
         last = self._opening[-1] if self._opening else None  # those before it had places when it opened
         return last is None or all(self._traffic.role_has_place(last.chunk, role) for role in last.roles)

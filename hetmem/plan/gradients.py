@@ -14,10 +14,8 @@ from hetmem.plan.notes import Notes
 from hetmem.plan.placement import Ground
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.streamed import StreamedUpdates
+from hetmem.plan.streaming import LENT_CHUNKS
 from hetmem.plan.trace import Tier
-
-STREAMED_CHUNKS = 6
-"""As in `optim.offloaded`: memory for gradients of so many chunks, the largest, is set aside to be lent."""
 
 
 class GradientSink:
@@ -94,7 +92,7 @@ class GradientSink:
         if arrangement.ground is not self._ground:
             ground = self._ground = arrangement.ground
             sizes = sorted((ground.home_bytes(other, "grad") for other in arrangement.homes["grad"]), reverse=True)
-            self._sizes = set(sizes[:STREAMED_CHUNKS])
+            self._sizes = set(sizes[:LENT_CHUNKS])
         return arrangement.ground.home_bytes(chunk, "grad") in self._sizes
 
     def waits(self, chunk: int) -> bool:

@@ -13,6 +13,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+AT_ONCE = 3
+"""Updates opening or running together: while one is computed, the next ones are brought."""
+
 
 class Turns(Generic[T]):
     """What waits, the lowest `number` first, and of equal ones the first that came. One that is waited for goes before

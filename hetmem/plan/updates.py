@@ -16,10 +16,7 @@ from typing import Protocol
 from hetmem.plan.cache import CopyState
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
-from hetmem.plan.turns import Turns
-
-_AT_ONCE = 3
-"""Updates opening or running together, as in `optim.updates`; which may open when is said there, in note "openings"."""
+from hetmem.plan.turns import AT_ONCE, Turns
 
 _PLACED = (CopyState.VALID, CopyState.LOADING)
 
@@ -181,8 +178,8 @@ class Updates:
         return None
 
     def _may_open(self) -> bool:
-        """Whether an update may open: all that opened before it have places."""
-        if not self._queue or len(self._opening) + self._running >= _AT_ONCE:
+        """Whether an update may open: all that opened before it have places; see note "openings" in `optim.updates`."""
+        if not self._queue or len(self._opening) + self._running >= AT_ONCE:
             return False
         state = self._traffic.residency.state
         last = self._opening[-1].staged if self._opening else ()

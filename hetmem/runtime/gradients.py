@@ -112,7 +112,7 @@ class GradientSink:
         """A gradient of `managed` is about to be accumulated."""
         parameter = managed.parameter
         self.nothing_computes()
-        for watcher in list(self.watchers):
+        for watcher in self.watchers:
             watcher.coming(managed)
         if id(managed) not in self._taken:
             self._taken[id(managed)] = parameter.grad
@@ -137,12 +137,12 @@ class GradientSink:
             parameter.grad = managed.grad_home
             if has_hooks_of_the_user(parameter):
                 self.arrive()
-            for watcher in list(self.watchers):
+            for watcher in self.watchers:
                 watcher.arrived(managed)
 
     def recompute_with(self, used: list[ManagedParameter]) -> None:
         """A part of the forward is computed once more within a backward, with `used`."""
-        for watcher in list(self.watchers):
+        for watcher in self.watchers:
             for managed in used:
                 watcher.recomputed_with(managed)
 
@@ -168,7 +168,7 @@ class GradientSink:
                 if managed.parameter.grad is None:
                     managed.parameter.grad = previous
         self.arrive()
-        for watcher in list(self.watchers):
+        for watcher in self.watchers:
             watcher.backward_over()
 
     def arrive(self) -> None:
@@ -210,7 +210,7 @@ class GradientSink:
     def _lend(self, chunk: Chunk) -> None:
         """Memory for gradients that are gone soon: on the device, where the update of `chunk` reads them there."""
         self.runtime.traffic.pending.poll()
-        for watcher in list(self.watchers):
+        for watcher in self.watchers:
             place = watcher.place_on_device(chunk)
             if place is not None:
                 chunk.homes[Role.GRAD] = Home(Tier.DEVICE, place)

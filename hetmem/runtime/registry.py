@@ -30,7 +30,7 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
             if found is not None:
                 found[0].share.others_update = True
                 found[0].runtime.writes.by_user(found[1])
-                if any(found[1] in watcher.begun() for watcher in list(found[0].gradients.watchers)):
+                if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):
                     raise RuntimeError(updated_by_another(found[1].name))
 
 

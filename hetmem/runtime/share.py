@@ -72,7 +72,7 @@ class ResidentShare:
             self._leave_device()
         enough = memory.device_home_bytes - nbytes
         with self._runtime.moving_homes():
-            for watcher in list(self._sink.watchers):
+            for watcher in self._sink.watchers:
                 watcher.give_device_back()
             last_first = list(reversed(self._moved))
             last_first.sort(key=traffic.updating.__contains__)
@@ -125,7 +125,7 @@ class ResidentShare:
             return False
         if any(self._sink.has_taken(managed) for managed in chunk.parameters):
             return False
-        return all(watcher.may_move(chunk) for watcher in list(self._sink.watchers))
+        return all(watcher.may_move(chunk) for watcher in self._sink.watchers)
 
     def _is_held(self, managed: ManagedParameter) -> bool:
         """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
@@ -234,7 +234,7 @@ class ResidentShare:
                 managed.grad_address = managed.grad_home.data_ptr()
             else:
                 managed.grad_home = None
-        for watcher in list(self._sink.watchers):
+        for watcher in self._sink.watchers:
             watcher.moved(chunk)
 
 
