@@ -1,4 +1,4 @@
-"""What users put around a model: modes of torch, tracers, wrappers. Bits stay, or nothing runs and they are told."""
+"""What users put around a model: selective checkpoints, tracers, wrappers. Bits stay, or they are told at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hetmem
@@ -29,7 +28,6 @@ from tests.runtime.harness import (
     everywhere,
     mlp,
     pair,
-    precisions,
     streamed,
     train_both,
     vector_batches,
@@ -82,51 +80,6 @@ def test_a_selective_checkpoint_in_mixed_precision(kept: str, placement: str, tm
     modules = pair(lambda: Selective(KEPT[kept]), placement, tmp_path, mixed_precision=torch.bfloat16)
     batches = vector_batches(3, 4, WIDTH, dtype=torch.bfloat16)
     train_both(*modules, batches, Recipe(steps=3, mixed=torch.bfloat16))
-
-
-class Seen(TorchDispatchMode):
-    """The names of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@streamed
-@overlaps
-def test_a_mode_of_the_user_s_sees_the_operators_of_the_model_alone(
-    overlap: str, placement: str, tmp_path: Path
-) -> None:
-    plain, managed = modules = pair(mlp, placement, tmp_path, sanitize=False)
-    left, right = adamws(*modules, overlap=overlap)
-    for batch in BATCHES:
-        seen = Seen(), Seen()
-        for mode, module in zip(seen, modules, strict=True):
-            with mode:
-                module(*batch)
-        assert seen[0].names == [name for name in seen[1].names if "detach" not in name]
-        one(plain, batch, left)
-        one(managed, batch, right)
-    right.synchronize()
-    assert_same_weights(plain, managed)
-
-
-@everywhere
-@overlaps
-@precisions
-def test_another_default_device_is_nothing_to_hetmem(
-    mixed: torch.dtype | None, overlap: str, placement: str, tmp_path: Path
-) -> None:
-    """Many set it to their GPU; what hetmem makes for itself must be in host memory all the same."""
-    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
-    batches = vector_batches(3, 4, WIDTH, dtype=mixed)
-    optimizers = adamws(*modules, overlap=overlap)
-    with torch.device("meta"):
-        train_both(*modules, batches, Recipe(mixed=mixed, steps=3), optimizers=optimizers)
 
 
 TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {

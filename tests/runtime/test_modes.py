@@ -1,5 +1,5 @@
-"""Function modes of the user around a training: a default device is one. They see the model's operators, as in plain
-torch, and nothing of what hetmem does itself, which they would change."""
+"""Modes of the user around a training, for functions (a default device is one) and for operators: they see the model's,
+as in plain torch, and nothing of what hetmem does itself, which they would change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetmem
+from tests.optim.stories import one, overlaps
 from tests.runtime.harness import (
     BATCHES,
+    adamws,
     assert_same,
     assert_same_states,
     assert_same_weights,
@@ -27,6 +30,7 @@ from tests.runtime.harness import (
     mlp,
     pair,
     precisions,
+    streamed,
 )
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -121,3 +125,34 @@ def test_a_mode_sees_the_functions_of_the_model(placement: str, options: str, tm
     assert seen[0]["linear"] == 3
     if not any(name in OPTIONS[options] for name in ("max_grad_norm", "loss_scale")):
         assert_same(*losses, "loss")
+
+
+class Seen(TorchDispatchMode):
+    """The names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@streamed
+@overlaps
+def test_a_mode_of_the_user_s_sees_the_operators_of_the_model_alone(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = modules = pair(mlp, placement, tmp_path, sanitize=False)
+    left, right = adamws(*modules, overlap=overlap)
+    for batch in BATCHES:
+        seen = Seen(), Seen()
+        for mode, module in zip(seen, modules, strict=True):
+            with mode:
+                module(*batch)
+        assert seen[0].names == [name for name in seen[1].names if "detach" not in name]
+        one(plain, batch, left)
+        one(managed, batch, right)
+    right.synchronize()
+    assert_same_weights(plain, managed)
