@@ -269,6 +269,23 @@ def test_a_forward_that_goes_on_after_an_interrupt_of_a_part_gives_the_bits_of_t
 @pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("where", FORWARD)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_forward_right_after_an_interrupt_is_no_part_of_the_one_that_ended(
+    where: str, placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """No function of torch's has run that could find out that it had ended."""
+    plain, managed = pair(Drawn, placement, tmp_path, mixed_precision=mixed)
+    interrupt(managed, where)
+    loss = managed(*BATCH)
+    assert on_torchs_stacks() == []
+    assert registry.of_module(managed)._here() == []
+    if mixed is None:
+        assert_same(plain(*BATCH), loss, "loss")
+
+
+@pytest.mark.pairs
+@everywhere
+@pytest.mark.parametrize("where", FORWARD)
 @pytest.mark.parametrize("other", PLACEMENTS)
 def test_another_managed_model_takes_what_an_interrupt_left_off_the_thread(
     where: str, placement: str, other: str, tmp_path: Path
