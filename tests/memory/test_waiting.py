@@ -22,8 +22,10 @@ ARRIVED = "carrier.wait_for_one < homeward.wait < gradients.arrive: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "carrier.wait_for_one < updates.finish < stepper._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
+FETCHED = "carrier.wait_for_one < pending.go_on < traffic.acquire: take"
+"""What is used next is on its way, from the disk, or behind an update that trails into the forward and is late."""
 ON_NVME = {
-    "carrier.wait_for_one < pending.go_on < traffic.acquire: take",  # the disk
+    FETCHED,
     "carrier.wait_for_one < traffic.open_role < gradients._open: take",
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
     "carrier.wait_for_one < gradients.wait_for_staged_gradients < stepper.begin: take",
@@ -75,7 +77,8 @@ def test_a_warm_step_waits_only_where_it_must(
     managed = manage(Tower(), placement, tmp_path, mixed_precision=mixed, device=CpuCuda(), sanitize=False)
     found = waits_of(managed, token_batches(5), **options)
     disk = ON_NVME if placement == "nvme" else set()
-    assert found["forward"] <= disk
+    trailing = {FETCHED} if options.get("overlap") == "forward" else set()
+    assert found["forward"] <= disk | trailing
     assert found["backward"] <= {ARRIVED, *disk}
     assert found["step"] <= {UPDATED, *disk}
     assert placement == "resident" or ARRIVED in found["backward"], "the test sees no wait at all"
