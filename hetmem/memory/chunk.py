@@ -12,7 +12,7 @@ import torch
 
 from hetmem.memory.nvme import Extent
 from hetmem.memory.pools import PAGE_BYTES
-from hetmem.memory.views import Memory, address_of, elements
+from hetmem.memory.views import Memory, elements
 from hetmem.plan.layout import ChunkSpec
 from hetmem.plan.trace import Tier
 from hetmem.units import round_up
@@ -191,12 +191,11 @@ class ManagedParameter:
             found[f"{role.name}_scale"] = elements(memory, torch.float32, count, self.chunk.numel + 4 * start)
         return found
 
-    def addresses(self, role: Role) -> dict[str, int]:
-        """Where the `views` of `role` begin, without making them."""
-        memory = address_of(self.chunk.homes[role].memory)
-        found = {role.name: memory + self.offset * self.chunk.dtype_of(role).itemsize}
+    def places(self, role: Role) -> dict[str, int]:
+        """At how many bytes from the beginning of the home the `views` of `role` begin, without making them."""
+        found = {role.name: self.offset * self.chunk.dtype_of(role).itemsize}
         if role.scale_block:
-            found[f"{role.name}_scale"] = memory + self.chunk.numel + 4 * self._scales(role)[0]
+            found[f"{role.name}_scale"] = self.chunk.numel + 4 * self._scales(role)[0]
         return found
 
     def parts(self, role: Role, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.views import address_of
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
@@ -272,22 +273,27 @@ class OffloadedOptimizer(Optimizer):
             self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         return self._numbers[id(managed.parameter)]
 
-    def states_written(self, chunk: Chunk, role: Role) -> bool:
-        """Whether the user has written to states in `role` of `chunk` since this was asked last."""
-        written = False
-        for managed in chunk.parameters:
+    def states_written(self, chunk: Chunk) -> Iterable[Role]:
+        """The states of `chunk` that the user has written to since this was asked last."""
+        written: dict[Role, None] = {}
+        homes = {role: address_of(home.memory) for role, home in chunk.homes.items() if role.is_state}
+        for managed in chunk.parameters if homes else ():
             state = self._state.get(managed.parameter)
-            if not managed.numel or state is None or state.get(role.name) is None:
+            if not managed.numel or not state:
                 continue
-            for name, address in managed.addresses(role).items():
-                if state[name].data_ptr() != address:
-                    home = managed.views(role)[name]
-                    home.copy_(state[name])
-                    state[name] = home
-                    self._versions[id(managed), name] = -1
-                if self._versions.get((id(managed), name)) != state[name]._version:
-                    self._versions[id(managed), name] = state[name]._version
-                    written = True
+            for role, address in homes.items():
+                if state.get(role.name) is None:
+                    continue
+                for name, place in managed.places(role).items():
+                    shown, key = state[name], (id(managed), name)
+                    if shown.data_ptr() != address + place:
+                        home = managed.views(role)[name]
+                        home.copy_(shown)
+                        state[name] = shown = home
+                        self._versions[key] = -1
+                    if self._versions.get(key) != shown._version:
+                        self._versions[key] = shown._version
+                        written[role] = None
         return written
 
     def states_held(self, chunk: Chunk) -> bool:
@@ -383,6 +389,10 @@ class OffloadedOptimizer(Optimizer):
                     arrange_by_use(interception.runtime)
 
     def _managed(self, parameter: torch.Tensor) -> tuple[Stepper, ManagedParameter]:
+        for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer
+            known = interception.runtime.bindings.by_id.get(id(parameter))
+            if known is not None and not interception.removed:
+                return stepper, known
         found = registry.of_parameter(parameter)
         if found is None:
             raise ManageError(

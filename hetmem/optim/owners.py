@@ -61,9 +61,12 @@ class Owners:
     def take_states(self, managed: ManagedParameter, roles: Collection[Role], owner: Owner) -> None:
         """`owner` is about to write to `roles` of `managed`. Raises RuntimeError if it has made them, and another one
         has made them anew since."""
+        token = owner.token
+        if all(self._states.get((id(managed), role)) is token for role in roles):
+            return
         for role in roles:
-            holder = self._states.get((id(managed), role), owner.token)
-            if holder is not owner.token and owner.has_state(managed, role):
+            holder = self._states.get((id(managed), role), token)
+            if holder is not token and owner.has_state(managed, role):
                 raise RuntimeError(
                     f"{role.name} of {managed.name} is another optimizer's, which has stepped since: hetmem keeps one "
                     f"of each state for a parameter. Load a state_dict into this one to go on with it, or use "

@@ -32,6 +32,9 @@ from hetmem.runtime.interception import Interception
 if TYPE_CHECKING:
     from hetmem.optim.offloaded import OffloadedOptimizer
 
+Members = list[tuple[ManagedParameter, dict[str, Any]]]
+"""Parameters that have a gradient, and their groups."""
+
 
 class Passes:
     """The passes of `optimizer` over the chunks that `interception` manages."""
@@ -57,17 +60,18 @@ class Passes:
 
     # ---- what a pass is of -------------------------------------------------------------------------------------
 
-    def part(self, managed: ManagedParameter, group: dict[str, Any]) -> Part:
-        """What a pass over `managed` would be made with now: its gradient and what `group` says."""
-        gradient = managed.parameter.grad
-        assert gradient is not None
-        options = {name: frozen(value) for name, value in group.items() if name != "params"}
-        return Part(managed, options, gradient, is_home_gradient(managed), gradient._version)
-
-    def state_roles(self, parts: Iterable[Part]) -> tuple[Role, ...]:
-        """The states that updates of `parts` have."""
-        found = [role for part in parts for role in self._optimizer.rule.roles(part.group, part.managed.chunk.dtype)]
-        return tuple(dict.fromkeys(found))
+    def parts(self, chunk: Chunk, members: Members) -> list[Part]:
+        """What a pass over `members` of `chunk` would be made with now: their gradients and what their groups say."""
+        rule, found = self._optimizer.rule, []
+        said: dict[int, tuple[dict[str, Any], tuple[Role, ...]]] = {}  # most are in one group
+        for managed, group in members:
+            gradient = managed.parameter.grad
+            assert gradient is not None
+            if id(group) not in said:
+                options = {name: frozen(value) for name, value in group.items() if name != "params"}
+                said[id(group)] = options, rule.roles(options, chunk.dtype)
+            found.append(Part(managed, *said[id(group)], gradient, is_home_gradient(managed), gradient._version))
+        return found
 
     def _flat_gradient(self, part: Part, opened: Opened) -> torch.Tensor:
         """The gradient in the order in which the parameter's elements lie in memory."""
@@ -155,9 +159,8 @@ class Passes:
 
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""
-        for role in chunk.homes:
-            if role.is_state and self._optimizer.states_written(chunk, role):
-                self._runtime.traffic.superseded(chunk, role)
+        for role in self._optimizer.states_written(chunk):
+            self._runtime.traffic.superseded(chunk, role)
 
     # ---- squares -----------------------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class Passes:
         if Role.COMPUTE in chunk.homes:
             needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)
         needed |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
-        needed |= {role: chunk.homes[role].written for role in self.state_roles(parts)}
+        needed |= {role: chunk.homes[role].written for role in progress.roles}
         progress.begun, progress.scale = True, grad_scale
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
         progress.way = self._places.way_of(progress)
@@ -244,9 +247,13 @@ class Passes:
 
     def _begin(self, progress: Progress, job: Job) -> list[ParameterUpdate]:
         """Everything that can be undone is remembered."""
-        homes = {name for role in self.state_roles(progress.parts) for name in (role.name, f"{role.name}_scale")}
-        progress.remember_numbers((self._optimizer.state_of(part.managed) for part in progress.parts), homes)
-        return [self._update_of(part, job, progress.scale) for part in progress.parts]
+        homes = {name for role in progress.roles for name in (role.name, f"{role.name}_scale")}
+        states = [self._optimizer.state_of(part.managed) for part in progress.parts]
+        progress.remember_numbers(states, homes)
+        return [
+            self._update_of(part, state, job, progress.scale)
+            for part, state in zip(progress.parts, states, strict=True)
+        ]
 
     def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
         if progress.way is Way.STREAMED:  # it was left to the host
@@ -263,13 +270,12 @@ class Passes:
             return []
         return [task for update in updates for task in self._optimizer.rule.tasks(update)]
 
-    def _update_of(self, part: Part, job: Job, grad_scale: float) -> ParameterUpdate:
+    def _update_of(self, part: Part, state: dict[str, Any], job: Job, grad_scale: float) -> ParameterUpdate:
         managed = part.managed
-        state, roles = self._optimizer.state_of(managed), self.state_roles([part])
         states: dict[str, torch.Tensor] = {}
         fresh: set[str] = set()
         copy = job.opened.get(Role.COMPUTE, job.copy)
-        for role in roles:
+        for role in part.roles:
             parts = managed.parts(role, job.opened[role])
             states |= parts
             if state.get(role.name) is None:
@@ -296,10 +302,11 @@ class Passes:
             progress.restore_numbers()
             progress.kept = False
         for part in progress.parts:
-            self._optimizer.forget_empty(part.managed)
+            if not done or not part.roles:
+                self._optimizer.forget_empty(part.managed)
         if not done:
             return
-        for role in self.state_roles(progress.parts):
+        for role in progress.roles:
             chunk.homes[role].written = True
         self._runtime.statistics.updated_bytes[progress.way] += progress.nbytes
         self._count_versions(progress)

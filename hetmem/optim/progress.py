@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetmem.memory.chunk import Chunk, ManagedParameter
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import Look
 from hetmem.optim.undo import Saved
 from hetmem.plan.balance import Way
@@ -24,10 +25,12 @@ Sums = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A parameter that is to be updated: with which gradient, and what its group says at that moment."""
+    """A parameter that is to be updated: with which gradient, what its group says at that moment, and the states that
+    this takes."""
 
     managed: ManagedParameter
     group: dict[str, Any]
+    roles: tuple[Role, ...]
     gradient: torch.Tensor
     at_home: bool
     version: int
@@ -71,6 +74,11 @@ class Progress:
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     way: Way = Way.HOST
     """Where its update was queued for."""
+    roles: tuple[Role, ...] = field(init=False)
+    """The states of all parts."""
+
+    def __post_init__(self) -> None:
+        self.roles = tuple(dict.fromkeys(chain.from_iterable({part.roles: None for part in self.parts})))
 
     @property
     def nbytes(self) -> int:

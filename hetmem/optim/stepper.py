@@ -25,7 +25,7 @@ from hetmem.memory.views import Memory
 from hetmem.optim.kept import KeptGradients
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.owners import ends_with_its_optimizer, owners_of
-from hetmem.optim.passes import Passes
+from hetmem.optim.passes import Members, Passes
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Part, Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
@@ -38,7 +38,6 @@ from hetmem.runtime.used_up import Marks
 if TYPE_CHECKING:
     from hetmem.optim.offloaded import OffloadedOptimizer
 
-Members = list[tuple[ManagedParameter, dict[str, Any]]]
 Work = dict[Chunk, Members]
 """Parameters that have a gradient, and their groups, by chunk."""
 
@@ -130,7 +129,8 @@ class Stepper:
             if group is None or managed.chunk in begun or managed.parameter.grad is None:
                 continue
             if self._left.get(id(managed), (-1,))[0] != count:
-                self._left[id(managed)] = count, self._passes.seen(self._passes.part(managed, group))
+                (part,) = self._passes.parts(managed.chunk, [(managed, group)])
+                self._left[id(managed)] = count, self._passes.seen(part)
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
         """See `Watcher`."""
@@ -182,18 +182,18 @@ class Stepper:
         )
 
     def _begin_early(self, chunk: Chunk) -> None:
-        parts = [
-            self._passes.part(m, self._groups[id(m.parameter)])
+        members = [
+            (m, self._groups[id(m.parameter)])
             for m in chunk.parameters
             if id(m.parameter) in self._groups and m.parameter.grad is not None
         ]
-        progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
+        progress = self._progress[chunk] = Progress(chunk, self._passes.parts(chunk, members), self._optimizer)
         self._passes.notice_states(chunk)
         if not self._optimizer.needs_all_gradients:
             self._add_update(progress, 1.0)
             return
         if self._optimizer.overlap is Overlap.SPECULATIVE:
-            progress.saved = self._undo.make_room(chunk, self._passes.state_roles(parts))
+            progress.saved = self._undo.make_room(chunk, progress.roles)
         self._add_sums(progress)
 
     # ---- within a step -----------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Stepper:
 
     def _current(self, chunk: Chunk, members: Members) -> Progress:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
-        parts = [self._passes.part(managed, group) for managed, group in members]
+        parts = self._passes.parts(chunk, members)
         progress = self._progress.get(chunk)
         if progress is not None and self.failed and not progress.of(parts):
             self.forget()  # the step that failed is not tried again
@@ -392,9 +392,10 @@ class Stepper:
 
     def _add_update(self, progress: Progress, grad_scale: float) -> None:
         self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+        optimizer = self._optimizer
         for part in progress.parts:
-            self.owners.take_states(part.managed, self._passes.state_roles([part]), self._optimizer)
-        self.ensure_homes(progress.chunk, self._passes.state_roles(progress.parts))
+            self.owners.take_states(part.managed, part.roles, optimizer)
+        self.ensure_homes(progress.chunk, progress.roles)
         self._updates.add(self._passes.update_job(progress, grad_scale))
 
 

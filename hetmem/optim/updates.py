@@ -26,6 +26,7 @@ import torch
 
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.views import without_graph
 from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
@@ -97,10 +98,10 @@ class Updates:
         self._pumping = True
         try:
             if not self.streamed.idle:
-                with self._runtime.unwatched(), torch.no_grad():
+                with self._runtime.unwatched(), without_graph():
                     self.streamed.pump()
             while (go_on := self._next()) is not None:
-                with self._runtime.unwatched(), torch.no_grad():  # in the middle of whatever the user does
+                with self._runtime.unwatched(), without_graph():  # in the middle of whatever the user does
                     go_on()
         finally:
             self._pumping = False
@@ -242,7 +243,7 @@ class Updates:
 
     def _close(self, job: Job, *, failed: bool) -> None:
         """Give everything back. What was half computed in staging is dropped: its home is as it was."""
-        with self._runtime.unwatched(), torch.no_grad():
+        with self._runtime.unwatched(), without_graph():
             self._give_back(job, failed=failed)
             job.done(not failed)
 
