@@ -17,6 +17,7 @@ from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
 from hetmem.plan.updates import Staged, Update, Updates
+from hetmem.plan.updating import Updating
 from hetmem.units import MIB
 from tests.plan.test_planner import HARDWARE, workload
 from tests.plan.test_simulator import traffic, use
@@ -227,7 +228,7 @@ IN_HOST, ON_NVME = Capacities(12 * MIB, 64 * MIB), Capacities(12 * MIB, 24 * MIB
 def step(
     room: Capacities, *, overlapped: bool, micro_batches: int = 1, steps: int = 4, on: HardwareProfile = SLOW
 ) -> StepResult:
-    return judge(workload(), Setting(room, MIB, overlapped=overlapped), on, micro_batches, steps=steps).result
+    return judge(workload(), Setting(room, MIB, updating=Updating(overlapped)), on, micro_batches, steps=steps).result
 
 
 def test_of_updates_behind_the_backward_only_the_last_is_seen() -> None:
@@ -261,7 +262,7 @@ def test_after_a_step_parameters_are_on_nvme_and_states_may_be_on_their_way(over
     made = arrange(workload(), room, MIB)
     assert set(made.homes["param"].values()) == {HOST, NVME}
     drive = replace(SLOW, nvme_write=Rate(3e7))
-    run = Rehearsal(workload(), made, room, drive, overlapped=overlapped)
+    run = Rehearsal(workload(), made, room, drive, updating=Updating(overlapped))
     for _ in range(3):
         run.step()
         for (role, _), block in run._blocks.items():
