@@ -1,6 +1,7 @@
 """What `hetmem.plan` says against what a run does: peaks of every tier and step time, as a Markdown table.
 
-    python benchmarks/plan_truth.py [--profile probe.json] [--steps 8] [--width 384]
+    python benchmarks/plan_truth.py [--profile probe.json] [--steps 8] [--width 384] [--overlap backward]
+        [--gradients streamed]
 
 Runs on the simulated accelerator with set link speeds. The host update and the disk come from the probe, the latency of
 the links is that of the threads that stand for them. A machine that is shared changes its speed by half within minutes,
@@ -179,14 +180,14 @@ class Seen:
     costs: ThreadCosts
 
 
-def run(build: Callable[[], nn.Module], batch: tuple[Tensor, ...], plan: Any, case: Case, steps: int) -> Seen:
+def run(build: Callable[[], nn.Module], batch: tuple[Tensor, ...], plan: planning.Plan, case: Case, steps: int) -> Seen:
     """Train, with a plain forward and backward beside each step, and a round of what measures the thread's costs: the
     machine may be shared, and drift hits all. They take turns in going first, as what runs behind an update finds other
     things in the caches."""
     device = hetmem.SimDevice(host_to_device=case.link, device_to_host=case.link)
     plain = build()
     model = hetmem.manage(build(), plan.budget, device=device, chunk_bytes=plan.chunk_bytes)
-    optimizer, overheads = hetmem.AdamW(model.parameters()), Overheads()
+    optimizer, overheads = hetmem.AdamW(model.parameters(), **plan.optimizer), Overheads()  # type: ignore[arg-type]
 
     def alone() -> None:
         plain(*batch).backward()
@@ -217,8 +218,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--only", help="one of the shapes")
+    parser.add_argument("--overlap", default="off", help="of hetmem.AdamW")
+    parser.add_argument("--gradients", default="visible", help="of hetmem.AdamW")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    how = {"overlap": options.overlap, "gradients": options.gradients}
     base = planning.load_profile(options.profile) if options.profile else probe()
     print("| shape | budget | tier peaks: plan / run (off) | step: plan / run (off) | run's spread | binds |")
     print("|---|---|---|---|---|---|")
@@ -228,7 +232,7 @@ def main() -> None:
         if options.only in (None, shape):
             work = trace(planning.Call(build, batch))
             for case in CASES:
-                print(row(shape, case, build, batch, work, base, options.steps), flush=True)
+                print(row(shape, case, build, batch, work, base, options.steps, how), flush=True)
                 gc.collect()
 
 
@@ -240,6 +244,7 @@ def row(
     work: Workload,
     hardware: HardwareProfile,
     steps: int,
+    how: dict[str, str],
 ) -> str:
     """One line of the table: settings are planned, then run, then judged with the compute seen meanwhile."""
     weights = sum(spec.numel * spec.itemsize for spec in work.parameters)
@@ -250,12 +255,12 @@ def row(
         if case.link is not None:
             link = Rate(float(hetmem.SimDevice(host_to_device=case.link).host_to_device or 0), handed_over_seconds())
             hardware = replace(hardware, host_to_device=link, device_to_host=link)
-        plan = planning.plan(build, batch, budget, hardware)
+        plan = planning.plan(build, batch, budget, hardware, **how)
         if not plan.fits:
             return f"| {shape} | {case.name} | does not fit: {plan.missing_bytes} | | | |"
         seen = run(build, batch, plan, case, steps)
         hardware = replace(calibrated(hardware, work, seen.plain_seconds), thread=seen.costs)
-        plan = planning.plan(build, batch, plan.budget, hardware, chunk_bytes=plan.slot_bytes)
+        plan = planning.plan(build, batch, plan.budget, hardware, chunk_bytes=plan.slot_bytes, **how)
     peaks = []
     for tier in ("device", "host", "nvme"):
         expected, got = plan.peak_bytes[tier], seen.report["tiers"][tier]["peak_bytes"]

@@ -62,6 +62,11 @@ class RunnablePlan(Protocol):
         ...
 
     @property
+    def optimizer(self) -> dict[str, str]:
+        """The options that `hetmem.AdamW` is to be made with, beside torch's and the default ones."""
+        ...
+
+    @property
     def profile(self) -> dict[str, Any] | None:
         """The fields of the `HardwareProfile` that the run is to know; None = it needs none."""
         ...
@@ -94,7 +99,8 @@ def manage(
     elements of the widest dtype; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
     memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
-    and `mixed_precision`, or the path of its file. `hardware`: what this machine can do, as for `hetmem.plan`: the path
+    and `mixed_precision`, or the path of its file; an optimizer that takes more memory than was planned is refused.
+    `hardware`: what this machine can do, as for `hetmem.plan`: the path
     of a profile that `hetmem probe -o` wrote, the name of a shipped one, or a `HardwareProfile`. Then states of
     `hetmem.AdamW` that lie in host memory are brought to the device for their update, for as great a part of the model
     as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are,
@@ -130,6 +136,7 @@ def manage(
     engine = TransferEngine(accelerator, memory.store)
     runtime = Runtime(memory, residency, engine, sanitize=sanitize)
     runtime.hardware = profile
+    runtime.planned_optimizer = {} if planned is None else planned.optimizer
     interception = Interception(module, runtime)
     registry.add(module, interception)
     return module

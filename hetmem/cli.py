@@ -75,6 +75,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunk-bytes", help="default: searched")
     parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step")
+    parser.add_argument("--overlap", default="off", help="as in hetmem.AdamW(overlap=…): off, backward or forward")
+    parser.add_argument("--gradients", default="visible", help="as in hetmem.AdamW(gradients=…): visible or streamed")
     parser.add_argument(
         "--real", action="store_true", help="trace one real step on this machine, for control flow that sees values"
     )
@@ -102,6 +104,8 @@ def _plan(options: argparse.Namespace) -> int:
         profile,
         chunk_bytes=chunk_bytes,
         micro_batches=options.micro_batches,
+        overlap=options.overlap,
+        gradients=options.gradients,
         nvme_directories=tuple(options.nvme_dir or ()),
         profile_name=None if options.set else named,
         real=options.real,

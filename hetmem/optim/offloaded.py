@@ -17,7 +17,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.views import address_of
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
-from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
 from hetmem.optim.places import check_staging
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
@@ -331,6 +331,7 @@ class OffloadedOptimizer(Optimizer):
             if parameter.requires_grad:
                 chunks.setdefault(found[0], {})[found[1].chunk] = None
         for interception, used in chunks.items():
+            check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
             memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
             if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
                 if not sink.lends:

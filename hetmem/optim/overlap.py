@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
+
+from hetmem.errors import ManageError
 
 
 class Gradients(str, Enum):
@@ -51,6 +54,18 @@ def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
     except ValueError:
         *others, last = (repr(known.value) for known in kind)
         raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}") from None
+
+
+def check_planned(planned: Mapping[str, str], gradients: Gradients, overlap: Overlap) -> None:
+    """Raises `ManageError` where visible gradients would take memory that the model's plan has given to other things.
+    What is faster or slower than `planned`, in no more memory, is the user's to choose."""
+    if planned.get("gradients") == Gradients.STREAMED and gradients is Gradients.VISIBLE:
+        said = ", ".join(f"{name}={value!r}" for name, value in planned.items())
+        raise ManageError(
+            f"the model's plan is for an optimizer with {said}, got overlap={overlap.value!r}, "
+            f"gradients={gradients.value!r}, which keeps the gradients of all parameters at home: make it as planned, "
+            f"or plan again with gradients='visible'"
+        )
 
 
 def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:

@@ -23,6 +23,7 @@ from hetmem.plan.placement import (
     survey,
 )
 from hetmem.plan.share import Candidate, choose
+from hetmem.plan.streaming import LENT_CHUNKS
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size, round_down, round_up
@@ -38,7 +39,9 @@ _OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
 class Arrangement:
     """Where the roles of the chunks of `ground` live. `homes[role][chunk]` is a tier; roles a chunk lacks are absent.
 
-    `numels[chunk]` elements of a chunk move; parameter i lies in `chunk_of[i]` and has `elements[i]`.
+    `numels[chunk]` elements of a chunk move; parameter i lies in `chunk_of[i]` and has `elements[i]`. `left`: what
+    homes leave of host memory and NVMe. Gradients of `lent` chunks have no home of their own: as they arrive they get
+    one of those that are `set_aside` in host memory, of so many bytes each, until their update has read them.
     """
 
     ground: Ground
@@ -46,6 +49,9 @@ class Arrangement:
     numels: tuple[int, ...]
     chunk_of: tuple[int, ...]
     elements: tuple[int, ...]
+    left: Room
+    lent: frozenset[int] = frozenset()
+    set_aside: tuple[int, ...] = ()
 
     def role_bytes(self, chunk: int, role: str) -> int:
         """Bytes of `role` of `chunk` that move."""
@@ -58,12 +64,19 @@ class Arrangement:
             for role, homes in self.homes.items()
         }
         if tier is Tier.HOST:
+            found["grad"] = found.get("grad", 0) + sum(self.set_aside) - sum(map(self._gradient_bytes, self.lent))
             found["staging"] = self.ground.staging_slots * self.ground.staging_slot_bytes
         return {role: nbytes for role, nbytes in found.items() if nbytes}
 
+    def _gradient_bytes(self, chunk: int) -> int:
+        return self.ground.home_bytes(chunk, "grad")
 
-def arrange(workload: Workload, capacities: Capacities, chunk_bytes: int | None = None) -> Arrangement:
-    """What a managed run of `workload` reserves. Raises `NoRoom` where the run would raise `BudgetError`."""
+
+def arrange(
+    workload: Workload, capacities: Capacities, chunk_bytes: int | None = None, *, streamed_gradients: bool = False
+) -> Arrangement:
+    """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
+    Raises `NoRoom` where the run would raise `BudgetError`."""
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -73,19 +86,26 @@ def arrange(workload: Workload, capacities: Capacities, chunk_bytes: int | None 
         chunk_bytes=chunk_bytes,
     )
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
+    lends = streamed_gradients and not ground.resident
+    homes, left, set_aside = _homes(ground, capacities, roles, lends=lends)
     return Arrangement(
         ground,
-        _homes(ground, capacities, roles),
+        homes,
         used_ends(ground.layout),
         tuple(placement.chunk for placement in ground.layout.placements),
         tuple(spec.numel for spec in workload.parameters),
+        left,
+        frozenset(homes["grad"]) if lends else frozenset(),
+        set_aside,
     )
 
 
-def state_bytes(workload: Workload) -> int:
-    """Bytes of parameters, gradients and two optimizer states, without waste."""
+def state_bytes(workload: Workload, *, streamed_gradients: bool = False) -> int:
+    """Bytes of parameters, gradients and two optimizer states, without waste; without gradients if they are streamed,
+    which then take a few chunks' room."""
+    roles = len(_OWN) - streamed_gradients
     return sum(
-        spec.numel * spec.itemsize * (len(_OWN) if index in workload.trainable else 1)
+        spec.numel * spec.itemsize * (roles if index in workload.trainable else 1)
         for index, spec in enumerate(workload.parameters)
     )
 
@@ -145,7 +165,7 @@ def _candidate(arrangement: Arrangement, chunk: int) -> Candidate:
 def moved(arrangement: Arrangement, chunks: Sequence[int]) -> Arrangement:
     """The homes of `chunks` are on the device."""
     homes = {role: {**at, **{c: Tier.DEVICE for c in chunks if c in at}} for role, at in arrangement.homes.items()}
-    return replace(arrangement, homes=homes)
+    return replace(arrangement, homes=homes, lent=arrangement.lent.difference(chunks))
 
 
 def check_device(workload: Workload, arrangement: Arrangement, capacities: Capacities) -> None:
@@ -168,20 +188,29 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
         )
 
 
-def _homes(ground: Ground, capacities: Capacities, roles: Sequence[str]) -> dict[str, dict[int, Tier]]:
-    """Homes by role and chunk."""
+def _homes(
+    ground: Ground, capacities: Capacities, roles: Sequence[str], *, lends: bool
+) -> tuple[dict[str, dict[int, Tier]], Room, tuple[int, ...]]:
+    """Homes by role and chunk, what they leave, and the bytes of each home that is set aside, if gradients are lent
+    those."""
     chunks = ground.chunks
     sizes = {chunk.index: ground.home_bytes(chunk.index, "param") for chunk in chunks}
     copy_sizes = {chunk.index: ground.home_bytes(chunk.index, "compute") for chunk in chunks}
     owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in _OWN}
     if ground.resident:
-        return {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
+        on_device = {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
+        return on_device, Room(round_down(capacities.host_bytes, PAGE_BYTES), 0), ()
     staging_bytes = ground.staging_slots * ground.staging_slot_bytes
     host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
     room = Room(host, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
-    short = False
+    short, set_aside = False, tuple[int, ...]()
     for role in _OWN:
+        if role == "grad" and lends:
+            homes[role] = dict.fromkeys(owners[role], Tier.HOST)
+            set_aside = _set_aside([sizes[chunk] for chunk in owners[role]], room)
+            room = replace(room, host_bytes=room.host_bytes - sum(set_aside))
+            continue
         try:
             tiers = place([sizes[chunk] for chunk in owners[role]], room, role)
         except BudgetError:
@@ -193,10 +222,38 @@ def _homes(ground: Ground, capacities: Capacities, roles: Sequence[str]) -> dict
             room = _left(room, homes["compute"], copy_sizes)
     if short:
         where = Tier.NVME if capacities.nvme_bytes else Tier.HOST
-        missing = ground.state_bytes + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
+        fewer = sum(sizes[index] for index in owners["grad"]) - sum(set_aside) if lends else 0
+        missing = ground.state_bytes - fewer + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
         missing += sum(copy_sizes[index] for index in homes["compute"]) - capacities.nvme_bytes
-        raise NoRoom(f"the states take {format_size(ground.state_bytes)} beside staging", where, max(1, missing))
-    return homes
+        raise NoRoom(
+            f"the states take {format_size(ground.state_bytes - fewer)} beside staging", where, max(1, missing)
+        )
+    return homes, room, set_aside
+
+
+def _set_aside(sizes: Sequence[int], room: Room) -> tuple[int, ...]:
+    """The bytes of each home of gradients that are lent: the largest of `sizes`, as far as host memory has room."""
+    found, left = [], room.host_bytes
+    for nbytes in sorted(sizes, reverse=True)[:LENT_CHUNKS]:
+        if nbytes <= left:
+            found.append(nbytes)
+            left -= nbytes
+    return tuple(found)
+
+
+def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:
+    """Gradients of `chunk`, which was lent a home, have one for good. Raises `NoRoom`."""
+    nbytes, left = arrangement.ground.home_bytes(chunk, "grad"), arrangement.left
+    try:
+        (tier,) = place([nbytes], left, "gradients that find no home to be lent")
+    except BudgetError as error:
+        nvme = arrangement.ground.uses_nvme
+        missing = nbytes - (left.nvme_bytes if nvme else left.host_bytes)
+        raise NoRoom(str(error), Tier.NVME if nvme else Tier.HOST, missing) from error
+    homes = {**arrangement.homes, "grad": {**arrangement.homes["grad"], chunk: tier}}
+    return replace(
+        arrangement, homes=homes, left=_left(left, {chunk: tier}, {chunk: nbytes}), lent=arrangement.lent - {chunk}
+    )
 
 
 def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int, Tier]:

@@ -8,12 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetmem.plan.arrangement import arrange, state_bytes
+from hetmem.plan.arrangement import state_bytes
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.largest import largest_parameters
 from hetmem.plan.placement import Capacities, NoRoom
-from hetmem.plan.planner import WORTH, Candidate, Setting, judged, search, tuning, with_streaming
+from hetmem.plan.planner import (
+    WORTH,
+    Candidate,
+    Setting,
+    arranged,
+    first_that_fits,
+    judged,
+    search,
+    tuning,
+    with_streaming,
+)
 from hetmem.plan.trace import Tier
+from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size
 
@@ -21,6 +32,7 @@ from hetmem.units import format_size
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
+    `visible`: gradients are, whatever was asked for.
 
     Of each `kind` the first one that fits is enough. None: it cannot be done.
     """
@@ -29,6 +41,7 @@ class Variant:
     advice: str
     workload: Callable[[], Workload | None]
     micro_batches: int = 1
+    visible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class Decision:
 
     workload: Workload
     micro_batches: int
+    updating: Updating
     candidate: Candidate | None
     missing_bytes: dict[str, int]
     reasons: tuple[str, ...]
@@ -64,27 +78,30 @@ def decide(
     *,
     chunk_bytes: int | None = None,
     micro_batches: int = 1,
+    updating: Updating | None = None,
     variants: Sequence[Variant] = (),
 ) -> Decision:
     """The fastest way to run `workload` within `capacities`, or what is missing.
 
-    `chunk_bytes` fixes the chunk size; None searches. `variants` are compared with it: of a workload that fits only
-    those that could be faster, of one that does not all that may need less of the device.
+    `chunk_bytes` fixes the chunk size; None searches. `updating`: as the user's optimizer will. `variants` are compared
+    with it: of a workload that fits only those that could be faster, of one that does not all that may need less of the
+    device.
     """
-    asked = Setting(capacities, chunk_bytes)
+    asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
     best, refusal = search(workload, asked, hardware, micro_batches)
     largest = largest_parameters(workload, asked, best, hardware, micro_batches)
     if best is not None:
         others = _alternatives(variants, asked, hardware, best.result.seconds)
         overlapped = _overlapped(workload, best, hardware, micro_batches)
         advice = (*tuning(best, asked), *_faster(best, others), *overlapped)
-        return Decision(workload, micro_batches, best, {}, (), advice, others, largest)
+        return Decision(workload, micro_batches, asked.updating, best, {}, (), advice, others, largest)
     assert refusal is not None
     missing = _missing(workload, asked, hardware, micro_batches)
     roomy = replace(asked, capacities=_larger(capacities, {k: v for k, v in missing.items() if k != "device"}))
     others = _alternatives(variants, roomy, hardware, None) if "device" in missing else ()
-    advice = tuple(_ways_out(workload, capacities, missing, others))
-    return Decision(workload, micro_batches, None, missing, (str(refusal),), advice, others, largest)
+    streamed = () if "device" in missing else _streamed_gradients(workload, asked, hardware, micro_batches)
+    advice = (*streamed, *_ways_out(workload, asked, missing, others))
+    return Decision(workload, micro_batches, asked.updating, None, missing, (str(refusal),), advice, others, largest)
 
 
 def _alternatives(
@@ -101,7 +118,8 @@ def _alternatives(
         least = variant.micro_batches * workload.compute_seconds(hardware.device)
         if seconds is not None and least >= seconds:
             continue
-        candidate = judged(workload, asked, hardware, variant.micro_batches)
+        setting = asked.updated(streamed_gradients=False) if variant.visible else asked
+        candidate = judged(workload, setting, hardware, variant.micro_batches)
         if isinstance(candidate, Candidate):
             if seconds is not None:  # else the advice is about what fits, and says nothing of how states are updated
                 candidate = with_streaming(workload, candidate, hardware, variant.micro_batches)
@@ -129,13 +147,32 @@ def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
 def _overlapped(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Iterator[str]:
     """Whether updates that go on behind the backward would be worth it; by default they do not."""
     result = best.result
-    if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
+    if (
+        best.setting.updating.overlapped
+        or result.device_updates == 1
+        or result.terms["update"] <= (1 - WORTH) * result.seconds
+    ):
         return
-    other = judged(workload, replace(best.setting, overlapped=True), hardware, micro_batches)
+    other = judged(workload, best.setting.updated(overlapped=True), hardware, micro_batches)
     if isinstance(other, Candidate) and other.result.seconds < WORTH * result.seconds:
         yield (
             f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
             f"{other.result.seconds:.2f} s, not {result.seconds:.2f} s"
+        )
+
+
+def _streamed_gradients(
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+) -> Iterator[str]:
+    """Whether gradients that live only until their update are all it takes. They need overlap, and one backward."""
+    if asked.updating.streamed_gradients or micro_batches > 1:
+        return
+    how = asked.updated(overlapped=True, streamed_gradients=True)
+    found = first_that_fits(workload, how, hardware, micro_batches)
+    if isinstance(found, Candidate):
+        yield (
+            f'make hetmem.AdamW(overlap="{"forward" if how.updating.trails else "backward"}", gradients="streamed"), '
+            f"which keeps no gradients at home: then it fits, at {found.result.seconds:.1f} s a step"
         )
 
 
@@ -164,10 +201,10 @@ def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
 
 
 def _ways_out(
-    workload: Workload, capacities: Capacities, missing: dict[str, int], others: Sequence[Alternative]
+    workload: Workload, asked: Setting, missing: dict[str, int], others: Sequence[Alternative]
 ) -> Iterator[str]:
     """Changes each of which makes it fit, cheapest first; raising the budget comes last."""
-    homes = list(_room_for_homes(workload, capacities, missing))
+    homes = list(_room_for_homes(workload, asked, missing))
     device = [f"{other.advice}: then it fits, at {other.step_seconds:.1f} s a step" for other in others]
     if "device" in missing:
         device.append(f"raise Budget(device=…) by {format_size(missing['device'])}")
@@ -178,19 +215,23 @@ def _ways_out(
     yield from (f"{way}, and {device[0]}" for way in homes[1:])
 
 
-def _room_for_homes(workload: Workload, capacities: Capacities, missing: dict[str, int]) -> Iterator[str]:
+def _room_for_homes(workload: Workload, asked: Setting, missing: dict[str, int]) -> Iterator[str]:
     for tier in ("nvme", "host"):
         nbytes = missing.get(tier, 0)
-        if nbytes and capacities.nvme_bytes == 0:
-            room = replace(capacities, nvme_bytes=2 * state_bytes(workload))
+        if nbytes and asked.capacities.nvme_bytes == 0:
+            capacities = replace(asked.capacities, nvme_bytes=2 * state_bytes(workload))
+            room = replace(asked, capacities=capacities)
             yield f"add an NVMe directory with {format_size(_disk_bytes(workload, room))}: Budget(nvme=…, nvme_dir=…)"
         if nbytes:
             yield f"raise Budget({tier}=…) by {format_size(nbytes)}"
 
 
-def _disk_bytes(workload: Workload, room: Capacities) -> int:
+def _disk_bytes(workload: Workload, room: Setting) -> int:
     """What lies on NVMe when there is more than enough of it."""
     try:
-        return sum(arrange(workload, room).bytes_by_role(Tier.NVME).values())
+        made = arranged(workload, room)
+        sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
+        homeless = sum(nbytes for nbytes in sizes if nbytes not in made.set_aside)
+        return sum(made.bytes_by_role(Tier.NVME).values()) + homeless
     except NoRoom:
-        return state_bytes(workload)
+        return state_bytes(workload, streamed_gradients=room.updating.streamed_gradients)

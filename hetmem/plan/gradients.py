@@ -9,20 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 
-from hetmem.plan.arrangement import Arrangement
+from hetmem.plan.arrangement import Arrangement, with_own_gradients
 from hetmem.plan.notes import Notes
-from hetmem.plan.placement import Ground
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.streamed import StreamedUpdates
-from hetmem.plan.streaming import LENT_CHUNKS
 from hetmem.plan.trace import Tier
 
 
 class GradientSink:
     """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step.
 
-    `lends`: they have homes only from their arrival to their update, and those of a chunk of which `comes_there` is
-    true stay on the device, as far as `streamed` has places; the bytes of these are `stayed_bytes`.
+    Chunks that are lent homes of gradients have one from the first arrival to their update; those of which
+    `comes_there` is true have it on the device, as far as `streamed` has places; the bytes of these are `stayed_bytes`.
+    `new_bytes`, by tier: homes that gradients have for good and had not when the run began.
     """
 
     def __init__(
@@ -32,47 +31,50 @@ class GradientSink:
         streamed: StreamedUpdates,
         blocks: Mapping[tuple[str, int], int],
         comes_there: Callable[[int], bool],
-        *,
-        lends: bool,
+        set_aside: tuple[int, ...],
     ) -> None:
         self._traffic, self._notes, self._streamed, self._blocks = traffic, notes, streamed, blocks
         self._comes_there = comes_there
-        self.lends = lends
         self.arrivals: Counter[int] = Counter()
         self.stayed_bytes = 0
-        self._lent: Counter[int] = Counter()
-        """Bytes that have arrived in chunks whose gradients have a home."""
+        self.new_bytes: Counter[Tier] = Counter()
+        self._free = Counter(set_aside)
+        """Homes that nobody has now, by their bytes."""
+        self._lent: set[int] = set()
+        """Chunks whose gradients have a home that was lent, in host memory."""
+        self._stayed: Counter[int] = Counter()
+        """Bytes that have arrived in chunks whose gradients stay on the device."""
         self._arriving: Counter[int] = Counter()
-        self._ground: Ground | None = None
-        self._sizes: set[int] = set()
 
     def begin_step(self) -> None:
         """No gradient has arrived."""
         self.arrivals.clear()
-        self._lent.clear()
+        self._stayed.clear()
 
-    def send(self, arrangement: Arrangement, parameter: int, device_bytes: int) -> None:
-        """A gradient of `parameter`, of `device_bytes` as it was made, arrives."""
+    def send(self, arrangement: Arrangement, parameter: int, device_bytes: int) -> Arrangement:
+        """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Returns `arrangement`, where its chunk
+        has got a home of its own for that if there was no other. Raises `NoRoom` if there is none at all."""
         chunk = arrangement.chunk_of[parameter]
+        if chunk in arrangement.lent and not self.waits(chunk) and not self._lend(arrangement, chunk):
+            arrangement = self._give(arrangement, chunk)
         spec = arrangement.ground.chunks[chunk]
         nbytes = arrangement.elements[parameter] * spec.itemsize
         tier = arrangement.homes["grad"][chunk]
         if tier is Tier.DEVICE:
-            return
-        if self.is_lent(arrangement, chunk):
-            first = chunk not in self._lent
-            self._lent[chunk] += nbytes
-            if self._streamed.keeps(chunk) or (first and self._comes_there(chunk) and self._streamed.keep(chunk)):
-                self.stayed_bytes += nbytes
-                return
+            return arrangement
+        if self._streamed.keeps(chunk):
+            self._stayed[chunk] += nbytes
+            self.stayed_bytes += nbytes
+            return arrangement
         self._arriving[chunk] += 1
         if tier is Tier.HOST:
             self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, None))
-            return
+            return arrangement
         block = self._blocks["grad", chunk]
         self._notes.staged(block)
         self._traffic.open_staged(block, load=any(other in self.arrivals for other in spec.parameters))
         self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, block))
+        return arrangement
 
     def _home(self, chunk: int, staged: int | None) -> None:
         """A gradient of `chunk` is at home, or in the `staged` block of it."""
@@ -84,25 +86,59 @@ class GradientSink:
         """Whether gradients of `chunk` are on their way."""
         return bool(self._arriving[chunk])
 
-    def is_lent(self, arrangement: Arrangement, chunk: int) -> bool:
-        """Whether gradients of `chunk` get homes for a while. Not those of a size that nothing was set aside for: the
-        first one takes a home of its own, and all others go there."""
-        if not self.lends:
-            return False
-        if arrangement.ground is not self._ground:
-            ground = self._ground = arrangement.ground
-            sizes = sorted((ground.home_bytes(other, "grad") for other in arrangement.homes["grad"]), reverse=True)
-            self._sizes = set(sizes[:LENT_CHUNKS])
-        return arrangement.ground.home_bytes(chunk, "grad") in self._sizes
+    # ---- homes that are lent -----------------------------------------------------------------------------------
+
+    def _lend(self, arrangement: Arrangement, chunk: int) -> bool:
+        """A home for gradients of `chunk` until their update has read them; False if there is none."""
+        self._traffic.poll()
+        if self._comes_there(chunk) and self._streamed.keep(chunk):
+            return True
+        return self._lend_home(arrangement, chunk)
+
+    def _lend_home(self, arrangement: Arrangement, chunk: int) -> bool:
+        """One in host memory: waits for it as long as anything is under way."""
+        nbytes, traffic, made_way = arrangement.ground.home_bytes(chunk, "grad"), self._traffic, False
+        while not self._free[nbytes]:
+            if nbytes not in arrangement.set_aside:
+                return False
+            traffic.pump()
+            if traffic.busy():
+                traffic.wait_for_one()
+                made_way = False
+            elif made_way or not traffic.make_way():
+                return False
+            else:
+                made_way = True
+        self._free[nbytes] -= 1
+        self._lent.add(chunk)
+        return True
+
+    def _give(self, arrangement: Arrangement, chunk: int) -> Arrangement:
+        """Gradients of `chunk` get a home of their own, for good."""
+        arrangement = with_own_gradients(arrangement, chunk)
+        tier = arrangement.homes["grad"][chunk]
+        self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
+        self._traffic.rehome(self._blocks["grad", chunk], tier)
+        return arrangement
 
     def waits(self, chunk: int) -> bool:
         """Whether gradients of `chunk` have a home that was lent for them."""
-        return chunk in self._lent
+        return chunk in self._lent or self._streamed.keeps(chunk)
 
-    def bring_home(self, arrangement: Arrangement, but: Container[int]) -> None:
-        """The backward is over: what has stayed on the device goes home, except gradients of chunks in `but`."""
+    def retire(self, arrangement: Arrangement, chunk: int) -> None:
+        """The update of `chunk` has read its gradients."""
+        if chunk in self._lent:
+            self._lent.remove(chunk)
+            self._free[arrangement.ground.home_bytes(chunk, "grad")] += 1
+
+    def bring_home(self, arrangement: Arrangement, but: Container[int]) -> Arrangement:
+        """The backward is over: what has stayed on the device goes home, except gradients of chunks in `but`. Returns
+        `arrangement` as `send` does."""
         for chunk in self._streamed.kept():
             if chunk not in but:
+                if not self._lend_home(arrangement, chunk):
+                    arrangement = self._give(arrangement, chunk)
                 self._traffic.send_home(arrangement.role_bytes(chunk, "grad"))
-                self.stayed_bytes -= self._lent[chunk]
+                self.stayed_bytes -= self._stayed[chunk]
                 self._streamed.give_up(chunk)
+        return arrangement

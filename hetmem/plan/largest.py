@@ -8,7 +8,6 @@ from __future__ import annotations
 from hetmem.plan.arrangement import state_bytes
 from hetmem.plan.growth import grown, stacks
 from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Candidate, Setting, first_that_fits
 from hetmem.plan.workload import Workload
 
@@ -29,7 +28,7 @@ def largest_parameters(
     """Parameters of the largest model of this shape (more layers of the same) that fits as `asked`; `best` is how this
     one does. An estimate where no layers repeat, where so many fit that nobody tried, or where even these do not.
     """
-    estimate = _estimated(workload, asked.capacities, best)
+    estimate = _estimated(workload, asked, best)
     if best is None or not (found := stacks(workload.parameters)):
         return estimate
     deepest = max(len(stack.layers) for stack in found)
@@ -63,16 +62,17 @@ def largest_parameters(
     return largest.numel
 
 
-def _estimated(workload: Workload, capacities: Capacities, best: Candidate | None) -> int:
+def _estimated(workload: Workload, asked: Setting, best: Candidate | None) -> int:
     """As if all that a model takes grew with its layers: homes, and what the forward leaves for the backward."""
+    capacities, streamed = asked.capacities, asked.updating.streamed_gradients
     ground = best.arrangement.ground if best is not None else None
     padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.02
-    homes = state_bytes(workload) * padding
+    homes = state_bytes(workload, streamed_gradients=streamed) * padding
     staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
     room = max(capacities.host_bytes + capacities.nvme_bytes - staging, 0)
     widest = 4 * max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
     device = max(capacities.device_bytes - min(widest, capacities.device_bytes // 2), 0)
     scale = min(room / homes, device / max(1, workload.peak_live_bytes))
     copies = sum(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes) * padding
-    there = homes + copies * workload.mixed_precision
+    there = state_bytes(workload) * padding + copies * workload.mixed_precision
     return int(workload.numel * max(scale, capacities.device_bytes / (there + workload.peak_live_bytes)))

@@ -18,6 +18,7 @@ from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.prefetch import FARTHER, Prefetch
 from hetmem.plan.rehearsal import rehearse
 from hetmem.plan.result import StepResult
+from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Workload
 from hetmem.units import round_up
 
@@ -37,14 +38,21 @@ _PREFETCH_WORTH = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself. `overlapped`: updates go on
-    behind the backward. `streamed`: it knows the machine, and so may send states to the device for their update."""
+    """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself."""
 
     capacities: Capacities
     chunk_bytes: int | None
     prefetch: Prefetch = field(default_factory=Prefetch)
-    overlapped: bool = False
-    streamed: bool = False
+    updating: Updating = field(default_factory=Updating)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the run knows the machine, and so may send states to the device for their update."""
+        return self.updating.streamed_states
+
+    def updated(self, **how: bool) -> Setting:
+        """The same, but for what `how` says of its `updating`."""
+        return replace(self, updating=replace(self.updating, **how))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ def with_streaming(workload: Workload, best: Candidate, hardware: HardwareProfil
         return best
     if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
         return best
-    found = judged(workload, replace(best.setting, streamed=True), hardware, micro_batches)
+    found = judged(workload, best.setting.updated(streamed_states=True), hardware, micro_batches)
     if not isinstance(found, Candidate) or not found.result.streamed_updates:
         return best
     both = Streaming(found.result.streamed_updates, found.result.seconds, result.seconds)
@@ -120,8 +128,8 @@ def judge(
 ) -> Candidate:
     """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
     capacities = setting.capacities
-    arrangement = arrange(workload, capacities, setting.chunk_bytes)
-    simulated = _coarser(workload, capacities, arrangement)
+    arrangement = arranged(workload, setting)
+    simulated = _coarser(workload, setting, arrangement)
     check_device(workload, simulated, capacities)
     result = rehearse(
         workload,
@@ -130,8 +138,7 @@ def judge(
         hardware,
         micro_batches=micro_batches,
         prefetch=setting.prefetch,
-        overlapped=setting.overlapped,
-        streamed=setting.streamed,
+        updating=setting.updating,
         steps=steps,
     )
     return Candidate(setting, arrangement, simulated, result)
@@ -173,7 +180,7 @@ def _on_the_device(workload: Workload, best: Candidate, asked: Setting) -> Varia
     capacities, ground = best.setting.capacities, best.arrangement.ground
     if not ground.resident and capacities.device_chunk_bytes is None and ground.whole_bytes <= capacities.device_bytes:
         whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
-        yield Setting(whole, ground.staging_slot_bytes), WORTH
+        yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes), WORTH
 
 
 def _copies(workload: Workload, best: Candidate, asked: Setting) -> Variations:
@@ -211,14 +218,21 @@ def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
     return elements * itemsize
 
 
-def _coarser(workload: Workload, capacities: Capacities, arrangement: Arrangement) -> Arrangement:
+def arranged(workload: Workload, setting: Setting) -> Arrangement:
+    """What a run as told by `setting` reserves."""
+    streamed = setting.updating.streamed_gradients
+    return arrange(workload, setting.capacities, setting.chunk_bytes, streamed_gradients=streamed)
+
+
+def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> Arrangement:
     """`arrangement`, or one with larger chunks if it has too many to be rehearsed quickly."""
     total = sum(chunk.span for chunk in arrangement.ground.chunks)
     factor = math.ceil(total / MAXIMUM_SLOTS)
     if factor == 1:
         return arrangement
+    size = chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor)
     try:
-        return arrange(workload, capacities, chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor))
+        return arranged(workload, replace(setting, chunk_bytes=size))
     except NoRoom:  # there is little of some tier: then larger chunks have no place
         return arrangement
 

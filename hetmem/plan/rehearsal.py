@@ -24,6 +24,7 @@ from hetmem.plan.streamed import StreamedUpdates, crossing, facts_of, fits
 from hetmem.plan.streaming import SLOTS, StreamedShare
 from hetmem.plan.trace import STEP, Tier
 from hetmem.plan.updates import Staged, Update, Updates
+from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Event, Kind, Phase, Workload
 
 UPDATE_BYTES = 28
@@ -33,11 +34,7 @@ UPDATE_BYTES = 28
 class Rehearsal:
     """A run in the making. `step()` is one optimizer step; the steps before the last learn what comes next.
 
-    `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
-    from the second step on. `streamed`: states are sent to the device for their update as by a run that is given
-    `hardware`. `streamed_gradients`: nobody sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that
-    updates begin in the first step, and gradients stay on the device where those read them there; host memory is
-    reserved as for others.
+    `updating`: see there. An `arrangement` with gradients that are lent homes is for streamed ones.
     """
 
     def __init__(
@@ -50,9 +47,7 @@ class Rehearsal:
         micro_batches: int = 1,
         policy: EvictionPolicy | None = None,
         prefetch: Prefetch | None = None,
-        overlapped: bool = False,
-        streamed: bool = False,
-        streamed_gradients: bool = False,
+        updating: Updating | None = None,
     ) -> None:
         self._workload, self._arrangement = workload, arrangement
         self._capacities, self._hardware, self._micro_batches = capacities, hardware, micro_batches
@@ -62,9 +57,8 @@ class Rehearsal:
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
-        homes = ((chunk, role) for role, chunks in arrangement.homes.items() for chunk in chunks)
-        on_device = sum(ground.home_bytes(*home) for home in homes) if ground.resident else 0
-        self._notes = Notes(self._traffic, capacities, ground, on_device)
+        there = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
+        self._notes = Notes(self._traffic, capacities, ground, there)
         self._seconds = [
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
             for event in workload.events
@@ -73,15 +67,14 @@ class Rehearsal:
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
         self._usual = {number: micro_batches * count for number, count in workload.gradients().items()}
-        self._overlapped = overlapped
+        self._how = updating or Updating()
         self._begun: set[int] = set()
         self._streamed = StreamedUpdates(self._traffic, self._notes)
-        lends = streamed_gradients and bool(self._blocks)
         self._sink = GradientSink(
-            self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, lends=lends
+            self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, arrangement.set_aside
         )
         self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
-        able = streamed and not (ground.resident or ground.uses_nvme)
+        able = self._how.streamed_states and not (ground.resident or ground.uses_nvme)
         self._share = StreamedShare(hardware, self._streamed) if able else None
         self._compute = 0.0
         self._costs = hardware.thread if self._blocks else ThreadCosts()
@@ -150,6 +143,7 @@ class Rehearsal:
             self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
             self._part_of(self._streamed.begun),
             SLOTS * self._streamed.slot_bytes,
+            {tier.name.lower(): nbytes for tier, nbytes in self._sink.new_bytes.items()},
         )
 
     def _part_of(self, chunks: set[int]) -> float:
@@ -222,7 +216,7 @@ class Rehearsal:
         """A gradient leaves autograd."""
         device_bytes = self._arrangement.elements[parameter] * self._workload.compute_itemsizes[parameter]
         if not self._arrangement.ground.resident:
-            self._sink.send(self._arrangement, parameter, device_bytes)
+            self._arrangement = self._sink.send(self._arrangement, parameter, device_bytes)
         elif not self._blocks and parameter not in self._sink.arrivals:
             self._notes.kept_bytes += device_bytes * (self._steps == 0)
 
@@ -231,7 +225,7 @@ class Rehearsal:
         arrivals = self._sink.arrivals
         arrivals[parameter] += 1
         chunk = self._arrangement.chunk_of[parameter]
-        if self._overlapped and self._blocks and (self._steps or self._sink.lends):
+        if self._how.overlapped and self._blocks and (self._steps or self._how.streamed_gradients):
             members = self._members(chunk)
             if all(member in self._usual and arrivals[member] == self._usual[member] for member in members):
                 self._begin(chunk, members, in_backward=True)
@@ -242,7 +236,7 @@ class Rehearsal:
         if self._blocks:
             self._traffic.wait_for_gradients()
             self._traffic.wait_until_written(self._on_nvme("grad"))
-            self._sink.bring_home(self._arrangement, self._begun)
+            self._arrangement = self._sink.bring_home(self._arrangement, self._begun)
 
     def _on_nvme(self, role: str) -> list[int]:
         homes = self._arrangement.homes.get(role, {})
@@ -273,17 +267,22 @@ class Rehearsal:
         if arrangement.ground.resident or not self._blocks or not self._notes.knows_a_backward():
             return
         chosen = to_the_device(arrangement, self._workload, self._notes.idle_bytes())
-        chosen = [chunk for chunk in chosen if chunk in self._begun or not self._sink.waits(chunk)]
+        if chosen:
+            self._synchronize()
+        chosen = [chunk for chunk in chosen if not self._sink.waits(chunk)]
         for chunk, (role, homes) in product(chosen, arrangement.homes.items()):
             if chunk in homes:
                 home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
-                if role == "grad":
-                    counts = not self._sink.is_lent(arrangement, chunk)
-                else:
-                    counts = self._steps > 0 or chunk in self._begun or role in ("param", "compute")
+                lent = role == "grad" and chunk in arrangement.lent
+                fresh = self._steps == 0 and chunk not in self._begun and role in ("exp_avg", "exp_avg_sq")
                 nbytes = arrangement.ground.home_bytes(chunk, role)
-                self._traffic.move_in(self._blocks[role, chunk], home, arrangement.role_bytes(chunk, role) * counts)
+                self._traffic.move_in(
+                    self._blocks[role, chunk], home, 0 if lent or fresh else arrangement.role_bytes(chunk, role)
+                )
                 self._notes.home_bytes += nbytes
+                if lent:  # it leaves no place
+                    self._sink.new_bytes[Tier.DEVICE] += nbytes
+                    continue
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
         self._arrangement = moved(arrangement, chosen)
@@ -294,7 +293,7 @@ class Rehearsal:
         if self._share is not None and self._notes.knows_a_backward():
             sent_home = self._traffic.device_to_host.load.bytes - self._streamed.sent_home_bytes
             sent_home += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
-            stay = self._sink.lends
+            stay = self._how.streamed_gradients
             self._share.look(
                 sent_home,
                 self._notes.home_bytes,
@@ -313,16 +312,27 @@ class Rehearsal:
 
     def _optimize(self) -> None:
         self._notes.begin(STEP)
-        self._updates.finish()
+        if not self._how.trails:
+            self._updates.finish()
         self._choose_streamed()
         self._fill_idle()
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
             members = self._members(chunk)
             if members and chunk not in self._begun:
                 self._begin(chunk, members, in_backward=False)
-        self._updates.finish()
-        self._traffic.wait_until_written(self._on_nvme("param"))
+        if self._how.trails:
+            self._updates.pump()
+        else:
+            self._updates.finish()
+            self._traffic.wait_until_written(self._on_nvme("param"))
         self._notes.end()
+
+    def _synchronize(self) -> None:
+        """Updates that trail are over, and everything is at home."""
+        if self._how.trails:
+            self._updates.finish()
+            for role in self._arrangement.homes:
+                self._traffic.wait_until_written(self._on_nvme(role))
 
     def _begin(self, chunk: int, members: set[int], *, in_backward: bool) -> None:
         """Queue the update of `members` of `chunk`."""
@@ -332,7 +342,7 @@ class Rehearsal:
         nbytes = UPDATE_BYTES * ground.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
         nbytes *= sum(self._arrangement.elements[index] for index in members)
         whole = len(members) == len(ground.chunks[chunk].parameters)
-        cast = self._workload.mixed_precision and not copies and whole and not in_backward
+        cast = self._workload.mixed_precision and not copies and whole and not (in_backward or self._how.trails)
         by_the_caller = hardware.host_to_device.by_the_caller
         streams = self._comes_there(chunk) and self._usual.keys() >= members
         self._traffic.now += len(members) * hardware.thread.queue_seconds
@@ -346,6 +356,7 @@ class Rehearsal:
             nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
             keeps_copy=cast and (here or by_the_caller) and not streams,
             ready=lambda: not self._sink.arriving(chunk),
+            done=lambda: self._sink.retire(self._arrangement, chunk),
             crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
         )
         self._updates.add(update)
@@ -371,8 +382,7 @@ def rehearse(
     micro_batches: int = 1,
     policy: EvictionPolicy | None = None,
     prefetch: Prefetch | None = None,
-    overlapped: bool = False,
-    streamed: bool = False,
+    updating: Updating | None = None,
     steps: int = 4,
 ) -> StepResult:
     """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`."""
@@ -384,10 +394,6 @@ def rehearse(
         micro_batches=micro_batches,
         policy=policy,
         prefetch=prefetch,
-        overlapped=overlapped,
-        streamed=streamed,
+        updating=updating,
     )
-    result = run.step()
-    for _ in range(steps - 1):
-        result = run.step()
-    return result
+    return [run.step() for _ in range(steps)][-1]

@@ -27,3 +27,5 @@ class StepResult:
     """That of those whose states are sent there for it."""
     update_slot_bytes: int
     """What that takes of the device."""
+    new_bytes: dict[str, int]
+    """Homes that gradients have for good by now, and had not when the run began, by tier."""

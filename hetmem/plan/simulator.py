@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -244,6 +244,10 @@ class SimulatedTraffic:
         self.host_to_device.load.bytes += nbytes
         self.now += self.host_to_device.rate.seconds(nbytes) if nbytes else 0.0
 
+    def rehome(self, block: int, tier: Tier) -> None:
+        """The home of `block`, which has no copy, lies on `tier`."""
+        self.residency.blocks[block] = replace(self.residency.blocks[block], home=tier)
+
     def forget_copies(self) -> None:
         """Drop every copy on every tier."""
         self.drain()
@@ -296,8 +300,7 @@ class SimulatedTraffic:
         """Take note of what has ended meanwhile."""
         while self._ends and self._ends[0][0] <= self.now:
             self._note(heapq.heappop(self._ends)[2])
-        if self.worker is not None:
-            self.worker.pump()
+        self.pump()
 
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
@@ -305,11 +308,19 @@ class SimulatedTraffic:
 
     def go_on(self) -> bool:
         """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
-        if self.worker is not None:
-            self.worker.pump()
+        self.pump()
         if self._ends:
             self.wait_for_one()
             return True
+        return self.make_way()
+
+    def pump(self) -> None:
+        """Have the worker go on."""
+        if self.worker is not None:
+            self.worker.pump()
+
+    def make_way(self) -> bool:
+        """Have the worker give memory up; False if it has none."""
         return self.worker is not None and self.worker.give_way()
 
     def drain(self) -> None:

@@ -58,8 +58,13 @@ class StreamedUpdates:
         return True
 
     def give_slots_back(self) -> None:
-        """Their memory is the device's again."""
-        assert self.idle and not self._kept, "slots are given back between updates"
+        """Their memory is the device's again, once updates that trail are over (a run leaves those of them that are
+        queued to the host)."""
+        self.pump()
+        while not self.idle:
+            self._traffic.wait_for_one()
+            self.pump()
+        assert not self._kept, "gradients that stay belong to an update"
         self._notes.home_bytes -= SLOTS * self.slot_bytes
         self.slot_bytes = self._free = self._places = 0
 
@@ -165,6 +170,7 @@ class StreamedUpdates:
     def _home(self, update: Update) -> None:
         self._traffic.end_update(update.operand, renew=update.had_copy, near=True)
         self._free += 1
+        update.done()
         self.ended()
 
 

@@ -48,7 +48,8 @@ class Update:
     the host's workers together, or `device_seconds`.
 
     `number`: of the chunk. `operand`: the block whose copy on the device it makes old, unless it `keeps_copy`.
-    `ready`: whether its gradients are at home. `crossing`: given where states come to the device for it.
+    `ready`: whether its gradients are at home. `done` is told at its end. `crossing`: given where states come to the
+    device for it.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Update:
     device_seconds: float
     keeps_copy: bool
     ready: Callable[[], bool]
+    done: Callable[[], None] = lambda: None
     crossing: Crossing | None = None
     had_copy: bool = False
 
@@ -221,4 +223,5 @@ class Updates:
         for part in update.staged:
             if part.changes:
                 traffic.execute(traffic.residency.settle(part.block))
+        update.done()
         self.pump()

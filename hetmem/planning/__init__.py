@@ -14,9 +14,11 @@ import torch
 
 from hetmem.api import refuse_budget, refuse_precision
 from hetmem.config import Budget, Limits
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.plan.decision import Variant, decide
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.placement import Capacities
+from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Workload
 from hetmem.planning.huggingface import hugging_face_call
 from hetmem.planning.modeltrace import Builder, Call, checkpointed, divided, joined, trace, trace_real
@@ -52,6 +54,8 @@ def plan(
     mixed_precision: torch.dtype | None = None,
     chunk_bytes: int | str | None = None,
     micro_batches: int = 1,
+    overlap: str = "off",
+    gradients: str = "visible",
     real: bool = False,
 ) -> Plan:
     """What training the model that `build_model()` builds will take and how long a step will last.
@@ -61,12 +65,15 @@ def plan(
     None: the h100's.
     `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
     to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
-    and backwards come before a step. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and
-    seconds by the simulator with the rates of `hardware`. `real`: run one forward and backward on the processor of this
-    machine, for a model whose control flow depends on values; that takes their time and memory.
+    and backwards come before a step. `overlap`, `gradients`: what `hetmem.AdamW` will be made with; "speculative"
+    depends on factors that no plan knows, and is not planned. Other keywords as for `manage`. No memory is taken and
+    nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and backward
+    on the processor of this machine, for a model whose control flow depends on values; that takes their time and
+    memory.
 
-    Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, `ProfileError` for a bad profile,
-    and `ManageError` or `BudgetError` for a budget, a precision or `chunk_bytes` that `manage` would refuse.
+    Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
+    takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
+    `chunk_bytes` that `manage` would refuse.
     A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
     """
     refuse_budget(budget)
@@ -84,6 +91,8 @@ def plan(
         profile,
         chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
         micro_batches=micro_batches,
+        overlap=overlap,
+        gradients=gradients,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
         profile_name=named,
         real=real,
@@ -97,6 +106,8 @@ def plan_within(
     *,
     chunk_bytes: int | None = None,
     micro_batches: int = 1,
+    overlap: str = "off",
+    gradients: str = "visible",
     nvme_directories: tuple[str, ...] = (),
     profile_name: str | None = None,
     real: bool = False,
@@ -104,6 +115,7 @@ def plan_within(
     """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`."""
     if not (isinstance(micro_batches, int) and micro_batches >= 1):
         raise PlanError(f"micro_batches must be an int, at least 1, got {micro_batches!r}")
+    updating = updating_of(overlap, gradients, micro_batches)
     results = Results()
     workload = trace_real(call) if real else trace(call, results)
     activations = {"as written": workload.peak_live_bytes}
@@ -116,10 +128,31 @@ def plan_within(
         hardware,
         chunk_bytes=chunk_bytes,
         micro_batches=micro_batches,
-        variants=[] if real else list(_variants(call, light, workload, micro_batches, results)),
+        updating=updating,
+        variants=[] if real else list(_variants(call, light, workload, micro_batches, results, updating)),
     )
     dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
     return plan_of(decision, capacities, hardware, activations, nvme_directories, dtype, profile_name)
+
+
+def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
+    """What `hetmem.AdamW` does with those options. Raises `PlanError` for what it would refuse, or no plan knows."""
+    try:
+        when, kept = choice(Overlap, overlap, "overlap"), choice(Gradients, gradients, "gradients")
+        check_gradients(kept, when, needs_all=False)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if when is Overlap.SPECULATIVE:
+        raise PlanError(
+            "overlap='speculative' depends on the factors of gradients, which no plan knows: plan overlap='backward', "
+            "and leave host memory for what an update changes"
+        )
+    if kept is Gradients.STREAMED and micro_batches > 1:
+        raise PlanError(
+            f"streamed gradients are used up within their backward, of which a step has one: expected micro_batches=1, "
+            f"got {micro_batches}; plan that with gradients='visible'"
+        )
+    return Updating(when is not Overlap.OFF, when is Overlap.FORWARD, kept is Gradients.STREAMED)
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
@@ -139,9 +172,16 @@ _PARTS = (2, 4, 8, 16)
 
 
 def _variants(
-    call: Call, light: Workload | None, workload: Workload, micro_batches: int, results: Results
+    call: Call,
+    light: Workload | None,
+    workload: Workload,
+    micro_batches: int,
+    results: Results,
+    updating: Updating,
 ) -> Iterator[Variant]:
     """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
+    streamed = updating.streamed_gradients
+    visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
     kept = "checkpoint the activations of every layer (a third more compute)"
     if light is not None:
         yield Variant("checkpoint", kept, lambda: light, micro_batches)
@@ -149,8 +189,9 @@ def _variants(
         for parts in _PARTS if kind == "divide" or light is not None else ():
             if workload.rows % parts == 0:
                 size = f"{parts} micro-batches of {workload.rows // parts}"
-                text = f"{how}split the batch into {size} and accumulate gradients"
-                yield Variant(kind, text, functools.partial(of, divided(call, parts), results), micro_batches * parts)
+                text = f"{how}split the batch into {size} and accumulate gradients{visible}"
+                made = functools.partial(of, divided(call, parts), results)
+                yield Variant(kind, text, made, micro_batches * parts, streamed)
         if micro_batches % 2 == 0 and (kind == "divide" or light is not None):
             text = f"{how}join two micro-batches to one of {2 * workload.rows}"
             kind = kind.replace("divide", "join")

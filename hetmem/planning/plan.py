@@ -18,13 +18,18 @@ from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.placement import Capacities
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.trace import Tier
+from hetmem.plan.updating import Updating
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 TIERS = ("device", "host", "nvme")
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
 """The role of the slots on the device that states are brought to."""
+
+
+OPTIONS = {"overlap": ("off", "backward", "forward"), "gradients": ("visible", "streamed")}
+"""What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
 
 class PlanError(HetmemError, ValueError):
@@ -45,7 +50,8 @@ class Plan:
     there for it. `streaming`: how that compares, whichever was taken: the `share` that would be sent, `step_seconds`
     with it and `host_step_seconds` without; None where nothing would be sent. `profile`: where states are sent, what
     the run has to know of the machine for it, as of `HardwareProfile.to_dict`; `profile_name`: the shipped profile or
-    the file that it came from, None if neither. `alternatives`: the same training done differently, where that fits:
+    the file that it came from, None if neither. `optimizer`: the options that `hetmem.AdamW` is to be made with, beside
+    torch's; those not named are the default ones. `alternatives`: the same training done differently, where that fits:
     `advice`, `micro_batches`, `step_seconds` and `activation_bytes` of each, the fastest first.
     """
 
@@ -78,6 +84,7 @@ class Plan:
     streaming: dict[str, float] | None
     profile: dict[str, Any] | None
     profile_name: str | None
+    optimizer: dict[str, str]
     alternatives: tuple[dict[str, Any], ...]
     compute_bound_rows: int | None
     largest_parameters: int
@@ -116,6 +123,12 @@ class Plan:
         }
         said = [f"{name}={value}" for name, value in keywords.items() if value is not None]
         return f"@hetmem.managed({', '.join([self._budget_as_written(), *said])})"
+
+    @property
+    def constructor(self) -> str:
+        """How to make the optimizer so that a run does as planned, as Python."""
+        options = (f", {name}={json.dumps(value)}" for name, value in self.optimizer.items())
+        return f"optimizer = hetmem.AdamW(model.parameters(){''.join(options)})"
 
     def _budget_as_written(self) -> str:
         capacity = self.capacity_bytes
@@ -196,6 +209,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("device_update_share", "streamed_update_share"), (float, int)),
     **dict.fromkeys(("streaming", "profile"), (dict, type(None))),
     "profile_name": (str, type(None)),
+    "optimizer": (dict,),
     "home_copies": (bool, type(None)),
     **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
     **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, type(None))),
@@ -216,6 +230,9 @@ def _check(name: str, value: Any) -> None:
         whole = all(type(number) is int and number > 0 for number in value.values())
         if set(value) != {spec.name for spec in fields(Prefetch)} or not whole:
             raise PlanError(f"plan: {name}: expected uses_ahead and in_flight, whole numbers above zero, got {value!r}")
+    if name == "optimizer" and any(value[option] not in OPTIONS.get(option, ()) for option in value):
+        said = " and ".join(f"{option} ({' or '.join(known)})" for option, known in OPTIONS.items())
+        raise PlanError(f"plan: {name}: expected at most {said}, got {value!r}")
 
 
 def _size(nbytes: int) -> str:
@@ -275,6 +292,7 @@ def plan_of(
         streaming=asdict(best.streaming) if best and best.streaming else None,
         profile=json.loads(hardware.to_json()) if streams else None,
         profile_name=profile_name if streams else None,
+        optimizer=_optimizer(decision.updating),
         alternatives=tuple(asdict(other) for other in decision.alternatives),
         compute_bound_rows=_compute_bound_rows(terms, workload.rows) if best else None,
         largest_parameters=decision.largest_parameters,
@@ -285,15 +303,27 @@ def plan_of(
     )
 
 
+def _optimizer(how: Updating) -> dict[str, str]:
+    """The options that are not the default ones."""
+    options = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
+    return {**options, "gradients": "streamed"} if how.streamed_gradients else options
+
+
 def _roles(decision: Decision) -> dict[str, dict[str, int]]:
     """Bytes by tier and role; of a model that does not fit, what it would need."""
     best = decision.candidate
     if best is None:
-        activations, states = decision.workload.peak_live_bytes, state_bytes(decision.workload)
+        streamed = decision.updating.streamed_gradients
+        activations, states = (
+            decision.workload.peak_live_bytes,
+            state_bytes(decision.workload, streamed_gradients=streamed),
+        )
         return {"device": {"activations": activations}, "host": {"states": states}, "nvme": {}}
     roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
     for tier, moved in best.result.moved_bytes.items():
         _move(roles[tier], moved, roles["device"])
+    for tier, nbytes in best.result.new_bytes.items():
+        roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
     if best.result.update_slot_bytes:
         roles["device"][SENT_STATES] = best.result.update_slot_bytes
     homes = sum(roles["device"].values())

@@ -73,6 +73,8 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"judged too: {other['advice']}: {how}, {memory} of activations"
     yield from (f"do: {advice}" for advice in plan.advice)
     yield f"write: {plan.decorator}"
+    if plan.optimizer:
+        yield f"write: {plan.constructor}"
 
 
 def _updates(plan: Plan) -> str:

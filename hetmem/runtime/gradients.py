@@ -225,6 +225,7 @@ class GradientSink:
         while not memory.lend(chunk, Role.GRAD):
             if not memory.lends(chunk, Role.GRAD):
                 return
+            traffic.pending.pump()  # an update that has all it needs must run, and not give that up again and again
             if traffic.pending.busy():
                 traffic.wait_for_one()
                 made_way = False
@@ -232,7 +233,6 @@ class GradientSink:
                 return
             else:
                 made_way = True
-                traffic.pending.pump()
         self._lent.add(chunk)
 
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -58,6 +58,7 @@ class Runtime:
         )
         self.give_way: Callable[[int], None] = _nothing_to_give
         self.hardware: HardwareProfile | None = None
+        self.planned_optimizer: Mapping[str, str] = {}
         """What the machine can do, if anybody has said so."""
         self._all_slots = sum(chunk.spec.span for chunk in self.chunks)
         self._shortage = Shortage(memory, residency, self.tracer)

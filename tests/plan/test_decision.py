@@ -77,7 +77,8 @@ def test_what_is_done_differently_may_send_its_states_to_the_device_as_the_plan_
     decision = decide(workload(), room, slow, chunk_bytes=MIB, micro_batches=2, variants=variants)
     other = decision.alternatives[0]
     on_host, streamed = (
-        judge(workload(), Setting(room, MIB, streamed=streamed), slow, 1).result.seconds for streamed in (False, True)
+        judge(workload(), Setting(room, MIB).updated(streamed_states=there), slow, 1).result.seconds
+        for there in (False, True)
     )
     assert streamed < 0.97 * on_host
     assert (other.streamed, other.step_seconds) == (True, streamed)
@@ -133,7 +134,7 @@ def test_updates_behind_the_backward_are_advised_where_they_are_faster_with_both
     slow = replace(slow_host(), device=replace(HARDWARE.device, matrix_flops={"float32": 1e10}))
     decision = decide(workload(), ROOM, slow, chunk_bytes=MIB)
     assert decision.candidate is not None
-    overlapped = judge(workload(), replace(decision.candidate.setting, overlapped=True), slow, 1).result
+    overlapped = judge(workload(), decision.candidate.setting.updated(overlapped=True), slow, 1).result
     assert overlapped.seconds < 0.97 * seconds(decision)
     said = f"then a step takes {overlapped.seconds:.2f} s, not {seconds(decision):.2f} s"
     assert any('overlap="backward"' in advice and said in advice for advice in decision.advice)

@@ -123,7 +123,9 @@ def slow_host(**links: Rate) -> HardwareProfile:
 def step(
     room: Capacities = ROOM, *, streamed: bool = True, on: HardwareProfile | None = None, steps: int = 4
 ) -> StepResult:
-    return judge(workload(), Setting(room, MIB, streamed=streamed), on or slow_host(), 1, steps=steps).result
+    return judge(
+        workload(), Setting(room, MIB).updated(streamed_states=streamed), on or slow_host(), 1, steps=steps
+    ).result
 
 
 def test_a_streamed_step_moves_every_role_once_each_way_and_its_slots_are_the_devices() -> None:
@@ -167,7 +169,8 @@ def test_a_run_with_a_drive_streams_nothing_also_of_chunks_that_are_whole_in_hos
     made = arrange(workload(32), room, MIB)
     assert any(fits(made, workload(32), chunk) for chunk in range(32))
     result, without = (
-        judge(workload(32), Setting(room, MIB, streamed=streamed), slow_host(), 1).result for streamed in (True, False)
+        judge(workload(32), Setting(room, MIB).updated(streamed_states=streamed), slow_host(), 1).result
+        for streamed in (True, False)
     )
     assert result == without
 
@@ -191,7 +194,7 @@ def test_streaming_is_chosen_where_it_is_faster_and_both_times_are_said() -> Non
     best = decision.candidate
     assert best is not None
     assert best.setting.streamed
-    alone = judge(workload(), replace(best.setting, streamed=False), slow_host(), 1).result.seconds
+    alone = judge(workload(), best.setting.updated(streamed_states=False), slow_host(), 1).result.seconds
     assert best.streaming == Streaming(1.0, best.result.seconds, alone)
     numbers = f"a step takes {best.result.seconds:.2f} s, not {alone:.2f} s"
     assert any("hardware=…" in advice and numbers in advice for advice in decision.advice)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.plan.arrangement import arrange
+from hetmem.plan.arrangement import Arrangement, arrange
 from hetmem.plan.cache import CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.plan.placement import Capacities
@@ -17,6 +17,7 @@ from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
 from hetmem.plan.updates import Staged, Update, Updates
+from hetmem.plan.updating import Updating
 from hetmem.units import MIB
 from tests.plan.test_planner import HARDWARE, workload
 from tests.plan.test_simulator import traffic, use
@@ -227,7 +228,7 @@ IN_HOST, ON_NVME = Capacities(12 * MIB, 64 * MIB), Capacities(12 * MIB, 24 * MIB
 def step(
     room: Capacities, *, overlapped: bool, micro_batches: int = 1, steps: int = 4, on: HardwareProfile = SLOW
 ) -> StepResult:
-    return judge(workload(), Setting(room, MIB, overlapped=overlapped), on, micro_batches, steps=steps).result
+    return judge(workload(), Setting(room, MIB, updating=Updating(overlapped)), on, micro_batches, steps=steps).result
 
 
 def test_of_updates_behind_the_backward_only_the_last_is_seen() -> None:
@@ -261,7 +262,7 @@ def test_after_a_step_parameters_are_on_nvme_and_states_may_be_on_their_way(over
     made = arrange(workload(), room, MIB)
     assert set(made.homes["param"].values()) == {HOST, NVME}
     drive = replace(SLOW, nvme_write=Rate(3e7))
-    run = Rehearsal(workload(), made, room, drive, overlapped=overlapped)
+    run = Rehearsal(workload(), made, room, drive, updating=Updating(overlapped))
     for _ in range(3):
         run.step()
         for (role, _), block in run._blocks.items():
@@ -281,3 +282,40 @@ def test_preparing_updates_takes_the_thread_that_runs_the_backward() -> None:
     assert step(IN_HOST, overlapped=True, on=costs).seconds == pytest.approx(
         step(IN_HOST, overlapped=True).seconds + 8 * 0.5
     )
+
+
+@pytest.mark.parametrize("room", [IN_HOST, ON_NVME], ids=["host", "nvme"])
+def test_updates_that_trail_are_hidden_by_the_next_forward_too(room: Capacities) -> None:
+    """The backward hides some of them; the same is updated, moved and written."""
+    slow = replace(SLOW, host=replace(SLOW.host, update_bytes_per_second=2e7))  # 0.37 s a chunk of a MiB
+    early, trailing = (
+        judge(workload(), Setting(room, MIB, updating=Updating(overlapped=True, trails=trails)), slow, 1).result
+        for trails in (False, True)
+    )
+    assert trailing.seconds < 0.97 * early.seconds
+    assert trailing.seconds >= max(trailing.terms.values())
+    assert trailing.terms["update"] == pytest.approx(early.terms["update"])
+    assert trailing.bytes["device_to_host"] == early.bytes["device_to_host"]
+    assert trailing.bytes["nvme_write"] == early.bytes["nvme_write"]
+
+
+def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
+    """Six chunks have some at a time; updates slower than the backward hold all of them, and nobody gets one more."""
+    slow = replace(SLOW, host=replace(SLOW.host, update_bytes_per_second=2e7))
+    room = Capacities(24 * MIB, 256 * MIB, 0, 12 * MIB)
+    made = arrange(workload(16), room, MIB, streamed_gradients=True)
+    run = Rehearsal(workload(16), made, room, slow, updating=Updating(overlapped=True, streamed_gradients=True))
+    held: list[int] = []
+    retire = run._sink.retire
+
+    def retired(arrangement: Arrangement, chunk: int) -> None:
+        held.append(sum(map(run._sink.waits, range(16))))
+        retire(arrangement, chunk)
+
+    run._sink.retire = retired  # type: ignore[method-assign]
+    for _ in range(3):
+        result = run.step()
+    assert made.set_aside == (MIB,) * 6
+    assert held == ([3, 4, 5] + [6] * 8 + [5, 4, 3, 2, 1]) * 3
+    assert not result.new_bytes
+    assert run.arrangement.bytes_by_role(HOST)["grad"] == 6 * MIB

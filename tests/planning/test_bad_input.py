@@ -123,7 +123,7 @@ def test_figures_in_another_unit_are_absurd_and_named(
 def test_a_plan_of_another_version_is_to_be_made_again(tmp_path: Path) -> None:
     plan = planning.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
     (tmp_path / "old.json").write_text(json.dumps({**plan.to_dict(), "version": 1}))
-    with pytest.raises(planning.PlanError, match=r"version: expected 3, got 1: another hetmem made it; plan again"):
+    with pytest.raises(planning.PlanError, match=r"version: expected 4, got 1: another hetmem made it; plan again"):
         planning.Plan.load(tmp_path / "old.json")
 
 

@@ -23,6 +23,7 @@ from hetmem.plan.arrangement import ROLES, arrange
 from hetmem.plan.hardware import HardwareProfile, ProfileError, Rate
 from hetmem.plan.placement import Capacities
 from hetmem.plan.rehearsal import Rehearsal
+from hetmem.plan.updating import Updating
 from hetmem.planning.modeltrace import trace_real
 from hetmem.planning.plan import SENT_STATES
 from hetmem.runtime import registry
@@ -114,8 +115,7 @@ def test_a_run_streams_what_was_planned_with_the_planned_bytes_and_peaks(
         capacities,
         on,
         micro_batches=micro_batches,
-        overlapped=overlap == "backward",
-        streamed=True,
+        updating=Updating(overlapped=overlap == "backward", streamed_states=True),
     )
     budget = hetmem.Budget(device=12 * MIB, host=16 * MIB, device_chunks=device_chunks, home_copies=home_copies)
     model = hetmem.manage(
@@ -161,12 +161,15 @@ def test_a_run_with_streamed_gradients_moves_what_was_planned_for_them(
     """They stay on the device where their update is made there, so that more is updated there, with fewer bytes."""
     workload = trace_real(planning.Call(model, BATCH, None, mixed_precision))
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
-    arrangement = arrange(workload, capacities, chunk_bytes)
     planned, visible = (
         Rehearsal(
-            workload, arrangement, capacities, on, overlapped=True, streamed=True, streamed_gradients=streamed_gradients
+            workload,
+            arrange(workload, capacities, chunk_bytes, streamed_gradients=streamed),
+            capacities,
+            on,
+            updating=Updating(overlapped=True, streamed_gradients=streamed, streamed_states=True),
         )
-        for streamed_gradients in (True, False)
+        for streamed in (True, False)
     )
     budget = hetmem.Budget(device=12 * MIB, host=16 * MIB, device_chunks=device_chunks, home_copies=home_copies)
     made = hetmem.manage(

@@ -1,0 +1,196 @@
+"""Plans of runs with `overlap=` and `gradients=`: peaks, by tier and role, are those of a run with these options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from hetmem import planning
+from hetmem.cli import main
+from hetmem.planning.plan import KEPT
+from hetmem.runtime import registry
+from hetmem.units import KIB, MIB
+from tests.test_planning import BATCH, GPT
+
+BF16 = torch.bfloat16
+DRIVE = 16 * MIB
+STREAMED = {"overlap": "backward", "gradients": "streamed"}
+OPTIONS = [
+    {},
+    {"overlap": "backward"},
+    {"overlap": "forward"},
+    STREAMED,
+    {"overlap": "forward", "gradients": "streamed"},
+]
+
+
+def named(options: dict[str, str]) -> str:
+    return " ".join(options.values()) or "default"
+
+
+def room(where: str, directory: Path) -> hetmem.Budget:
+    """`tight`: for 12 bytes of a parameter and the gradients of six chunks, and not for more."""
+    nvme: dict[str, Any] = {"nvme": DRIVE, "nvme_dir": directory}
+    little, much = {"device": 2 * MIB, "device_chunks": 512 * KIB}, {"device": 8 * MIB, "device_chunks": 3 * MIB}
+    return {
+        "host": hetmem.Budget(host=16 * MIB, **little),
+        "tight": hetmem.Budget(host=4992 * KIB, home_copies=False, **little),
+        "nvme": hetmem.Budget(host=2 * MIB, **nvme, **little),
+        "nvme, three set aside": hetmem.Budget(host=2304 * KIB, home_copies=False, **nvme, **little),
+        "share": hetmem.Budget(host=16 * MIB, **much),
+        "share of nvme": hetmem.Budget(host=3 * MIB, **nvme, **much),
+    }[where]
+
+
+ROOMY = room("host", Path())
+
+
+def planned(budget: hetmem.Budget, **options: Any) -> planning.Plan:
+    return planning.plan(lambda: GPT(backwards=True), BATCH, budget, chunk_bytes=128 * KIB, **options)
+
+
+def run(plan: planning.Plan, options: dict[str, str], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
+    """The tiers of the report after some steps as planned, and what is set aside for gradients."""
+    model = hetmem.manage(GPT(backwards=True), plan=plan, device="sim")
+    optimizer = hetmem.AdamW(model.parameters(), **options)  # type: ignore[arg-type]
+    for _ in range(4):
+        for _ in range(micro_batches):
+            model(BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    tiers, spare = hetmem.report(model).to_dict()["tiers"], registry.of_module(model).runtime.memory.spare_bytes
+    hetmem.release(model)
+    return tiers, spare
+
+
+def assert_peaks(plan: planning.Plan, tiers: dict[str, Any], spare: int) -> None:
+    """All by role; what is on its way on the device depends on threads."""
+    for tier, figures in tiers.items():
+        homes = {KEPT if role == "kept" else role: nbytes for role, nbytes in figures["homes"].items()}
+        if tier == "host":
+            homes |= {"staging": figures["staging_bytes"], "grad": homes.get("grad", 0) + spare}
+        expected = dict(plan.role_bytes[tier])
+        on_the_way = expected.pop("copies", 0) + expected.pop("activations", 0)
+        assert {role: nbytes for role, nbytes in homes.items() if nbytes} == {r: n for r, n in expected.items() if n}
+        assert (on_the_way > 0) == (tier == "device")
+        assert abs(figures["peak_bytes"] - plan.peak_bytes[tier]) <= 0.03 * figures["peak_bytes"] * (tier == "device")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=named)
+@pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("where", ["host", "tight", "nvme", "nvme, three set aside", "share", "share of nvme"])
+def test_the_peaks_of_a_run_with_these_options_are_the_planned_ones(
+    where: str, mixed_precision: torch.dtype | None, options: dict[str, str], tmp_path: Path
+) -> None:
+    plan = planned(room(where, tmp_path), mixed_precision=mixed_precision, **options)
+    assert plan.fits == (where != "tight" or "gradients" in options)
+    if plan.fits:
+        assert plan.optimizer == options
+        assert_peaks(plan, *run(plan, options))
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:3], ids=named)
+@pytest.mark.parametrize("where", ["host", "nvme", "share"])
+def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[str, str], tmp_path: Path) -> None:
+    plan = planned(room(where, tmp_path), micro_batches=3, **options)
+    assert_peaks(plan, *run(plan, options, micro_batches=3))
+
+
+def test_streamed_gradients_take_one_backward_planned_or_run() -> None:
+    """A run says so in the second one; a plan before the first."""
+    with pytest.raises(planning.PlanError, match="of which a step has one: expected micro_batches=1, got 2"):
+        planned(ROOMY, micro_batches=2, **STREAMED)
+    model = hetmem.manage(GPT(), ROOMY, device="sim", chunk_bytes=128 * KIB)
+    optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
+    model(BATCH).backward()
+    with pytest.raises(RuntimeError, match="streamed gradients allow one"):
+        model(BATCH).backward()
+    optimizer.forget_step()
+    hetmem.release(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"overlap": "sometimes"}, "overlap must be 'off', 'backward', 'speculative' or 'forward', got 'sometimes'"),
+        ({"gradients": None}, "gradients must be 'visible' or 'streamed', got None"),
+        ({"gradients": "streamed"}, "set overlap='backward' or 'forward', got 'off'"),
+        ({"overlap": "speculative"}, "depends on the factors of gradients, which no plan knows"),
+    ],
+)
+def test_options_that_no_run_takes_or_no_plan_knows_are_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(planning.PlanError, match=expected):
+        planned(ROOMY, **options)
+
+
+def test_the_command_line_has_the_options_and_prints_the_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "tests.test_planning:GPT", "--input", "2x32", "--device-memory", "2MiB"]
+    command += ["--host-memory", "16MiB", "--chunk-bytes", "128KiB", "-o", str(tmp_path / "plan.json")]
+    assert main([*command, "--overlap", "forward", "--gradients", "streamed"]) == 0
+    line = 'optimizer = hetmem.AdamW(model.parameters(), overlap="forward", gradients="streamed")'
+    assert f"write: {line}" in capsys.readouterr().out
+    plan = planning.Plan.load(tmp_path / "plan.json")
+    assert plan.constructor == line
+    assert planning.Plan.from_dict(plan.to_dict()) == plan
+    assert main([*command, "--gradients", "streamed"]) == 2
+    assert "set overlap='backward' or 'forward'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"gradients": "hidden"}, {"lr": "1"}, {"overlap": "speculative"}])
+def test_an_option_that_no_plan_has_is_named_when_it_is_read(wrong: dict[str, str]) -> None:
+    with pytest.raises(planning.PlanError, match=r"optimizer: expected at most overlap \(off or backward or forward\)"):
+        planning.Plan.from_dict({**planned(ROOMY).to_dict(), "optimizer": wrong})
+
+
+def test_an_optimizer_that_keeps_more_than_was_planned_is_refused_with_both() -> None:
+    plan = planned(room("tight", Path()), **STREAMED)
+    model = hetmem.manage(GPT(backwards=True), plan=plan, device="sim")
+    with pytest.raises(
+        hetmem.errors.ManageError,
+        match="overlap='backward', gradients='streamed', got overlap='off', gradients='visible', which keeps",
+    ):
+        hetmem.AdamW(model.parameters())
+    hetmem.AdamW(model.parameters(), overlap="forward", gradients="streamed")  # other seconds, no other bytes
+    hetmem.release(model)
+
+
+def test_streamed_gradients_are_advised_where_they_are_all_it_takes() -> None:
+    """And not where the simulator says that they are not enough, nor with several backwards."""
+    refused = planned(room("tight", Path()))
+    assert not refused.fits
+    assert 'make hetmem.AdamW(overlap="backward", gradients="streamed")' in refused.advice[0]
+    assert f"cheapest: {refused.advice[0]}" in str(refused)
+    fits = planned(room("tight", Path()), **STREAMED)
+    assert fits.fits
+    assert f"then it fits, at {fits.step_seconds:.1f} s a step" in refused.advice[0]
+    for less in (
+        planned(replace(room("tight", Path()), host=4988 * KIB)),
+        planned(room("tight", Path()), micro_batches=2),
+        planned(replace(room("tight", Path()), host=4988 * KIB), **STREAMED),
+    ):
+        assert not less.fits
+        assert not any("streamed" in advice for advice in less.advice)
+
+
+def test_what_is_missing_for_streamed_gradients_is_what_makes_them_fit() -> None:
+    small = replace(room("tight", Path()), host=4 * MIB)
+    assert planned(small, **STREAMED).missing_bytes == {"host": 4992 * KIB - 4 * MIB}
+
+
+def test_a_batch_is_cut_only_with_visible_gradients() -> None:
+    """Which then have to have room: alternatives are judged with them."""
+    batch = torch.zeros(4, 32, dtype=torch.int64)
+    for host, offered in ((16 * MIB, True), (4992 * KIB, False)):
+        budget = hetmem.Budget(device=1400 * KIB, host=host, device_chunks=512 * KIB)
+        plan = planning.plan(lambda: GPT(backwards=True), batch, budget, chunk_bytes=128 * KIB, **STREAMED)
+        cut = [other["advice"] for other in plan.alternatives if "micro-batches" in other["advice"]]
+        assert bool(cut) == offered
+        assert all('with gradients="visible", as streamed ones take one backward' in advice for advice in cut)
