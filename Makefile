@@ -37,7 +37,7 @@ docs: $(STAMP)  ## write docs/api.md from the docstrings
 gpu:  ## on a machine with a GPU: its tests and benchmarks, in one command; installs nothing
 	$(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
 	    { echo '$(PYTHON) sees no GPU through torch: name another interpreter (make gpu PYTHON=…)' >&2; exit 1; }
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --tests --seconds 500 $(ARGS)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu --tests --seconds 500 $(ARGS)
 
 bench: $(STAMP)  ## measure what importing hetmem costs
 	$(RUN) benchmarks/import_cost.py

@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -379,7 +380,7 @@ def _size(options: argparse.Namespace, seconds: float) -> list[str]:
 def write(found: dict[str, Any], directory: Path) -> None:
     """As JSON and Markdown, named after the device and the day."""
     directory.mkdir(parents=True, exist_ok=True)
-    name = found["environment"]["device"].replace(" ", "-")
+    name = re.sub(r"[^\w.-]+", "-", found["environment"]["device"])  # "RTX 6000/8000" is a name too
     target = directory / f"gpu-{name}-{found['environment']['date']}"
     target.with_name(f"{target.name}.json").write_text(json.dumps(found, indent=2) + "\n")
     target.with_name(f"{target.name}.md").write_text(markdown(found))

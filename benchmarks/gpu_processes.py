@@ -43,6 +43,12 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _environment() -> dict[str, str]:
+    """This hetmem before any other; torch may lie wherever the user's own path leads."""
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+
+
 def in_a_process(command: list[str], seconds: float) -> tuple[int | None, str, str]:
     """Exit status, output and errors of Python with `command`; the status is None if it took longer and was ended."""
     with (
@@ -54,7 +60,7 @@ def in_a_process(command: list[str], seconds: float) -> tuple[int | None, str, s
             stdout=out,
             stderr=errors,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=_environment(),
             start_new_session=True,
             preexec_fn=_heed_interrupts,
         )

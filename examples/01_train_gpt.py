@@ -269,6 +269,13 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def budget_of(options: argparse.Namespace, device: str, nvme_dir: str) -> hetmem.Budget:
+    """On a GPU only the model's part of it is limited: cuBLAS alone takes 32 MiB for each thread that multiplies."""
+    limited = "device" if device == "cpu" else "device_chunks"
+    sizes = {limited: options.device_memory, "host": options.host_memory, "nvme": NVME_MEMORY}
+    return hetmem.Budget(**sizes, nvme_dir=nvme_dir)
+
+
 def run(config: GPTConfig, options: argparse.Namespace, nvme_dir: str) -> None:
     """Train, report, sample; raises `MismatchError` when --check finds a difference."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -277,9 +284,11 @@ def run(config: GPTConfig, options: argparse.Namespace, nvme_dir: str) -> None:
     model = GPT(config)
     reference = PlainTorch(copy.deepcopy(model), device, dtype, options.steps) if options.check else None
 
-    budget = hetmem.Budget(device=options.device_memory, host=options.host_memory, nvme=NVME_MEMORY, nvme_dir=nvme_dir)
     model = hetmem.manage(
-        model, budget, device="sim" if device == "cpu" else device, mixed_precision=dtype if options.mixed else None
+        model,
+        budget_of(options, device, nvme_dir),
+        device="sim" if device == "cpu" else device,
+        mixed_precision=dtype if options.mixed else None,
     )
     optimizer = hetmem.AdamW(model.parameters(), **ADAMW)
 

@@ -26,6 +26,7 @@ import hetmem
 from hetmem.errors import HetmemError
 
 SEED, STEPS, SEQUENCE, LEARNING_RATE = 20, 20, 64, 1e-3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TEXT = "To train a model is to be wrong a little less often. " * 40
 
 
@@ -77,10 +78,9 @@ def batches(directory: Path, text: str) -> list[Tensor]:
 def train(model: transformers.PreTrainedModel, rows: Sequence[Tensor], steps: int) -> list[float]:
     """Next-token training with updates behind the backward, in the bits of plain torch; the losses."""
     optimizer = hetmem.AdamW(model.parameters(), lr=LEARNING_RATE, overlap="backward")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     losses = []
     for step in range(steps):
-        row = rows[step % len(rows)].to(device)
+        row = rows[step % len(rows)].to(DEVICE)
         loss = model(input_ids=row, labels=row, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -111,6 +111,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def budget_of(options: argparse.Namespace, scratch: str) -> hetmem.Budget:
+    """On a GPU only the model's part of it is limited: cuBLAS alone takes 32 MiB for each thread that multiplies."""
+    limited = "device" if DEVICE == "cpu" else "device_chunks"
+    sizes = {limited: options.device_memory, "host": options.host_memory, "nvme": options.nvme_memory}
+    return hetmem.Budget(**sizes, nvme_dir=options.nvme_dir or scratch)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example; 0, or 2 with a message where something is missing."""
     options = parse_arguments(arguments)
@@ -119,13 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             if options.model is None:
                 tiny_model(directory)
-            budget = hetmem.Budget(
-                device=options.device_memory,
-                host=options.host_memory,
-                nvme=options.nvme_memory,
-                nvme_dir=options.nvme_dir or scratch,
-            )
-            model = managed_model(directory, budget)
+            model = managed_model(directory, budget_of(options, scratch))
             text = TEXT if options.text is None else options.text.read_text("utf-8")
             train(model, batches(directory, text), options.steps)
             print(hetmem.report(model))

@@ -63,3 +63,12 @@ def test_it_says_what_is_missing(example: ModuleType, tmp_path: Path, capsys: py
     assert "the text has 5 tokens, expected at least 64" in capsys.readouterr().err
     assert example.main(["--model", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_on_a_gpu_the_limit_is_of_the_model_s_part(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS takes more of it than the whole budget of the simulated device, and nothing would run."""
+    options = example.parse_arguments([])
+    on = lambda: example.budget_of(options, "there").limits()  # noqa: E731
+    assert (on().device_bytes, on().device_chunk_bytes) == (8 << 20, None)
+    monkeypatch.setattr(example, "DEVICE", "cuda")
+    assert (on().device_bytes, on().device_chunk_bytes) == (None, 8 << 20)

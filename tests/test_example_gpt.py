@@ -286,6 +286,12 @@ def test_the_options_reach_the_budget_and_the_device_is_simulated(fake: FakeHetm
     assert tmp_path.exists()
 
 
+def test_on_a_gpu_the_limit_is_of_the_model_s_part(fake: FakeHetmem) -> None:
+    """cuBLAS takes more of it than the whole budget of the simulated device, and nothing would run."""
+    example.budget_of(example.parse_options(["--device-memory", "1MiB"]), "cuda", "there")
+    assert fake.budget == {"device_chunks": "1MiB", "host": "96MiB", "nvme": example.NVME_MEMORY, "nvme_dir": "there"}
+
+
 def test_the_temporary_directory_is_removed(fake: FakeHetmem) -> None:
     assert example.main(["--steps", "0"], TINY) == 0
     assert not Path(fake.budget["nvme_dir"]).exists()

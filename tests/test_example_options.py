@@ -112,3 +112,10 @@ def test_the_budget_is_the_examples_point() -> None:
     limits = example.BUDGET.limits()
     assert isinstance(example.BUDGET, hetmem.Budget)
     assert weights / 6 < limits.device_chunk_bytes < weights / 4
+
+
+def test_on_a_gpu_the_limit_is_of_the_model_s_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS takes more of it than the whole budget of the simulated device, and nothing would run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    limits = load_example().BUDGET.limits()
+    assert (limits.device_bytes, limits.device_chunk_bytes) == (None, example.BUDGET.limits().device_chunk_bytes)

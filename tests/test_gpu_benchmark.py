@@ -79,7 +79,7 @@ def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, mo
         code = {"rates": 0, "resident": 1, "streamed": None}[part]
         return code, "" if part == "resident" else 'RESULT {"ms": 9}\nnoise\nRESULT {"ms": 1.5}\n', "no memory"
 
-    monkeypatch.setattr(gpu, "environment", lambda: {"device": "a fake GPU 1.5", "date": "2000-01-01"})
+    monkeypatch.setattr(gpu, "environment", lambda: {"device": "a fake/GPU 1.5", "date": "2000-01-01"})
     monkeypatch.setattr(gpu, "in_a_process", process)
     monkeypatch.setattr(gpu_processes, "in_a_process", process)
     assert gpu.measure(options(tmp_path, 90.0, "rates,resident,streamed", tests=True)) == 1
@@ -111,6 +111,14 @@ def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is
     monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 0.2)
     assert gpu_processes.in_a_process(["-c", rude], 2.4) == (None, "begun\n", "")
     assert gpu_processes.in_a_process(["-c", "raise SystemExit(3)"], 60.0) == (3, "", "")
+
+
+def test_a_part_finds_what_the_user_s_path_leads_to_behind_this_hetmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may be there: it is on machines where software comes in modules."""
+    for path, expected in (("/elsewhere", f"{gpu.ROOT}:/elsewhere"), ("", str(gpu.ROOT))):
+        monkeypatch.setenv("PYTHONPATH", path)
+        told = gpu_processes.in_a_process(["-c", "import os; print(os.environ['PYTHONPATH'])"], 60.0)
+        assert told == (0, f"{expected}\n", "")
 
 
 def test_the_largest_model_is_as_large_as_memory_disk_and_time_allow() -> None:
