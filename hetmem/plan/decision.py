@@ -231,7 +231,7 @@ def _disk_bytes(workload: Workload, room: Setting) -> int:
     try:
         made = arranged(workload, room)
         sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
-        homeless = sum(nbytes for nbytes in sizes if nbytes not in made.set_aside)
+        homeless = sum(nbytes for nbytes in sizes if nbytes > max(made.set_aside, default=0))
         return sum(made.bytes_by_role(Tier.NVME).values()) + homeless
     except NoRoom:
         return state_bytes(workload, streamed_gradients=room.updating.streamed_gradients)

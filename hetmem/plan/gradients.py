@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Mapping
 from functools import partial
 
 from hetmem.plan.arrangement import Arrangement, with_own_gradients
+from hetmem.plan.lending import Lending
 from hetmem.plan.notes import Notes
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.streamed import StreamedUpdates
@@ -38,10 +39,9 @@ class GradientSink:
         self.arrivals: Counter[int] = Counter()
         self.stayed_bytes = 0
         self.new_bytes: Counter[Tier] = Counter()
-        self._free = Counter(set_aside)
-        """Homes that nobody has now, by their bytes."""
-        self._lent: set[int] = set()
-        """Chunks whose gradients have a home that was lent, in host memory."""
+        self._lending = Lending(set_aside)
+        self._lent: dict[int, int] = {}
+        """The bytes of the homes in host memory that gradients were lent, by chunk."""
         self._stayed: Counter[int] = Counter()
         """Bytes that have arrived in chunks whose gradients stay on the device."""
         self._arriving: Counter[int] = Counter()
@@ -98,8 +98,8 @@ class GradientSink:
     def _lend_home(self, arrangement: Arrangement, chunk: int) -> bool:
         """One in host memory: waits for it as long as anything is under way."""
         nbytes, traffic, made_way = arrangement.ground.home_bytes(chunk, "grad"), self._traffic, False
-        while not self._free[nbytes]:
-            if nbytes not in arrangement.set_aside:
+        while (place := self._lending.take(nbytes)) is None:
+            if not self._lending.lends(nbytes):
                 return False
             traffic.pump()
             if traffic.busy():
@@ -109,8 +109,7 @@ class GradientSink:
                 return False
             else:
                 made_way = True
-        self._free[nbytes] -= 1
-        self._lent.add(chunk)
+        self._lent[chunk] = place
         return True
 
     def _give(self, arrangement: Arrangement, chunk: int) -> Arrangement:
@@ -125,11 +124,10 @@ class GradientSink:
         """Whether gradients of `chunk` have a home that was lent for them."""
         return chunk in self._lent or self._streamed.keeps(chunk)
 
-    def retire(self, arrangement: Arrangement, chunk: int) -> None:
+    def retire(self, chunk: int) -> None:
         """The update of `chunk` has read its gradients."""
         if chunk in self._lent:
-            self._lent.remove(chunk)
-            self._free[arrangement.ground.home_bytes(chunk, "grad")] += 1
+            self._lending.give(self._lent.pop(chunk))
 
     def bring_home(self, arrangement: Arrangement, but: Container[int]) -> Arrangement:
         """The backward is over: what has stayed on the device goes home, except gradients of chunks in `but`. Returns

@@ -356,7 +356,7 @@ class Rehearsal:
             nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
             keeps_copy=cast and (here or by_the_caller) and not streams,
             ready=lambda: not self._sink.arriving(chunk),
-            done=lambda: self._sink.retire(self._arrangement, chunk),
+            done=lambda: self._sink.retire(chunk),
             crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
         )
         self._updates.add(update)

@@ -20,6 +20,7 @@ from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block
 from hetmem.plan.layout import Layout
+from hetmem.plan.lending import Lending
 from hetmem.plan.placement import Room, place, place_copies
 from hetmem.plan.share import idle_bytes
 from hetmem.plan.trace import Tier
@@ -55,10 +56,11 @@ class Memory:
     """Of the homes on the device, those that have moved there."""
     usable_bytes: int = field(init=False)
     """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
-    spare_bytes: int = 0
-    """Host memory that was set aside and is nobody's home now."""
     _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
+    _lending: Lending = field(default_factory=Lending)
     _spare: dict[int, list[memoryview]] = field(default_factory=dict)
+    """What `_lending` has to lend, by its bytes."""
+    _lent: dict[Chunk, memoryview] = field(default_factory=dict)
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
@@ -225,27 +227,33 @@ class Memory:
         for nbytes in sorted((chunk.home_nbytes(role) for chunk in chunks), reverse=True)[:count]:
             if nbytes <= self.host_pool.free_bytes:
                 self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
-                self.spare_bytes += nbytes
+        self._lending = Lending(nbytes for nbytes, places in self._spare.items() for _ in places)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Host memory that was set aside and is nobody's home now."""
+        return self._lending.free_bytes
 
     def lends(self, chunk: Chunk, role: Role) -> bool:
         """Whether memory for `role` of `chunk` was set aside at all."""
-        return chunk.home_nbytes(role) in self._spare
+        return self._lending.lends(chunk.home_nbytes(role))
 
     def lend(self, chunk: Chunk, role: Role) -> bool:
-        """Give `role` of `chunk` a home in memory that was set aside; False if all of its size is lent."""
+        """Give `role` of `chunk` a home in memory that was set aside; False if all that is large enough is lent."""
         nbytes = chunk.home_nbytes(role)
-        if not self._spare.get(nbytes):
+        size = self._lending.take(nbytes)
+        if size is None:
             return False
-        chunk.homes[role] = Home(Tier.HOST, self._spare[nbytes].pop())
-        self.spare_bytes -= nbytes
+        place = self._lent[chunk] = self._spare[size].pop()
+        chunk.homes[role] = Home(Tier.HOST, place[:nbytes])
         return True
 
     def take_back(self, chunk: Chunk, role: Role) -> None:
         """End `lend`."""
-        memory = chunk.homes.pop(role).memory
-        assert isinstance(memory, memoryview)
-        self._spare.setdefault(memory.nbytes, []).append(memory)
-        self.spare_bytes += memory.nbytes
+        del chunk.homes[role]
+        place = self._lent.pop(chunk)
+        self._spare[place.nbytes].append(place)
+        self._lending.give(place.nbytes)
 
     def block(self, chunk: Chunk, role: Role) -> Block:
         """What the residency has to know of `role` of `chunk`. A copy in 16 bits is as far from a home on the device

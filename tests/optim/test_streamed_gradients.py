@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.memory.chunk import Role
 from hetmem.optim.stepper import Stepper
 from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
@@ -78,6 +79,19 @@ def test_streamed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> N
     streamed = hetmem.report(managed).to_dict()["bytes_per_parameter"]
     assert streamed == pytest.approx(visible * (12 + 4 * 6 / chunks) / 16)
     assert all(parameter.grad is None for parameter in managed.parameters())
+
+
+def test_chunks_of_all_sizes_share_the_memory_for_streamed_gradients(tmp_path: Path) -> None:
+    """Seven large chunks, more than memory is set aside for, and small ones between them."""
+    plain = nn.Sequential(*[layer for _ in range(7) for layer in (nn.Linear(64, 256), nn.Linear(256, 64))])
+    managed = manage(copy.deepcopy(plain), "host", tmp_path)
+    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    train_apart(plain, managed, (left, right), vector_batches(4, 4, 64))
+    runtime = registry.of_module(managed).runtime
+    sizes = sorted(chunk.home_nbytes(Role.GRAD) for chunk in runtime.chunks)
+    assert sizes[0] < sizes[-7]
+    assert not any(Role.GRAD in chunk.homes for chunk in runtime.chunks)
+    assert runtime.memory.spare_bytes == sum(sizes[-6:])
 
 
 class Halves(nn.Module):

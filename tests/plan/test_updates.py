@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.plan.arrangement import Arrangement, arrange
+from hetmem.plan.arrangement import arrange
 from hetmem.plan.cache import CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.plan.placement import Capacities
@@ -308,9 +308,9 @@ def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
     held: list[int] = []
     retire = run._sink.retire
 
-    def retired(arrangement: Arrangement, chunk: int) -> None:
+    def retired(chunk: int) -> None:
         held.append(sum(map(run._sink.waits, range(16))))
-        retire(arrangement, chunk)
+        retire(chunk)
 
     run._sink.retire = retired  # type: ignore[method-assign]
     for _ in range(3):

@@ -1,0 +1,28 @@
+"""Places that are lent."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmem.plan.lending import Lending
+
+SIZES = st.lists(st.integers(1, 5), max_size=6)
+
+
+@given(SIZES, st.lists(st.integers(1, 6), max_size=20))
+def test_whoever_asks_gets_the_smallest_free_place_that_is_large_enough(sizes: list[int], asked: list[int]) -> None:
+    """Where there is none, the place that is out longest comes back."""
+    lending, free, out = Lending(sizes), sorted(sizes), list[int]()
+    for nbytes in asked:
+        large = [size for size in free if size >= nbytes]
+        assert lending.lends(nbytes) == (nbytes <= max(sizes, default=0))
+        place = lending.take(nbytes)
+        assert place == (min(large) if large else None)
+        if place is not None:
+            free.remove(place)
+            out.append(place)
+        elif out:
+            lending.give(out[0])
+            free.append(out.pop(0))
+        assert lending.free_bytes == sum(free)
