@@ -75,6 +75,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunk-bytes", help="default: searched")
     parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="activations of every repeated layer are computed again"
+    )
     parser.add_argument("--overlap", default="off", help="as in hetmem.AdamW(overlap=…): off, backward or forward")
     parser.add_argument("--gradients", default="visible", help="as in hetmem.AdamW(gradients=…): visible or streamed")
     parser.add_argument(
@@ -104,6 +107,7 @@ def _plan(options: argparse.Namespace) -> int:
         profile,
         chunk_bytes=chunk_bytes,
         micro_batches=options.micro_batches,
+        checkpointing=options.checkpointing,
         overlap=options.overlap,
         gradients=options.gradients,
         nvme_directories=tuple(options.nvme_dir or ()),

@@ -92,15 +92,18 @@ def decide(
     largest = largest_parameters(workload, asked, best, hardware, micro_batches)
     if best is not None:
         others = _alternatives(variants, asked, hardware, best.result.seconds)
-        overlapped = _overlapped(workload, best, hardware, micro_batches)
-        advice = (*tuning(best, asked), *_faster(best, others), *overlapped)
+        updated = _updated_otherwise(workload, best, asked, hardware, micro_batches)
+        advice = (*tuning(best, asked), *_faster(best, others), *updated)
         return Decision(workload, micro_batches, asked.updating, best, {}, (), advice, others, largest)
     assert refusal is not None
     missing = _missing(workload, asked, hardware, micro_batches)
     roomy = replace(asked, capacities=_larger(capacities, {k: v for k, v in missing.items() if k != "device"}))
     others = _alternatives(variants, roomy, hardware, None) if "device" in missing else ()
-    streamed = () if "device" in missing else _streamed_gradients(workload, asked, hardware, micro_batches)
-    advice = (*streamed, *_ways_out(workload, asked, missing, others))
+    streamed = None if "device" in missing else _without_gradients(workload, asked, hardware, micro_batches)
+    advice = tuple(_ways_out(workload, asked, missing, others))
+    if streamed is not None:
+        how = _STREAMED[streamed.setting.updating.trails]
+        advice = (f"{how}: then it fits, at {streamed.result.seconds:.1f} s a step", *advice)
     return Decision(workload, micro_batches, asked.updating, None, missing, (str(refusal),), advice, others, largest)
 
 
@@ -144,36 +147,44 @@ def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
             yield f"{other.advice}{profile}: then a step takes {seconds}"
 
 
-def _overlapped(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Iterator[str]:
-    """Whether updates that go on behind the backward would be worth it; by default they do not."""
-    result = best.result
-    if (
-        best.setting.updating.overlapped
-        or result.device_updates == 1
-        or result.terms["update"] <= (1 - WORTH) * result.seconds
-    ):
-        return
-    other = judged(workload, best.setting.updated(overlapped=True), hardware, micro_batches)
-    if isinstance(other, Candidate) and other.result.seconds < WORTH * result.seconds:
-        yield (
-            f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
-            f"{other.result.seconds:.2f} s, not {result.seconds:.2f} s"
-        )
-
-
-def _streamed_gradients(
-    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+def _updated_otherwise(
+    workload: Workload, best: Candidate, asked: Setting, hardware: HardwareProfile, micro_batches: int
 ) -> Iterator[str]:
-    """Whether gradients that live only until their update are all it takes. They need overlap, and one backward."""
-    if asked.updating.streamed_gradients or micro_batches > 1:
+    """Whether updates that go on behind the backward would be worth it, and giving up gradients, which leaves host
+    memory to what lies on NVMe; by default neither is done."""
+    result, seconds = best.result, best.result.seconds
+    if result.device_updates == 1:
         return
+    if not asked.updating.overlapped and result.terms["update"] > (1 - WORTH) * seconds:
+        other = judged(workload, best.setting.updated(overlapped=True), hardware, micro_batches)
+        if isinstance(other, Candidate) and other.result.seconds < WORTH * seconds:
+            seconds = other.result.seconds
+            yield (
+                f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
+                f"{seconds:.2f} s, not {result.seconds:.2f} s"
+            )
+    if result.bytes["nvme_read"]:
+        found = _without_gradients(workload, asked, hardware, micro_batches)
+        if found is not None and found.result.seconds < WORTH * seconds:
+            how = _STREAMED[found.setting.updating.trails]
+            yield f"{how}: then a step takes {found.result.seconds:.2f} s, not {result.seconds:.2f} s"
+
+
+_STREAMED = [
+    f'make hetmem.AdamW(overlap="{overlap}", gradients="streamed"), which keeps no gradients at home'
+    for overlap in ("backward", "forward")
+]
+
+
+def _without_gradients(
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+) -> Candidate | None:
+    """With gradients that live only until their update. They need overlap, and one backward."""
+    if asked.updating.streamed_gradients or micro_batches > 1:
+        return None
     how = asked.updated(overlapped=True, streamed_gradients=True)
     found = first_that_fits(workload, how, hardware, micro_batches)
-    if isinstance(found, Candidate):
-        yield (
-            f'make hetmem.AdamW(overlap="{"forward" if how.updating.trails else "backward"}", gradients="streamed"), '
-            f"which keeps no gradients at home: then it fits, at {found.result.seconds:.1f} s a step"
-        )
+    return found if isinstance(found, Candidate) else None
 
 
 # ---- what is missing ---------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def plan(
     mixed_precision: torch.dtype | None = None,
     chunk_bytes: int | str | None = None,
     micro_batches: int = 1,
+    checkpointing: bool = False,
     overlap: str = "off",
     gradients: str = "visible",
     real: bool = False,
@@ -65,11 +66,12 @@ def plan(
     None: the h100's.
     `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
     to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
-    and backwards come before a step. `overlap`, `gradients`: what `hetmem.AdamW` will be made with; "speculative"
-    depends on factors that no plan knows, and is not planned. Other keywords as for `manage`. No memory is taken and
-    nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and backward
-    on the processor of this machine, for a model whose control flow depends on values; that takes their time and
-    memory.
+    and backwards come before a step. `checkpointing`: activations of every repeated layer are computed again in the
+    backward, for a model that is built without (one that does it by itself is planned as it is). `overlap`,
+    `gradients`: what `hetmem.AdamW` will be made with; "speculative" depends on factors that no plan knows, and is not
+    planned. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and seconds by the simulator
+    with the rates of `hardware`. `real`: run one forward and backward on the processor of this machine, for a model
+    whose control flow depends on values; that takes their time and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
     takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
@@ -91,6 +93,7 @@ def plan(
         profile,
         chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
         micro_batches=micro_batches,
+        checkpointing=checkpointing,
         overlap=overlap,
         gradients=gradients,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
@@ -106,6 +109,7 @@ def plan_within(
     *,
     chunk_bytes: int | None = None,
     micro_batches: int = 1,
+    checkpointing: bool = False,
     overlap: str = "off",
     gradients: str = "visible",
     nvme_directories: tuple[str, ...] = (),
@@ -115,6 +119,10 @@ def plan_within(
     """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`."""
     if not (isinstance(micro_batches, int) and micro_batches >= 1):
         raise PlanError(f"micro_batches must be an int, at least 1, got {micro_batches!r}")
+    if checkpointing not in (True, False):
+        raise PlanError(f"checkpointing must be True or False, got {checkpointing!r}")
+    if checkpointing and real:
+        raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
     updating = updating_of(overlap, gradients, micro_batches)
     results = Results()
     workload = trace_real(call) if real else trace(call, results)
@@ -122,6 +130,10 @@ def plan_within(
     light = None if real else checkpointed(call, results)
     if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
         activations["with checkpointing"] = light.peak_live_bytes
+    if checkpointing:
+        if light is None:
+            raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
+        workload = light
     decision = decide(
         workload,
         capacities,
@@ -129,10 +141,21 @@ def plan_within(
         chunk_bytes=chunk_bytes,
         micro_batches=micro_batches,
         updating=updating,
-        variants=[] if real else list(_variants(call, light, workload, micro_batches, results, updating)),
+        variants=[]
+        if real
+        else list(_variants(call, light, workload, micro_batches, results, updating, checkpointing=checkpointing)),
     )
     dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
-    return plan_of(decision, capacities, hardware, activations, nvme_directories, dtype, profile_name)
+    return plan_of(
+        decision,
+        capacities,
+        hardware,
+        activations,
+        nvme_directories,
+        dtype,
+        profile_name,
+        checkpointing=checkpointing,
+    )
 
 
 def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
@@ -178,21 +201,26 @@ def _variants(
     micro_batches: int,
     results: Results,
     updating: Updating,
+    *,
+    checkpointing: bool,
 ) -> Iterator[Variant]:
     """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
     streamed = updating.streamed_gradients
     visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
     kept = "checkpoint the activations of every layer (a third more compute)"
-    if light is not None:
+    ways: list[tuple[str, str, Callable[..., Workload | None]]]
+    ways = [("", "divide", checkpointed if checkpointing else trace)]
+    if light is not None and not checkpointing:
         yield Variant("checkpoint", kept, lambda: light, micro_batches)
-    for how, kind, of in (("", "divide", trace), (f"{kept}, and ", "divide and checkpoint", checkpointed)):
-        for parts in _PARTS if kind == "divide" or light is not None else ():
+        ways.append((f"{kept}, and ", "divide and checkpoint", checkpointed))
+    for how, kind, of in ways:
+        for parts in _PARTS:
             if workload.rows % parts == 0:
                 size = f"{parts} micro-batches of {workload.rows // parts}"
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
                 made = functools.partial(of, divided(call, parts), results)
                 yield Variant(kind, text, made, micro_batches * parts, streamed)
-        if micro_batches % 2 == 0 and (kind == "divide" or light is not None):
+        if micro_batches % 2 == 0:
             text = f"{how}join two micro-batches to one of {2 * workload.rows}"
             kind = kind.replace("divide", "join")
             yield Variant(kind, text, functools.partial(of, joined(call, 2), results), micro_batches // 2)

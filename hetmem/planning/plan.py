@@ -44,15 +44,16 @@ class Plan:
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
     fit). `compute_bound_rows`: the batch from which on compute binds. `missing_bytes[tier]`: what would make it fit.
-    `mixed_precision` is what was asked for, the name of a dtype or None. `chunk_bytes`, `device_chunks`, `home_copies`
-    and `prefetch` are what `manage(plan=…)` sets; None where the default is as good. `device_update_share`: the part of
-    the parameters that is updated on the device, where it lives; `streamed_update_share`: that whose states are sent
-    there for it. `streaming`: how that compares, whichever was taken: the `share` that would be sent, `step_seconds`
-    with it and `host_step_seconds` without; None where nothing would be sent. `profile`: where states are sent, what
-    the run has to know of the machine for it, as of `HardwareProfile.to_dict`; `profile_name`: the shipped profile or
-    the file that it came from, None if neither. `optimizer`: the options that `hetmem.AdamW` is to be made with, beside
-    torch's; those not named are the default ones. `alternatives`: the same training done differently, where that fits:
-    `advice`, `micro_batches`, `step_seconds` and `activation_bytes` of each, the fastest first.
+    `mixed_precision` is what was asked for, the name of a dtype or None, and so is `checkpointing` of every repeated
+    layer, which the model has to do by itself. `chunk_bytes`, `device_chunks`, `home_copies` and `prefetch` are what
+    `manage(plan=…)` sets; None where the default is as good. `device_update_share`: the part of the parameters that is
+    updated on the device, where it lives; `streamed_update_share`: that whose states are sent there for it.
+    `streaming`: how that compares, whichever was taken: the `share` that would be sent, `step_seconds` with it and
+    `host_step_seconds` without; None where nothing would be sent. `profile`: where states are sent, what the run has to
+    know of the machine for it, as of `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it
+    came from, None if neither. `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those
+    not named are the default ones. `alternatives`: the same training done differently, where that fits: `advice`,
+    `micro_batches`, `step_seconds` and `activation_bytes` of each, the fastest first.
     """
 
     model: str
@@ -61,6 +62,7 @@ class Plan:
     rows: int
     tokens: int
     micro_batches: int
+    checkpointing: bool
     mixed_precision: str | None
     fits: bool
     capacity_bytes: dict[str, int]
@@ -203,7 +205,7 @@ class Plan:
 _TUPLES = ("reasons", "advice", "nvme_directories", "alternatives")
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "hardware"), (str,)),
-    "fits": (bool,),
+    **dict.fromkeys(("fits", "checkpointing"), (bool,)),
     "mixed_precision": (str, type(None)),
     "prefetch": (dict, type(None)),
     **dict.fromkeys(("device_update_share", "streamed_update_share"), (float, int)),
@@ -251,11 +253,13 @@ def plan_of(
     nvme_directories: tuple[str, ...],
     mixed_precision: str | None,
     profile_name: str | None = None,
+    *,
+    checkpointing: bool = False,
 ) -> Plan:
     """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
     workload, best = decision.workload, decision.candidate
     streams = best is not None and best.setting.streamed
-    roles = _roles(decision)
+    roles = _roles(decision, capacities)
     compute = decision.micro_batches * workload.compute_seconds(hardware.device)
     terms = best.result.terms if best is not None else {"compute": compute}
     peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
@@ -269,6 +273,7 @@ def plan_of(
         rows=workload.rows,
         tokens=workload.tokens,
         micro_batches=decision.micro_batches,
+        checkpointing=checkpointing,
         mixed_precision=mixed_precision,
         fits=best is not None,
         capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
@@ -309,7 +314,7 @@ def _optimizer(how: Updating) -> dict[str, str]:
     return {**options, "gradients": "streamed"} if how.streamed_gradients else options
 
 
-def _roles(decision: Decision) -> dict[str, dict[str, int]]:
+def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, int]]:
     """Bytes by tier and role; of a model that does not fit, what it would need."""
     best = decision.candidate
     if best is None:
@@ -318,7 +323,9 @@ def _roles(decision: Decision) -> dict[str, dict[str, int]]:
             decision.workload.peak_live_bytes,
             state_bytes(decision.workload, streamed_gradients=streamed),
         )
-        return {"device": {"activations": activations}, "host": {"states": states}, "nvme": {}}
+        beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
+        on_nvme = {"states": beyond} if beyond else {}
+        return {"device": {"activations": activations}, "host": {"states": states - beyond}, "nvme": on_nvme}
     roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
     for tier, moved in best.result.moved_bytes.items():
         _move(roles[tier], moved, roles["device"])

@@ -35,6 +35,7 @@ def count(number: float) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     precision = "16-bit compute" if plan.mixed_precision else "full precision"
     size, batch = f"{count(plan.parameters)} parameters", f"{plan.tokens} tokens a batch"
+    batch += ", every layer checkpointed" if plan.checkpointing else ""
     yield f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}"
     yield "fits" if plan.fits else "DOES NOT FIT"
 
@@ -72,6 +73,8 @@ def _time(plan: Plan) -> Iterator[str]:
         how += ", states sent to the device for their update" if other.get("streamed") else ""
         yield f"judged too: {other['advice']}: {how}, {memory} of activations"
     yield from (f"do: {advice}" for advice in plan.advice)
+    if plan.checkpointing:
+        yield "do: have the model checkpoint every layer (of transformers: model.gradient_checkpointing_enable())"
     yield f"write: {plan.decorator}"
     if plan.optimizer:
         yield f"write: {plan.constructor}"

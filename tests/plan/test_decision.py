@@ -13,6 +13,7 @@ from hetmem.plan.layout import PAGE_ELEMENTS, build_layout
 from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Candidate, Setting, _chunk_sizes, chunk_bytes_near, judge
 from hetmem.plan.prefetch import FARTHER, Prefetch
+from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Kind, Work, Workload
 from hetmem.units import MIB, round_down
 from tests.plan.shapes import parameter_specs
@@ -141,6 +142,26 @@ def test_updates_behind_the_backward_are_advised_where_they_are_faster_with_both
     assert not any("overlap" in advice for advice in decide(workload(), ROOM, slow_host(), chunk_bytes=MIB).advice)
     for quiet in (Capacities(128 * MIB, 64 * MIB), Capacities(48 * MIB, 64 * MIB)):
         assert not any("overlap" in advice for advice in decide(workload(), quiet, slow).advice)
+
+
+def test_streamed_gradients_are_advised_where_host_memory_is_worth_more_to_what_lies_on_nvme() -> None:
+    """With both times; not where nothing lies there, nor with several backwards in a step."""
+    made = workload(24, activation=MIB // 8)
+    on_disk, disk = Capacities(12 * MIB, 64 * MIB, 512 * MIB), Rate(1e9)
+    hardware = replace(HARDWARE, nvme_read=disk, nvme_write=disk)
+    decision = decide(made, on_disk, hardware, chunk_bytes=MIB)
+    how = Setting(on_disk, MIB, updating=Updating(overlapped=True, streamed_gradients=True))
+    streamed = judge(made, how, hardware, 1).result
+    assert streamed.seconds < 0.8 * seconds(decision)
+    said = [advice for advice in decision.advice if 'gradients="streamed"' in advice]
+    assert len(said) == 1
+    assert f"then a step takes {streamed.seconds:.2f} s, not {seconds(decision):.2f} s" in said[0]
+    for others in (
+        decide(made, replace(on_disk, host_bytes=512 * MIB), hardware, chunk_bytes=MIB),
+        decide(made, on_disk, hardware, chunk_bytes=MIB, micro_batches=2),
+        decide(made, on_disk, hardware, chunk_bytes=MIB, updating=how.updating),
+    ):
+        assert not any("streamed" in advice for advice in others.advice)
 
 
 def test_the_share_that_is_updated_on_the_device_is_that_of_the_homes_there() -> None:

@@ -128,6 +128,46 @@ def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users()
         assert other["advice"] in str(plan)
 
 
+def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None:
+    """As one that does it by itself; smaller batches are checkpointed too."""
+    batch = torch.zeros(4, 32, dtype=torch.int64)
+    plan = planning.plan(GPT, batch, STREAMED, checkpointing=True)
+    own = planning.plan(lambda: GPT(saves=True), batch, STREAMED)
+    for name in ("fits", "peak_bytes", "role_bytes", "flops", "link_bytes", "largest_parameters"):
+        assert getattr(plan, name) == getattr(own, name), name
+    assert plan.step_seconds == pytest.approx(own.step_seconds, rel=0.01)
+    assert plan.activation_bytes["as written"] > plan.role_bytes["device"]["activations"]
+    assert "every layer checkpointed" in str(plan)
+    assert "have the model checkpoint every layer" in str(plan)
+    assert not any("checkpoint" in other["advice"] for other in plan.alternatives)
+    roomy = replace(STREAMED, device=16 * MIB)
+    light, whole = (
+        {other["advice"]: other["activation_bytes"] for other in made.alternatives}
+        for made in (planning.plan(GPT, batch, roomy, micro_batches=2, checkpointing=on) for on in (True, False))
+    )
+    assert light
+    assert all(nbytes < 0.8 * whole[advice] for advice, nbytes in light.items())
+    plan.save(tmp_path / "plan.json")
+    assert planning.Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"checkpointing": "all"}, "checkpointing must be True or False, got 'all'"),
+        ({"checkpointing": True, "real": True}, "have the model checkpoint its layers by itself"),
+    ],
+)
+def test_checkpointing_that_nobody_can_plan_is_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(planning.PlanError, match=expected):
+        planned(STREAMED, **options)
+
+
+def test_a_model_without_layers_cannot_be_planned_with_them_checkpointed() -> None:
+    with pytest.raises(planning.PlanError, match="no layers to checkpoint: expected a ModuleList"):
+        planning.plan(lambda: torch.nn.Linear(8, 8), torch.zeros(4, 8), STREAMED, checkpointing=True, loss=torch.sum)
+
+
 def test_a_plan_for_another_machine_runs_with_directories_of_this_one(tmp_path: Path) -> None:
     room = planning.Capacities(2 * MIB, 4 * MIB, 64 * MIB)
     plan = planning.plan_within(planning.Call(GPT, BATCH, None, torch.bfloat16), room, planning.load_profile("l4"))
