@@ -230,6 +230,8 @@ def _count(update: ParameterUpdate) -> AdamWStep:
         states = dict(state)
         state.clear()
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
+    if state["step"].device.type != "cpu":  # users move whole states: reading it there would wait for the device
+        state["step"] = state["step"].cpu()
     state["step"] += 1
     beta1, beta2 = group["betas"]
     return AdamWStep(

@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -179,6 +179,7 @@ class OffloadedOptimizer(Optimizer):
                 managed.chunk.homes[role].written = True
                 self._state[managed.parameter][name] = home
                 self._versions[id(managed), name] = -1  # whatever is staged of it is old
+            _bring_numbers_back(self._state[managed.parameter], places)
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -412,3 +413,10 @@ class OffloadedOptimizer(Optimizer):
 
     def _name(self) -> str:
         return f"hetmem.{type(self).__name__}"
+
+
+def _bring_numbers_back(state: dict[str, Any], homes: Container[str]) -> None:
+    """Step counts and the like are the host's, which reads them at each step; torch sends those of a fused optimizer to
+    where the parameter is."""
+    numbers = {name: value for name, value in state.items() if name not in homes and isinstance(value, torch.Tensor)}
+    state.update({name: value.cpu() for name, value in numbers.items()})

@@ -150,6 +150,26 @@ def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tm
         go_on(managed, optimizer, step)
 
 
+@pytest.mark.parametrize("by", ["the user", "a fused optimizer"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_step_counts_that_were_sent_to_the_gpu_come_back_to_the_host(placement: str, by: str, tmp_path: Path) -> None:
+    """Else each parameter's would be waited for in each step."""
+    expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu")
+    torch.manual_seed(0)
+    managed: Any = hetmem.manage(Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in expected:
+        go_on(managed, optimizer, step)
+        assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
+        if by == "the user":
+            for state in optimizer.state.values():
+                state.update({name: value.cuda() for name, value in state.items()})
+        else:
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict({**saved, "param_groups": [{**g, "fused": True} for g in saved["param_groups"]]})
+            assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
+
+
 def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:
     """So whatever above did not go through hetmem would have raised."""
     managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
