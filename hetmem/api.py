@@ -124,7 +124,8 @@ def manage(
     accelerator = _accelerator(device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
-    memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
+    with torch.inference_mode(False):  # where tensors take writes later
+        memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
     slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
     residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
     engine = TransferEngine(accelerator, memory.store)

@@ -27,6 +27,7 @@ from tests.runtime.harness import (
     assert_same,
     assert_same_weights,
     everywhere,
+    manage,
     mlp,
     pair,
     precisions,
@@ -127,6 +128,29 @@ def test_another_default_device_is_nothing_to_hetmem(
     optimizers = adamws(*modules, overlap=overlap)
     with torch.device("meta"):
         train_both(*modules, batches, Recipe(mixed=mixed, steps=3), optimizers=optimizers)
+
+
+@everywhere
+def test_a_model_that_was_managed_and_loaded_in_inference_mode_trains(placement: str, tmp_path: Path) -> None:
+    plain, managed = mlp(), mlp()
+    managed.load_state_dict(plain.state_dict())
+    with torch.inference_mode():
+        manage(managed, placement, tmp_path)
+    left, right = adamws(plain, managed)
+    for batch in BATCHES:
+        one(plain, batch, left)
+        one(managed, batch, right)
+        states = copy.deepcopy(left.state_dict())
+        with torch.inference_mode():
+            right.load_state_dict(states)
+    assert_same_weights(plain, managed)
+
+
+def test_weights_that_were_made_in_inference_mode_are_refused(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        module = mlp()
+    with pytest.raises(ManageError, match=r"0\.weight was made under torch\.inference_mode.*outside"):
+        manage(module, "host", tmp_path)
 
 
 TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
