@@ -21,7 +21,7 @@ from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.runtime import differentiated, registry
 from hetmem.runtime.building import Building
 from hetmem.runtime.construction import build_memory
 from hetmem.runtime.interception import Interception
@@ -133,6 +133,7 @@ def manage(
     runtime.hardware = profile
     interception = Interception(module, runtime)
     registry.add(module, interception)
+    differentiated.watch()
     return module
 
 

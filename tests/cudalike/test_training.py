@@ -150,6 +150,26 @@ def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tm
         go_on(managed, optimizer, step)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_that_are_asked_for_are_those_that_arrive(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """After a forward weights are on another device than their gradients are made on; `backward` is compared above."""
+    managed: Any = hetmem.manage(
+        Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB", mixed_precision=mixed
+    )
+    parameters = list(managed.parameters())
+    for batch in batches(2):
+        loss = managed(batch)
+        found = torch.autograd.grad(loss, parameters, retain_graph=True)
+        loss.backward()
+        for parameter, gradient in zip(parameters, found, strict=True):
+            assert gradient.device == parameter.device
+            assert torch.equal(gradient, parameter.grad)
+        managed.zero_grad()
+
+
 def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:
     """So whatever above did not go through hetmem would have raised."""
     managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
