@@ -170,6 +170,29 @@ def test_gradients_that_are_asked_for_are_those_that_arrive(
         managed.zero_grad()
 
 
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_that_are_kept_and_tensors_that_are_put_there_are_the_user_s(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    managed: Any = hetmem.manage(
+        Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB", mixed_precision=mixed
+    )
+    first, second = batches(2)
+    managed(first).backward()
+    kept = [parameter.grad for parameter in managed.parameters()]
+    copies = [gradient.clone() for gradient in kept]
+    managed.zero_grad()
+    managed(second).backward()
+    arrived = [parameter.grad.clone() for parameter in managed.parameters()]
+    assert all(map(torch.equal, kept, copies))
+    for parameter, gradient in zip(managed.parameters(), kept, strict=True):
+        parameter.grad = gradient
+    managed(second).backward()
+    for parameter, mine, before, other in zip(managed.parameters(), kept, copies, arrived, strict=True):
+        assert parameter.grad is mine
+        assert torch.equal(mine, before + other)
+
+
 def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:
     """So whatever above did not go through hetmem would have raised."""
     managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
