@@ -21,7 +21,7 @@ from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.runtime import differentiated, registry
 from hetmem.runtime.building import Building
 from hetmem.runtime.construction import build_memory
 from hetmem.runtime.interception import Interception
@@ -130,7 +130,8 @@ def manage(
     accelerator = _accelerator(device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
-    memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
+    with torch.inference_mode(False):  # where tensors take writes later
+        memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
     slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
     residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
     engine = TransferEngine(accelerator, memory.store)
@@ -139,6 +140,7 @@ def manage(
     runtime.planned_optimizer = {} if planned is None else planned.optimizer
     interception = Interception(module, runtime)
     registry.add(module, interception)
+    differentiated.watch()
     return module
 
 

@@ -92,6 +92,7 @@ class OffloadedOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
+        self.synchronize()  # updates that are under way are of the states before
         self._state = value
 
     @HELD_BACK
@@ -156,6 +157,7 @@ class OffloadedOptimizer(Optimizer):
         super().zero_grad(set_to_none)
 
     @HELD_BACK
+    @torch.inference_mode(False)  # where tensors take writes later
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home.
 
@@ -399,7 +401,8 @@ class OffloadedOptimizer(Optimizer):
         if found is None:
             raise ManageError(
                 f"{self._name()} cannot step a parameter of shape {tuple(parameter.shape)} that is not managed any "
-                f"more (its model was released): make an ordinary optimizer and load this one's state_dict into it"
+                f"more: its model was released, or is a copy, as this is. Make an ordinary optimizer, or call "
+                f"hetmem.manage(model, …) and make {self._name()} again, and load this one's state_dict into it"
             )
         interception, managed = found
         return self._stepper(interception), managed

@@ -6,7 +6,8 @@ Everything that can be refused is refused before the first parameter is touched.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import pairwise
 
 import torch
@@ -46,6 +47,8 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
                 f"with model.cpu()); hetmem brings its parameters to the accelerator. For a pretrained model, build it "
                 f"from its config and fill it with hetmem.load_weights"
             )
+        if parameter.is_inference():
+            raise ManageError(f"{name} was made under torch.inference_mode(), which counts no writes: build it outside")
         if parameter.layout is not torch.strided:
             raise ManageError(f"{name} has layout {parameter.layout}, expected a dense (strided) tensor")
         start = parameter.data_ptr()
@@ -170,6 +173,7 @@ def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[
 
 
 def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
+    _take_apart([parameter for _, parameter in parameters])
     for placement, (name, parameter) in zip(memory.layout.placements, parameters, strict=True):
         chunk = memory.chunks[placement.chunk]
         data = parameter.data
@@ -181,6 +185,21 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
         )
         chunk.parameters.append(managed)
         settle_in(managed, memory.device.torch_device)
+
+
+def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Parameters that are parts of one tensor count versions together, and an update of one would look like a write to
+    the others: each gets a counter of its own, unless it has a part in somebody's graph."""
+    of_storage: dict[int, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        of_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    for together in of_storage.values():
+        for parameter in together[1:]:
+            hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            if parameter.grad is None and not hooks and parameter.numel():
+                alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
+                with suppress(RuntimeError):
+                    torch._C._swap_tensor_impl(parameter, alone)
 
 
 def settle_in(managed: ManagedParameter, device: torch.device) -> None:

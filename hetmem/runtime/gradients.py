@@ -19,6 +19,7 @@ from hetmem.plan.cache import CopyState
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
+from hetmem.runtime.old_gradients import OldGradients
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 from hetmem.runtime.weak import WeakOnes
@@ -87,6 +88,7 @@ class GradientSink:
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
         self._taken: dict[int, torch.Tensor | None] = {}
+        self._old = OldGradients()
 
     def install(self, managed: ManagedParameter) -> None:
         """Hook `managed`, once, as soon as it requires a gradient."""
@@ -126,15 +128,20 @@ class GradientSink:
         if arrived is None:  # frozen since the forward: torch leaves what was there
             parameter.grad = previous
             return
-        if arrived.requires_grad or arrived.layout is not torch.strided:
+        was_sparse = previous is not None and previous.layout is not torch.strided
+        if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
             arrived = arrived.to(parameter)
-            parameter.grad = arrived if previous is None else previous + arrived
+            dense_first = was_sparse and arrived.layout is torch.strided
+            parameter.grad = arrived if previous is None else arrived + previous if dense_first else previous + arrived
             return
         with self.runtime.unwatched(), without_graph():
             parameter.grad = None
-            self._send(managed, arrived, previous)
-            parameter.grad = managed.grad_home
+            if previous is None or is_home(previous, managed):
+                self._send(managed, arrived, adds=previous is not None)
+                parameter.grad = managed.grad_home
+            else:
+                parameter.grad = previous.add_(arrived.to(previous))
             if has_hooks_of_the_user(parameter):
                 self.arrive()
             for watcher in self.watchers:
@@ -178,15 +185,16 @@ class GradientSink:
         homes = [chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes]
         runtime.traffic.wait_until_written(homes)
 
-    def _send(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
+    def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""
         chunk = managed.chunk
         if self.lends and Role.GRAD not in chunk.homes:
             self._lend(chunk)
         if Role.GRAD not in chunk.homes:
             self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
+        if not adds:
+            self._old.leave_to_the_user(managed)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
-            previous = None if previous is None else previous.clone()  # the user gave the home's tensor other memory
             managed.open_grad_home()
         assert managed.grad_home is not None
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
@@ -197,14 +205,8 @@ class GradientSink:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
-        target = self._open(managed, adds=previous is managed.grad_home) if on_nvme else managed.grad_home
-        if previous is not None and previous is not managed.grad_home:
-            try:
-                target.copy_(previous)
-            except BaseException:
-                traffic.close_role(chunk, Role.GRAD, dirty=True)
-                raise
-        work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=previous is not None)
+        target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
+        work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize)
 
     def _lend(self, chunk: Chunk) -> None:
@@ -295,8 +297,13 @@ class GradientSink:
 
 def is_home_gradient(managed: ManagedParameter) -> bool:
     """Whether `p.grad` is the home of the gradient, as hetmem left it there."""
-    home = managed.grad_home
-    return home is not None and managed.parameter.grad is home and home.data_ptr() == managed.grad_address
+    gradient = managed.parameter.grad
+    return gradient is not None and is_home(gradient, managed)
+
+
+def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
+    """Whether `gradient` is the home of that of `managed`, and where that was made."""
+    return gradient is managed.grad_home and gradient.data_ptr() == managed.grad_address
 
 
 def wait_for_staged_gradients(runtime: Runtime, chunks: Iterable[Chunk]) -> None:

@@ -150,6 +150,16 @@ class _AllBut:
         return tensor if id(tensor) in self._kept else self._convert(tensor)
 
 
+def asked_format(convert: Convert, dimensions: int, device: torch.device) -> torch.memory_format | None:
+    """The memory format that `convert` gives to tensors of 4 or 5 `dimensions`, if it changes theirs."""
+    formats = torch.contiguous_format, (torch.channels_last if dimensions == 4 else torch.channels_last_3d)
+    for before, after in (formats, formats[::-1]):
+        converted = convert(torch.empty((2,) * dimensions, device=device, memory_format=before))
+        if converted.is_contiguous(memory_format=after):
+            return after
+    return None
+
+
 def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> list[Conversions]:
     """Tell `hooked` of conversions of `modules`, but of those of which somebody else is told."""
     made = []

@@ -23,7 +23,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import exchange, hook_forwards, skipped
 from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
 from hetmem.runtime.gradients import GradientSink
-from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict, Convert, hook_conversions
+from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict, Convert, asked_format, hook_conversions
 from hetmem.runtime.operators import OperatorFaults
 from hetmem.runtime.regions import Regions
 from hetmem.runtime.runtime import Runtime
@@ -324,7 +324,7 @@ class Interception:
 
     def not_converted(self, convert: Convert) -> list[torch.Tensor]:
         """`Module.to` and the like: managed parameters, and their gradients, stay where they are, as they come to the
-        device for operators. Raises `ManageError` where they would get another dtype."""
+        device for operators. Raises `ManageError` where they would get another dtype, or strides."""
         self._forget_interrupted()
         for dtype in {managed.chunk.dtype for managed in self.runtime.parameters}:
             with self.runtime.unwatched(), torch.no_grad():
@@ -335,6 +335,17 @@ class Interception:
                     f"convert it, and manage it again. To compute in 16 bits with such masters there is "
                     f"mixed_precision=…"
                 )
+        for dimensions in {len(managed.shape) for managed in self.runtime.parameters} & {4, 5}:
+            with self.runtime.unwatched(), torch.no_grad():
+                layout = asked_format(convert, dimensions, self.runtime.memory.device.torch_device)
+            if layout is None:
+                continue
+            for managed in self.runtime.parameters:
+                if len(managed.shape) == dimensions and not managed.home.is_contiguous(memory_format=layout):
+                    raise ManageError(
+                        f"{managed.name} is managed and cannot become {layout}: call .to(memory_format=…) before "
+                        f"hetmem.manage, or call hetmem.release(model) first, convert it, and manage it again"
+                    )
         kept = [each for managed in self.runtime.parameters for each in (managed.parameter, managed.parameter.grad)]
         return [each for each in kept if each is not None]
 

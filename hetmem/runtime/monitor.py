@@ -127,8 +127,9 @@ def _modes_are_around() -> bool:
 
 
 def nodes_behind(outputs: Any) -> Iterator[Any]:
-    """Every node of the autograd graph behind `outputs`, once."""
-    stack = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    """Every node of the autograd graph behind `outputs`, which are tensors or edges, once."""
+    ends = [leaf.grad_fn if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(outputs)]
+    stack: list[Any] = [end for end in ends if hasattr(end, "next_functions")]
     seen: set[Any] = set()
     while stack:
         node = stack.pop()
@@ -167,10 +168,12 @@ def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether `value` is a tensor with memory that can be asked for (not one inside a `torch.func` transform)."""
+    """Whether `value` is a tensor with memory that can be asked for (not one inside a `torch.func` transform, or of
+    a backward of many gradients at once)."""
     return (
         isinstance(value, torch.Tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and not torch._C._functorch.is_legacy_batchedtensor(value)
         and value.layout is torch.strided
         and not value.is_meta
         and not value._is_zerotensor()

@@ -14,9 +14,10 @@ import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.layout import Layout, ParameterSpec, build_layout, used_ends
-from hetmem.runtime.bindings import storage_references
+from hetmem.runtime.bindings import is_shared, storage_references
 from hetmem.runtime.construction import reside
 from hetmem.runtime.gradients import is_home_gradient
+from hetmem.runtime.old_gradients import is_kept
 from hetmem.runtime.runtime import Runtime
 
 _SCRATCH = 2
@@ -68,10 +69,16 @@ def _plan(runtime: Runtime, chunks: Sequence[Chunk]) -> tuple[list[ManagedParame
 
 
 def _is_held(managed: ManagedParameter) -> bool:
-    """Whether somebody else has a view of the home of `managed`, or has put something else into `p.grad`."""
-    parameter = managed.parameter
-    gradient_is_ours = parameter.grad is None or is_home_gradient(managed)
-    return not gradient_is_ours or (bool(managed.numel) and storage_references(managed.home) > managed.home_references)
+    """Whether somebody else has a view of the home of `managed` or of its gradient's, or has put something else into
+    `p.grad`, or has taken that out of it."""
+    if managed.parameter.grad is not None and not is_home_gradient(managed):
+        return True
+    if not managed.numel:
+        return False
+    home = managed.grad_home
+    if home is not None and (is_shared(home) if managed.parameter.grad is home else is_kept(managed)):
+        return True
+    return storage_references(managed.home) > managed.home_references
 
 
 def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout, device: torch.device) -> None:
@@ -98,7 +105,8 @@ def _move(chunks: Sequence[Chunk], order: list[ManagedParameter], layout: Layout
         managed.chunk.parameters.append(managed)
         reside(managed, managed.view(Role.PARAM), device)
         if id(managed) in live:
-            managed.open_grad_home()
-            managed.parameter.grad = managed.grad_home
+            assert managed.grad_home is not None
+            managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one
+            managed.grad_address = managed.grad_home.data_ptr()
         else:
             managed.grad_home = None

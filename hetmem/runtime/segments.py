@@ -79,10 +79,12 @@ def _forget_nodes_that_did_not_run() -> None:
 
 
 def _hetmem_is_at_work() -> bool:
-    """Whether anything of hetmem's called what calls the caller of this, on this thread."""
+    """Whether anything of hetmem's called what calls the caller of this, on this thread; every backward goes through
+    `differentiated`, which is not at work then."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("hetmem."):
+        name: str = frame.f_globals.get("__name__", "")
+        if name.startswith("hetmem.") and name != "hetmem.runtime.differentiated":
             return True
         frame = frame.f_back
     return False

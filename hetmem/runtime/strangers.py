@@ -1,7 +1,7 @@
-"""Parameters that a managed module got after `hetmem.manage`: torch computes with them as they are.
+"""Parameters that a managed module got after `hetmem.manage`, and buffers: torch computes with them as they are.
 
 That works until one meets what hetmem brings (16-bit copies, another device). torch's error says only that dtypes or
-devices differ; here it is told which parameter is the cause. Knows modules and errors. It changes no tensor.
+devices differ; here it is told which of them may be the cause. Knows modules and errors. It changes no tensor.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hetmem.runtime.compute import calling_frame
 _SHOWN = 5
 """Names in a message."""
 _KNOWN = "The model has parameters that were not there when hetmem.manage was called"
+_BUFFERS = "With mixed_precision buffers keep their dtype, and an operator may want that of its weights"
 
 
 def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, ManagedParameter]) -> None:
@@ -24,6 +25,7 @@ def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, M
 
     Once: the hooks of all modules that it leaves ask for it.
     """
+    _explain_buffers(error, model, managed)
     strangers = [
         f"{name} ({parameter.dtype}, {parameter.device})"
         for name, parameter in model.named_parameters()
@@ -36,6 +38,19 @@ def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, M
         f"{error}\n{_KNOWN}: {', '.join(strangers[:_SHOWN])}{more}. They stay as they are, while "
         f"managed ones are used on the device, with mixed_precision in 16 bits. Call hetmem.release(model), then "
         f"hetmem.manage(model, …) again",
+    )
+
+
+def _explain_buffers(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, ManagedParameter]) -> None:
+    """Normalisation over a batch takes running means in the dtype of its weights, for one."""
+    narrow = {each.chunk.compute_dtype for each in managed.values() if each.chunk.compute_dtype is not each.chunk.dtype}
+    wide = [f"{name} ({buffer.dtype})" for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
+    if not (narrow and wide) or "scalar type" not in str(error) or _BUFFERS in str(error):
+        return
+    more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
+    error.args = (
+        f"{error}\n{_BUFFERS}: {', '.join(wide[:_SHOWN])}{more}. Convert those that are meant to "
+        f"{', '.join(map(str, narrow))}, or leave mixed_precision out and compute under torch.autocast",
     )
 
 

@@ -170,6 +170,49 @@ def test_step_counts_that_were_sent_to_the_gpu_come_back_to_the_host(placement: 
             assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_that_are_asked_for_are_those_that_arrive(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """After a forward weights are on another device than their gradients are made on; `backward` is compared above."""
+    managed: Any = hetmem.manage(
+        Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB", mixed_precision=mixed
+    )
+    parameters = list(managed.parameters())
+    for batch in batches(2):
+        loss = managed(batch)
+        found = torch.autograd.grad(loss, parameters, retain_graph=True)
+        loss.backward()
+        for parameter, gradient in zip(parameters, found, strict=True):
+            assert gradient.device == parameter.device
+            assert torch.equal(gradient, parameter.grad)
+        managed.zero_grad()
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_that_are_kept_and_tensors_that_are_put_there_are_the_user_s(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    managed: Any = hetmem.manage(
+        Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB", mixed_precision=mixed
+    )
+    first, second = batches(2)
+    managed(first).backward()
+    kept = [parameter.grad for parameter in managed.parameters()]
+    copies = [gradient.clone() for gradient in kept]
+    managed.zero_grad()
+    managed(second).backward()
+    arrived = [parameter.grad.clone() for parameter in managed.parameters()]
+    assert all(map(torch.equal, kept, copies))
+    for parameter, gradient in zip(managed.parameters(), kept, strict=True):
+        parameter.grad = gradient
+    managed(second).backward()
+    for parameter, mine, before, other in zip(managed.parameters(), kept, copies, arrived, strict=True):
+        assert parameter.grad is mine
+        assert torch.equal(mine, before + other)
+
+
 def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:
     """So whatever above did not go through hetmem would have raised."""
     managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")

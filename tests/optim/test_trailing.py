@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,18 @@ def test_loading_weights_while_updates_trail(options: dict[str, Any], placement:
         for module, optimizer in both.sides:
             one(module, batch, optimizer)
             module.load_state_dict(first)
+    both.assert_same()
+
+
+@streamed
+@trailing
+def test_states_that_are_put_away_while_updates_trail(options: dict[str, Any], placement: str, tmp_path: Path) -> None:
+    both = twins(pair(mlp, placement, tmp_path), **options)
+    for batch in vector_batches(6, 4, 64):
+        for module, optimizer in both.sides:
+            one(module, batch, optimizer)
+            optimizer.state = defaultdict(dict)
+    both.train(vector_batches(1, 4, 64))
     both.assert_same()
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,32 @@ def test_another_dtype_is_refused_and_changes_nothing(
         OTHERS[other](managed)
     assert_same_weights(plain, managed)
     train_both(plain, managed, batches, Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+
+
+def conv(memory_format: torch.memory_format) -> nn.Module:
+    kind = nn.Conv3d if memory_format is torch.channels_last_3d else nn.Conv2d
+    layers: Any = nn.Sequential(kind(3, 8, 3), kind(8, 8, 1), nn.Flatten(), nn.LazyLinear(WIDTH))
+    layers(torch.ones((1, 3, 4, 4, 4)[: 2 + len(layers[0].kernel_size)]))
+    return layers  # type: ignore[no-any-return]
+
+
+FORMATS = (torch.channels_last, torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_another_memory_format_is_refused_and_the_present_one_is_not(
+    layout: torch.memory_format, placement: str, tmp_path: Path
+) -> None:
+    """Operators would compute with other strides than plain torch, and might round otherwise."""
+    contiguous = manage(conv(layout), placement, tmp_path)
+    contiguous.to(memory_format=torch.contiguous_format)
+    with pytest.raises(ManageError, match=r"0\.weight .* cannot become torch\.channels_last.*before hetmem\.manage"):
+        contiguous.to(memory_format=layout)
+    converted = manage(conv(layout).to(memory_format=layout), placement, tmp_path)
+    converted.to(memory_format=layout).to("meta").float()
+    with pytest.raises(ManageError, match=r"0\.weight .* cannot become torch\.contiguous_format"):
+        converted.to(memory_format=torch.contiguous_format)
 
 
 class Recurrent(nn.Module):

@@ -14,12 +14,14 @@ from tests.runtime.harness import (
     WIDTH,
     Recipe,
     Tower,
+    adamws,
     assert_same,
     assert_same_grads,
     assert_same_states,
     assert_same_weights,
     both,
     everywhere,
+    loss_of,
     pair,
     token_batches,
     train_both,
@@ -74,6 +76,41 @@ def test_parameters_of_every_stride_and_size_train_as_in_torch(placement: str, t
         assert_same_states(left, right)
         for module in modules:
             module.zero_grad()
+
+
+class Parts(nn.Module):
+    """Weights that were parts of one tensor, as a fused query, key and value is taken apart: torch has them count
+    their versions together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fused = torch.randn(3 * WIDTH, WIDTH) / 8
+        self.parts = nn.ParameterList(nn.Parameter(fused[at : at + WIDTH]) for at in range(0, 3 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(x @ part)
+        return x
+
+
+@everywhere
+@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+def test_the_update_of_a_part_of_a_tensor_is_no_write_of_the_users_to_the_others(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    modules = pair(Parts, placement, tmp_path)
+    left, right = optimizers = adamws(*modules, overlap=overlap)
+    for batch in vector_batches(5, 4, WIDTH):
+        both(modules, lambda module, batch=batch: loss_of(module, batch).backward())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        right.synchronize()
+        with torch.no_grad():
+            for module in modules:
+                module.parts[1].mul_(0.5)
+    assert_same_weights(*modules)
+    assert_same_states(left, right)
 
 
 @everywhere

@@ -74,3 +74,24 @@ def test_parameters_that_were_added_train_as_they_are_in_float32(placement: str,
         each(value).square().sum().backward()
     for (name, expected), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert_same(expected.grad, got.grad, name)
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_an_error_about_dtypes_names_the_buffers_that_keep_theirs(placement: str, tmp_path: Path) -> None:
+    """The way out that it names works, and other errors stay as they are."""
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))  # noqa: E731
+    managed = manage(build(), placement, tmp_path, mixed_precision=torch.bfloat16)
+    x = torch.ones(4, WIDTH)
+    with pytest.raises(RuntimeError, match=r"1\.running_mean \(torch\.float32\), .* to torch\.bfloat16, or") as raised:
+        managed(x)
+    assert str(raised.value).count("buffers") == 1
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
+        managed(x[:, :3])
+    assert "buffers" not in str(raised.value)
+    for buffer in managed[1].buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.bfloat16()
+    assert managed(x).isfinite().all()
+    autocast = manage(build(), placement, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast(x).isfinite().all()

@@ -26,6 +26,7 @@ from tests.runtime.harness import (
     assert_same,
     assert_same_weights,
     everywhere,
+    manage,
     mlp,
     pair,
     streamed,
@@ -80,6 +81,29 @@ def test_a_selective_checkpoint_in_mixed_precision(kept: str, placement: str, tm
     modules = pair(lambda: Selective(KEPT[kept]), placement, tmp_path, mixed_precision=torch.bfloat16)
     batches = vector_batches(3, 4, WIDTH, dtype=torch.bfloat16)
     train_both(*modules, batches, Recipe(steps=3, mixed=torch.bfloat16))
+
+
+@everywhere
+def test_a_model_that_was_managed_and_loaded_in_inference_mode_trains(placement: str, tmp_path: Path) -> None:
+    plain, managed = mlp(), mlp()
+    managed.load_state_dict(plain.state_dict())
+    with torch.inference_mode():
+        manage(managed, placement, tmp_path)
+    left, right = adamws(plain, managed)
+    for batch in BATCHES:
+        one(plain, batch, left)
+        one(managed, batch, right)
+        states = copy.deepcopy(left.state_dict())
+        with torch.inference_mode():
+            right.load_state_dict(states)
+    assert_same_weights(plain, managed)
+
+
+def test_weights_that_were_made_in_inference_mode_are_refused(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        module = mlp()
+    with pytest.raises(ManageError, match=r"0\.weight was made under torch\.inference_mode.*outside"):
+        manage(module, "host", tmp_path)
 
 
 TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
