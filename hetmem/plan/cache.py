@@ -11,7 +11,7 @@ from enum import Enum, auto
 from itertools import chain
 
 from hetmem.plan.order import NOTHING, Order, Rank
-from hetmem.plan.policy import CopyFacts, EvictionPolicy
+from hetmem.plan.policy import CopyFacts, EvictionPolicy, NextUse
 from hetmem.plan.slots import PlaceMap, SlotMap
 from hetmem.plan.trace import DEVICE, HOST, NEVER, Schedule, Tier
 
@@ -88,7 +88,7 @@ class Cache:
         self.loading = 0
         self.writing: dict[int, Copy] = {}
         self._blocks = blocks
-        self._policy = policy
+        self._policy, self._by_next_use = policy, type(policy) is NextUse
         self._nearer = nearer
         self._farther: Cache | None = None
         self._beside = self  # where copies for this tier come from, if that is a cache too
@@ -201,19 +201,25 @@ class Cache:
         end = schedule.horizon(lookahead)
         missing: list[int] = []
         comes_by_itself: set[int] = set()
+        overwrites, seen_all = schedule.overwrites, True
         for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
-            if all(map(copies.__contains__, blocks)):
-                continue
-            if not (missing or comes_by_itself):
-                self._present_until = at
-            absent = [block for block in blocks if block not in copies and block not in comes_by_itself]
-            if not schedule.reads(at):
-                comes_by_itself.update(absent)
+            for block in blocks:
+                if block not in copies:
+                    break
             else:
-                missing += [block for block in dict.fromkeys(absent) if block not in missing]
-                if len(missing) >= most:
-                    return missing[:most]
-        if not (missing or comes_by_itself):
+                continue
+            if seen_all:
+                self._present_until = at
+                seen_all = False
+            if overwrites and not schedule.reads(at):
+                comes_by_itself.update(block for block in blocks if block not in copies)
+                continue
+            for block in blocks:
+                if block not in copies and block not in missing and block not in comes_by_itself:
+                    missing.append(block)
+                    if len(missing) >= most:
+                        return missing
+        if seen_all:
             self._present_until = schedule.present_until(copies, max(start, end), lookahead + _FURTHER)
         elif not missing:
             self.rest(None, None)
@@ -296,14 +302,18 @@ class Cache:
 
     def _pass_on(self) -> None:
         """Tell whoever rests, and the orders, of what has changed since an order was asked."""
-        if self._changed:
+        changed, ranked = self._changed, self._ranked
+        if changed:
             for resting in self._resting_here:
-                resting._disturb(self)
-        for changed in (self._changed, self._ranked):
-            if changed:
-                self._demand.touch(changed)
-                self._ahead.touch(changed)
-                changed.clear()
+                if resting._rest is not None:
+                    resting._disturb(self)
+            self._demand.touch(changed)
+            self._ahead.touch(changed)
+            changed.clear()
+        if ranked:
+            self._demand.touch(ranked)
+            self._ahead.touch(ranked)
+            ranked.clear()
 
     def _victims(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
         """Those of `order` that have to go for a place of `span` slots; see `harmless_victims`. If there were none when
@@ -372,18 +382,20 @@ class Cache:
 
     def _demand_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or copy.uses or not copy.idle:
+        if copy is None or copy.uses or copy.writing or (copy.state is not VALID and copy.state is not STALE):
             return None
         next_use = self.schedule.next_use(block)
         if next_use != NEVER and self._nearer is not None and block in self._nearer.copies:
             next_use = NEVER - 1
+        if self._by_next_use:  # as the policy would, without asking it
+            return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
         facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)
 
     def _ahead_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or copy.uses or copy.dirty or not copy.idle:
-            return None
+        if copy is None or copy.uses or copy.dirty or (copy.state is not VALID and copy.state is not STALE):
+            return None  # what is written is dirty
         return self.schedule.next_use(block), -copy.last_use, -copy.number, block
 
     def check(self) -> None:

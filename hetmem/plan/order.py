@@ -32,13 +32,11 @@ class Order:
         self._rank_of: dict[int, Rank] = {}
         self._ranks: list[Rank] = []
         self._touched: set[int] = set()
+        self.touch: Callable[[Iterable[int]], None] = self._touched.update
+        """The ranks of so many blocks may have changed."""
         self._outdated = False
         self.gained = NEVER
         """The greatest number that a rank begins with which is new since this was last set to `NOTHING`."""
-
-    def touch(self, blocks: Iterable[int]) -> None:
-        """The ranks of `blocks` may have changed."""
-        self._touched.update(blocks)
 
     def renew(self) -> None:
         """Every rank may have changed."""

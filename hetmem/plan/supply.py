@@ -73,6 +73,8 @@ class Supply:
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on: find their source, then a slot, then fetch. The oldest first. What changed on the device
         alone is of no use for those that wait for staging."""
+        if not self._waiting:
+            return
         self._too_large.clear()
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
@@ -117,18 +119,24 @@ class Supply:
             self.trim(cache, commands)
         if self._waiting:
             self.serve(commands, cache.tier)
-        self.prefetch(cache, commands)
+        if not self._waiting and cache.loading < self._at_once and not cache.at_rest(self._lookahead):
+            self._look(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
 
     def at_rest(self, cache: Cache) -> bool:
         """Whether `prefetch` would begin nothing, as far as is known."""
-        return bool(self._waiting) or cache.loading >= self._at_once or cache.at_rest(self._lookahead)
+        if self._waiting or cache.loading >= self._at_once:
+            return True
+        return cache.at_rest(self._lookahead)
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if self.at_rest(cache):
-            return
+        if not self._waiting and cache.loading < self._at_once and not cache.at_rest(self._lookahead):
+            self._look(cache, commands)
+
+    def _look(self, cache: Cache, commands: list[Command]) -> None:
+        """As `prefetch`, where that may begin something."""
         most = self._at_once - cache.loading
         missing = cache.missing(self._lookahead, most)
         if not missing:

@@ -103,6 +103,8 @@ class Schedule:
         self.position = 0
         self._segment = segment
         self._overwritten = known.overwritten
+        self.overwrites = bool(known.overwritten)
+        """Whether any use writes its blocks without reading them, so that `reads` is to be asked."""
         self.now: tuple[int, ...] = ()
         """The blocks of the use just reached."""
         self.met: set[int] = set()
