@@ -339,6 +339,8 @@ class Cache:
         missing = self.slots.used + span - self.limit - (sum(map(self._span, victims)) if victims else 0)
         if missing <= 0:
             return victims
+        if missing == 1 and not victims:  # most often: whatever is first is enough
+            return order.first(1, self._span, least, spared)
         more = order.first(missing, self._span, least, {*spared, *victims} if victims else spared)
         more = self._without_needless(more, missing)
         return victims + more if sum(map(self._span, more)) >= missing else []

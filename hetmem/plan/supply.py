@@ -212,14 +212,16 @@ class Supply:
         else:
             # What is staged for another request is spared: two could take it from each other for ever.
             spared = {block for other, block in self._waiting if other is not cache.tier}
-            if cache.writing_slots(span) < span:
+            if not cache.writing or cache.writing_slots(span) < span:
                 victims = cache.victims(span, spared)
             else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
                 victims = cache.harmless_victims(span, cache.schedule.position + 2 * self._lookahead, spared)
+        if not victims:
+            return None
         dirty = [block for block in victims if cache.copies[block].dirty]
         for block in dirty:
             self._ledger.write(block, cache.copies[block], commands)
-        if dirty or not victims:
+        if dirty:
             return None
         for block in victims:
             self._ledger.evict(block, cache.tier, commands)
