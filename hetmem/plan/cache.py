@@ -169,10 +169,10 @@ class Cache:
     def reach(self, blocks: tuple[int, ...]) -> None:
         """A use of `blocks` begins. Next uses change for what was waited for in vain, and for what was skipped."""
         schedule = self.schedule
-        passed, first = schedule.now, schedule.position
+        passed, first, met, copies = schedule.now, schedule.position, schedule.met, self.copies
         for block in passed:
-            copy = self.copies.get(block)
-            if block not in schedule.met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
+            copy = copies.get(block)
+            if block not in met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
                 self.touch(block)
         if not schedule.reach(blocks):
             return

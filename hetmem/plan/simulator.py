@@ -162,9 +162,10 @@ class SimulatedTraffic:
         commands = residency.acquire(block, tier, load=load)
         if commands:
             self.execute(commands, urgent=block)
-        if self.worker is not None and residency.state(block, tier) is not VALID:
+        state = residency.state
+        if self.worker is not None and state(block, tier) is not VALID:
             self.worker.hasten(block)
-        while residency.state(block, tier) is not VALID:
+        while state(block, tier) is not VALID:
             if not self.go_on():
                 raise residency.withdraw(block, tier)
 
@@ -311,7 +312,8 @@ class SimulatedTraffic:
 
     def go_on(self) -> bool:
         """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
-        self.pump()
+        if self.worker is not None:
+            self.worker.pump()
         if self._ends:
             self.wait_for_one()
             return True
