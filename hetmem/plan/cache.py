@@ -239,17 +239,19 @@ class Cache:
 
     def at_rest(self, lookahead: int) -> bool:
         """Whether looking at what the next `lookahead` uses miss would begin nothing, as far as is known."""
-        position = self.schedule.position
+        position, rest = self.schedule.position, self._rest
         if self._present_until >= position + lookahead:
             return True
-        if self._rest is None:
+        if rest is None:
             return False
-        until, moves, where, _ = self._rest
+        until, moves, where, _ = rest
         if position > until or moves != self._moves + self._beside._moves:
             self._rest = None
-        elif where is not None and where._changed:
+            return False
+        if where is not None and where._changed:
             where._pass_on()
-        return self._rest is not None
+            return self._rest is not None
+        return True
 
     def _disturb(self, where: Cache) -> None:
         """On `where` copies may be given up that perhaps could not be before."""
@@ -318,7 +320,8 @@ class Cache:
     def _victims(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
         """Those of `order` that have to go for a place of `span` slots; see `harmless_victims`. If there were none when
         this was last asked, and nothing has become free nor can be given up since, there are none now."""
-        self._pass_on()
+        if self._changed or self._ranked:
+            self._pass_on()
         order.ranks()
         before, question = self._refused.get(order), (span, self._freed, spared)
         if before is not None and before[0] <= least and order.gained < least and before[1] == question:
@@ -333,7 +336,9 @@ class Cache:
         """As `_victims`, found by looking."""
         victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
-            victims = self._window(self._row, order, span, least, spared)
+            may_go = [(rank[:-2], rank[-1]) for rank in order.at_least(least) if rank[-1] not in spared]
+            taken = [(rank, self.copies[block].slot, self._span(block)) for rank, block in may_go]
+            victims = self._row.emptied_first(taken, span)
             if not victims:
                 return []
         missing = self.slots.used + span - self.limit - (sum(map(self._span, victims)) if victims else 0)
@@ -344,28 +349,6 @@ class Cache:
         more = order.first(missing, self._span, least, {*spared, *victims} if victims else spared)
         more = self._without_needless(more, missing)
         return victims + more if sum(map(self._span, more)) >= missing else []
-
-    def _window(self, row: SlotMap, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
-        """The place for `span` slots whose blocks are needed last, by the first of them that is needed again."""
-        blocks, copies = self._blocks, self.copies
-        ranks = [rank for rank in order.at_least(least) if rank[-1] not in spared]
-        free = row.free_bits
-        for rank in ranks:
-            free |= ((1 << blocks[rank[-1]].span) - 1) << copies[rank[-1]].slot
-        starts = row.starts_in(free, span)
-        if not starts:
-            return []
-        free, place_bits = row.free_bits, (1 << span) - 1
-        best, found = -1, None
-        for rank in ranks:
-            if found is not None and rank[:-2] != found:
-                break  # of places that become free with equal ranks it is the last one
-            start, slots = copies[rank[-1]].slot, blocks[rank[-1]].span
-            free |= ((1 << slots) - 1) << start
-            for first in range(start - start % span, start + slots, span):
-                if starts >> first & 1 and not ~(free >> first) & place_bits:
-                    best, found = max(best, first), rank[:-2]
-        return row.inside(best // span, span)
 
     def _without_needless(self, chosen: list[int], slots: int) -> list[int]:
         """`chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the last

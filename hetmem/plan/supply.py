@@ -161,19 +161,20 @@ class Supply:
         tier, home = cache.tier, self._blocks[block].home
         if home <= tier or (tier is DEVICE and block in self._suspended):
             return None
-        if tier is DEVICE and home is NVME:
+        source = HOST if tier is DEVICE else NVME
+        if source is HOST and home is NVME:
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
-                return self._prefetch(block, staging, commands)
-            if staged.state is not VALID:
+                tier, cache, source = HOST, staging, NVME
+            elif staged.state is not VALID:
                 return None
         slot = self._make_room(cache, self._blocks[block].span, commands, cache.schedule.next_use(block))
         if slot is None:
             return cache
         copy = cache.add(block, Copy(WAITING, last_use=self._ledger.tick))
         self._ledger.place(block, tier, copy, slot)
-        self._ledger.fetch(block, HOST if tier is DEVICE else NVME, tier, copy, commands)
+        self._ledger.fetch(block, source, tier, copy, commands)
         return None
 
     # ---- room --------------------------------------------------------------------------------------------------
