@@ -70,8 +70,8 @@ MUTATIONS = {
     ),
     "give up a copy before its write is done": Mutation(
         "plan/cache.py",
-        "self.uses == 0 and not self.writing and",
-        "self.uses == 0 and",
+        "copy is None or copy.uses or copy.writing or",
+        "copy is None or copy.uses or",
         STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
     ),
     "read before the write is done": Mutation(

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from itertools import chain
 
 from hetmem.plan.order import NOTHING, Order, Rank
-from hetmem.plan.policy import CopyFacts, EvictionPolicy
+from hetmem.plan.policy import CopyFacts, EvictionPolicy, NextUse
 from hetmem.plan.slots import PlaceMap, SlotMap
 from hetmem.plan.trace import DEVICE, HOST, NEVER, Schedule, Tier
 
@@ -88,7 +88,7 @@ class Cache:
         self.loading = 0
         self.writing: dict[int, Copy] = {}
         self._blocks = blocks
-        self._policy = policy
+        self._policy, self._by_next_use = policy, type(policy) is NextUse
         self._nearer = nearer
         self._farther: Cache | None = None
         self._beside = self  # where copies for this tier come from, if that is a cache too
@@ -169,10 +169,10 @@ class Cache:
     def reach(self, blocks: tuple[int, ...]) -> None:
         """A use of `blocks` begins. Next uses change for what was waited for in vain, and for what was skipped."""
         schedule = self.schedule
-        passed, first = schedule.now, schedule.position
+        passed, first, met, copies = schedule.now, schedule.position, schedule.met, self.copies
         for block in passed:
-            copy = self.copies.get(block)
-            if block not in schedule.met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
+            copy = copies.get(block)
+            if block not in met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
                 self.touch(block)
         if not schedule.reach(blocks):
             return
@@ -201,19 +201,25 @@ class Cache:
         end = schedule.horizon(lookahead)
         missing: list[int] = []
         comes_by_itself: set[int] = set()
+        overwrites, seen_all = schedule.overwrites, True
         for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
-            if all(map(copies.__contains__, blocks)):
-                continue
-            if not (missing or comes_by_itself):
-                self._present_until = at
-            absent = [block for block in blocks if block not in copies and block not in comes_by_itself]
-            if not schedule.reads(at):
-                comes_by_itself.update(absent)
+            for block in blocks:
+                if block not in copies:
+                    break
             else:
-                missing += [block for block in dict.fromkeys(absent) if block not in missing]
-                if len(missing) >= most:
-                    return missing[:most]
-        if not (missing or comes_by_itself):
+                continue
+            if seen_all:
+                self._present_until = at
+                seen_all = False
+            if overwrites and not schedule.reads(at):
+                comes_by_itself.update(block for block in blocks if block not in copies)
+                continue
+            for block in blocks:
+                if block not in copies and block not in missing and block not in comes_by_itself:
+                    missing.append(block)
+                    if len(missing) >= most:
+                        return missing
+        if seen_all:
             self._present_until = schedule.present_until(copies, max(start, end), lookahead + _FURTHER)
         elif not missing:
             self.rest(None, None)
@@ -233,17 +239,19 @@ class Cache:
 
     def at_rest(self, lookahead: int) -> bool:
         """Whether looking at what the next `lookahead` uses miss would begin nothing, as far as is known."""
-        position = self.schedule.position
+        position, rest = self.schedule.position, self._rest
         if self._present_until >= position + lookahead:
             return True
-        if self._rest is None:
+        if rest is None:
             return False
-        until, moves, where, _ = self._rest
+        until, moves, where, _ = rest
         if position > until or moves != self._moves + self._beside._moves:
             self._rest = None
-        elif where is not None and where._changed:
+            return False
+        if where is not None and where._changed:
             where._pass_on()
-        return self._rest is not None
+            return self._rest is not None
+        return True
 
     def _disturb(self, where: Cache) -> None:
         """On `where` copies may be given up that perhaps could not be before."""
@@ -296,19 +304,24 @@ class Cache:
 
     def _pass_on(self) -> None:
         """Tell whoever rests, and the orders, of what has changed since an order was asked."""
-        if self._changed:
+        changed, ranked = self._changed, self._ranked
+        if changed:
             for resting in self._resting_here:
-                resting._disturb(self)
-        for changed in (self._changed, self._ranked):
-            if changed:
-                self._demand.touch(changed)
-                self._ahead.touch(changed)
-                changed.clear()
+                if resting._rest is not None:
+                    resting._disturb(self)
+            self._demand.touch(changed)
+            self._ahead.touch(changed)
+            changed.clear()
+        if ranked:
+            self._demand.touch(ranked)
+            self._ahead.touch(ranked)
+            ranked.clear()
 
     def _victims(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
         """Those of `order` that have to go for a place of `span` slots; see `harmless_victims`. If there were none when
         this was last asked, and nothing has become free nor can be given up since, there are none now."""
-        self._pass_on()
+        if self._changed or self._ranked:
+            self._pass_on()
         order.ranks()
         before, question = self._refused.get(order), (span, self._freed, spared)
         if before is not None and before[0] <= least and order.gained < least and before[1] == question:
@@ -323,37 +336,19 @@ class Cache:
         """As `_victims`, found by looking."""
         victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
-            victims = self._window(self._row, order, span, least, spared)
+            may_go = [(rank[:-2], rank[-1]) for rank in order.at_least(least) if rank[-1] not in spared]
+            taken = [(rank, self.copies[block].slot, self._span(block)) for rank, block in may_go]
+            victims = self._row.emptied_first(taken, span)
             if not victims:
                 return []
         missing = self.slots.used + span - self.limit - (sum(map(self._span, victims)) if victims else 0)
         if missing <= 0:
             return victims
+        if missing == 1 and not victims:  # most often: whatever is first is enough
+            return order.first(1, self._span, least, spared)
         more = order.first(missing, self._span, least, {*spared, *victims} if victims else spared)
         more = self._without_needless(more, missing)
         return victims + more if sum(map(self._span, more)) >= missing else []
-
-    def _window(self, row: SlotMap, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
-        """The place for `span` slots whose blocks are needed last, by the first of them that is needed again."""
-        blocks, copies = self._blocks, self.copies
-        ranks = [rank for rank in order.at_least(least) if rank[-1] not in spared]
-        free = row.free_bits
-        for rank in ranks:
-            free |= ((1 << blocks[rank[-1]].span) - 1) << copies[rank[-1]].slot
-        starts = row.starts_in(free, span)
-        if not starts:
-            return []
-        free, place_bits = row.free_bits, (1 << span) - 1
-        best, found = -1, None
-        for rank in ranks:
-            if found is not None and rank[:-2] != found:
-                break  # of places that become free with equal ranks it is the last one
-            start, slots = copies[rank[-1]].slot, blocks[rank[-1]].span
-            free |= ((1 << slots) - 1) << start
-            for first in range(start - start % span, start + slots, span):
-                if starts >> first & 1 and not ~(free >> first) & place_bits:
-                    best, found = max(best, first), rank[:-2]
-        return row.inside(best // span, span)
 
     def _without_needless(self, chosen: list[int], slots: int) -> list[int]:
         """`chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the last
@@ -372,18 +367,20 @@ class Cache:
 
     def _demand_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or copy.uses or not copy.idle:
+        if copy is None or copy.uses or copy.writing or (copy.state is not VALID and copy.state is not STALE):
             return None
         next_use = self.schedule.next_use(block)
         if next_use != NEVER and self._nearer is not None and block in self._nearer.copies:
             next_use = NEVER - 1
+        if self._by_next_use:  # as the policy would, without asking it
+            return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
         facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)
 
     def _ahead_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or copy.uses or copy.dirty or not copy.idle:
-            return None
+        if copy is None or copy.uses or copy.dirty or (copy.state is not VALID and copy.state is not STALE):
+            return None  # what is written is dirty
         return self.schedule.next_use(block), -copy.last_use, -copy.number, block
 
     def check(self) -> None:

@@ -74,7 +74,7 @@ class Ledger:
         cache.touch(block)
         cache.turned()
         self.counts.fetches[tier] += 1
-        if self._feeds(block, source):
+        if source is HOST and self.blocks[block].home is NVME:  # it is in use while the device is fed from it
             staging = self.caches[HOST]
             staging.copies[block].uses += 1
             staging.touch(block)
@@ -114,12 +114,12 @@ class Ledger:
     def done(self, command: Fetch | Write) -> None:
         """`command` was carried out: what it wrote is clean, what it fetched is VALID."""
         copy = self._answered(command, "done")
-        if isinstance(command, Write):
-            copy.dirty = False
-            self.note(command.block, "written")
-        else:
+        if type(command) is Fetch:
             copy.state = VALID
             self.note(command.block, "valid on", command.target)
+        else:
+            copy.dirty = False
+            self.note(command.block, "written")
 
     def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
         """`command` failed: what it should have written stays dirty. What it should have fetched is dropped, or STALE
@@ -136,26 +136,23 @@ class Ledger:
     def _answered(self, command: Fetch | Write, event: str) -> Copy:
         """The copy that `command` moved, which is not in flight any more."""
         block = command.block
-        tier = HOST if isinstance(command, Write) else command.target
+        fetched = command if isinstance(command, Fetch) else None
+        tier = HOST if fetched is None else fetched.target
         cache = self.caches[tier]
         copy = cache.copies.get(block)
-        in_flight = copy is not None and (copy.writing if isinstance(command, Write) else copy.state is LOADING)
+        in_flight = copy is not None and (copy.writing if fetched is None else copy.state is LOADING)
         if copy is None or not in_flight or copy.slot != command.slot:
             raise self.illegal(block, tier, f"{command} {event}")
         self.in_flight -= 1
-        if isinstance(command, Write):
+        if fetched is None:
             copy.writing = False
             del cache.writing[block]
         else:
             cache.loading -= 1
             cache.turned()
-            if self._feeds(block, command.source):
+            if fetched.source is HOST and self.blocks[block].home is NVME:
                 staging = self.caches[HOST]
                 staging.copies[block].uses -= 1
                 staging.touch(block)
         cache.touch(block)
         return copy
-
-    def _feeds(self, block: int, source: Tier) -> bool:
-        """Whether a fetch of `block` from `source` reads a staged copy."""
-        return source is HOST and self.blocks[block].home is NVME

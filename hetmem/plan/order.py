@@ -32,13 +32,11 @@ class Order:
         self._rank_of: dict[int, Rank] = {}
         self._ranks: list[Rank] = []
         self._touched: set[int] = set()
+        self.touch: Callable[[Iterable[int]], None] = self._touched.update
+        """The ranks of so many blocks may have changed."""
         self._outdated = False
         self.gained = NEVER
         """The greatest number that a rank begins with which is new since this was last set to `NOTHING`."""
-
-    def touch(self, blocks: Iterable[int]) -> None:
-        """The ranks of `blocks` may have changed."""
-        self._touched.update(blocks)
 
     def renew(self) -> None:
         """Every rank may have changed."""
@@ -64,9 +62,10 @@ class Order:
 
     def _update(self) -> None:
         ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
+        known = rank_of.get
         for block in self._touched:
-            rank, before = rank_now(block), rank_of.get(block)
-            if rank is before or rank == before:
+            rank, before = rank_now(block), known(block)
+            if rank == before:
                 continue
             if before is not None:
                 del ranks[bisect_left(ranks, before)]
@@ -87,7 +86,8 @@ class Order:
         Without those whose rank begins with less than `least`, and without `spared`.
         """
         chosen: list[int] = []
-        for rank in reversed(self.ranks()):
+        ranks = self.ranks() if self._touched or self._outdated else self._ranks
+        for rank in reversed(ranks):
             if slots <= 0 or rank[0] < least:
                 break
             block = rank[-1]

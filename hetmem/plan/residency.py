@@ -180,17 +180,18 @@ class Residency:
         """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
         cache = self._caches[tier]
         copy = cache.copies.get(block)
-        changeable = tier is HOST and copy is not None and copy.state is VALID and not copy.writing
-        if copy is None or copy.uses <= copy.waiting or (dirty and not changeable):
+        if copy is None or copy.uses <= copy.waiting:
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
-        copy.uses -= 1
-        if not copy.uses:
+        if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
+            raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
+        copy.uses = uses = copy.uses - 1
+        if not uses:
             cache.touch(block)
         if dirty:
             copy.dirty = copy.load = True
             self._ledger.note(block, "dirty")
         commands: list[Command] = []
-        if copy.uses == 0 and (copy.state is STALE or not copy.load):
+        if not uses and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
         self._supply.go_on(cache, commands)
         return commands
@@ -260,12 +261,14 @@ class Residency:
         """`command` was carried out."""
         self._ledger.done(command)
         commands: list[Command] = []
-        for cache in self._caches:
-            if cache.slots.used > cache.limit:
-                self._supply.trim(cache, commands)
-        self._supply.serve(commands)
-        for cache in self._caches:
-            self._supply.prefetch(cache, commands)
+        supply, (device, host) = self._supply, self._caches
+        if device.slots.used > device.limit:
+            supply.trim(device, commands)
+        if host.slots.used > host.limit:
+            supply.trim(host, commands)
+        supply.serve(commands)
+        supply.prefetch(device, commands)
+        supply.prefetch(host, commands)
         return commands
 
     def failed(self, command: Fetch | Write) -> list[Command]:

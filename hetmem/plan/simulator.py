@@ -114,7 +114,7 @@ class SimulatedTraffic:
         self._gradients = 0
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
-        self._commands: deque[tuple[Command, bool]] = deque()
+        self._commands: deque[tuple[Fetch | Write, bool]] = deque()
         self._executing = False
 
     @property
@@ -157,12 +157,15 @@ class SimulatedTraffic:
         """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
         self.events += 1
         residency = self.residency
+        if residency.acquire_again(block, tier) is not None:
+            return
         commands = residency.acquire(block, tier, load=load)
         if commands:
             self.execute(commands, urgent=block)
-        if self.worker is not None and residency.state(block, tier) is not VALID:
+        state = residency.state
+        if self.worker is not None and state(block, tier) is not VALID:
             self.worker.hasten(block)
-        while residency.state(block, tier) is not VALID:
+        while state(block, tier) is not VALID:
             if not self.go_on():
                 raise residency.withdraw(block, tier)
 
@@ -300,7 +303,8 @@ class SimulatedTraffic:
         """Take note of what has ended meanwhile."""
         while self._ends and self._ends[0][0] <= self.now:
             self._note(heapq.heappop(self._ends)[2])
-        self.pump()
+        if self.worker is not None:
+            self.worker.pump()
 
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
@@ -308,7 +312,8 @@ class SimulatedTraffic:
 
     def go_on(self) -> bool:
         """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
-        self.pump()
+        if self.worker is not None:
+            self.worker.pump()
         if self._ends:
             self.wait_for_one()
             return True
@@ -338,14 +343,17 @@ class SimulatedTraffic:
 
     def execute(self, commands: Sequence[Command], urgent: int | None = None) -> None:
         """Start `commands` in order; what follows from one that is done at once goes behind the others."""
-        if not commands:
-            return
-        self._commands.extend([(command, command.block == urgent) for command in commands])
+        waiting = self._commands
+        for command in commands:
+            if isinstance(command, Drop):
+                self.events += 1  # is done by being decided
+            else:
+                waiting.append((command, command.block == urgent))
         if self._executing:
             return
         self._executing = True
-        while self._commands:
-            self._carry_out(*self._commands.popleft())
+        while waiting:
+            self._carry_out(*waiting.popleft())
         self._executing = False
 
     def later(self, end: float, what: Fetch | Write | Callable[[], None]) -> None:
@@ -355,15 +363,15 @@ class SimulatedTraffic:
 
     def _note(self, what: Fetch | Write | Callable[[], None]) -> None:
         self.events += 1
-        if isinstance(what, (Fetch, Write)):
-            self.execute(self.residency.done(what))
+        if isinstance(what, tuple):  # a command
+            commands = self.residency.done(what)
+            if commands:
+                self.execute(commands)
         else:
             what()
 
-    def _carry_out(self, command: Command, urgent: bool) -> None:
+    def _carry_out(self, command: Fetch | Write, urgent: bool) -> None:
         self.events += 1
-        if isinstance(command, Drop):
-            return
         if isinstance(command, Write):
             link = self.nvme_write
         else:

@@ -10,6 +10,7 @@ for a whole pool, and only the number of slots is limited: nothing fragments, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -47,6 +48,26 @@ class SlotMap:
         """The distinct blocks in that place."""
         owners = self._owner[place * span : (place + 1) * span]
         return list(dict.fromkeys(block for block in owners if block is not None))
+
+    def emptied_first(self, taken: Sequence[tuple[tuple[int, ...], int, int]], span: int) -> list[int]:
+        """The blocks in that place for `span` slots which is free first if what is `taken` goes in order: each with its
+        rank, its first slot, and how many. Of places that become free with equal ranks it is the last one."""
+        free = self.free_bits
+        for _, start, slots in taken:
+            free |= ((1 << slots) - 1) << start
+        starts = self.starts_in(free, span)
+        if not starts:
+            return []
+        free, place_bits = self.free_bits, (1 << span) - 1
+        best, found = -1, None
+        for rank, start, slots in taken:
+            if found is not None and rank != found:
+                break
+            free |= ((1 << slots) - 1) << start
+            for first in range(start - start % span, start + slots, span):
+                if starts >> first & 1 and not ~(free >> first) & place_bits:
+                    best, found = max(best, first), rank
+        return self.inside(best // span, span)
 
     def take(self, slot: int, span: int, block: int) -> None:
         """`block` takes `span` free slots from `slot` on."""

@@ -73,6 +73,8 @@ class Supply:
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on: find their source, then a slot, then fetch. The oldest first. What changed on the device
         alone is of no use for those that wait for staging."""
+        if not self._waiting:
+            return
         self._too_large.clear()
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
@@ -117,18 +119,24 @@ class Supply:
             self.trim(cache, commands)
         if self._waiting:
             self.serve(commands, cache.tier)
-        self.prefetch(cache, commands)
+        if not self._waiting and cache.loading < self._at_once and not cache.at_rest(self._lookahead):
+            self._look(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
 
     def at_rest(self, cache: Cache) -> bool:
         """Whether `prefetch` would begin nothing, as far as is known."""
-        return bool(self._waiting) or cache.loading >= self._at_once or cache.at_rest(self._lookahead)
+        if self._waiting or cache.loading >= self._at_once:
+            return True
+        return cache.at_rest(self._lookahead)
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if self.at_rest(cache):
-            return
+        if not self._waiting and cache.loading < self._at_once and not cache.at_rest(self._lookahead):
+            self._look(cache, commands)
+
+    def _look(self, cache: Cache, commands: list[Command]) -> None:
+        """As `prefetch`, where that may begin something."""
         most = self._at_once - cache.loading
         missing = cache.missing(self._lookahead, most)
         if not missing:
@@ -153,19 +161,20 @@ class Supply:
         tier, home = cache.tier, self._blocks[block].home
         if home <= tier or (tier is DEVICE and block in self._suspended):
             return None
-        if tier is DEVICE and home is NVME:
+        source = HOST if tier is DEVICE else NVME
+        if source is HOST and home is NVME:
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
-                return self._prefetch(block, staging, commands)
-            if staged.state is not VALID:
+                tier, cache, source = HOST, staging, NVME
+            elif staged.state is not VALID:
                 return None
         slot = self._make_room(cache, self._blocks[block].span, commands, cache.schedule.next_use(block))
         if slot is None:
             return cache
         copy = cache.add(block, Copy(WAITING, last_use=self._ledger.tick))
         self._ledger.place(block, tier, copy, slot)
-        self._ledger.fetch(block, HOST if tier is DEVICE else NVME, tier, copy, commands)
+        self._ledger.fetch(block, source, tier, copy, commands)
         return None
 
     # ---- room --------------------------------------------------------------------------------------------------
@@ -204,14 +213,16 @@ class Supply:
         else:
             # What is staged for another request is spared: two could take it from each other for ever.
             spared = {block for other, block in self._waiting if other is not cache.tier}
-            if cache.writing_slots(span) < span:
+            if not cache.writing or cache.writing_slots(span) < span:
                 victims = cache.victims(span, spared)
             else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
                 victims = cache.harmless_victims(span, cache.schedule.position + 2 * self._lookahead, spared)
+        if not victims:
+            return None
         dirty = [block for block in victims if cache.copies[block].dirty]
         for block in dirty:
             self._ledger.write(block, cache.copies[block], commands)
-        if dirty or not victims:
+        if dirty:
             return None
         for block in victims:
             self._ledger.evict(block, cache.tier, commands)

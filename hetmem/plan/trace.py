@@ -103,6 +103,8 @@ class Schedule:
         self.position = 0
         self._segment = segment
         self._overwritten = known.overwritten
+        self.overwrites = bool(known.overwritten)
+        """Whether any use writes its blocks without reading them, so that `reads` is to be asked."""
         self.now: tuple[int, ...] = ()
         """The blocks of the use just reached."""
         self.met: set[int] = set()
@@ -163,8 +165,16 @@ class Schedule:
         if block in self.now and block not in self.met:
             return self.position - 1
         known = self._next.get(block, -1)
-        if known < self.position:
-            known = self._next[block] = self._first_use(block, self.position)
+        position = self.position
+        if known < position:
+            where = self._positions.get(block)
+            if where is not None and self.periodic:  # as `_first_use`, which is asked most often here
+                inside = position % self._count
+                index = bisect_left(where, inside)
+                known = position - inside + (where[index] if index < len(where) else self._count + where[0])
+            else:
+                known = self._first_use(block, position)
+            self._next[block] = known
         return known
 
     def _first_use(self, block: int, start: int) -> int:
