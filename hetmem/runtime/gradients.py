@@ -126,7 +126,7 @@ class GradientSink:
         parameter = managed.parameter
         arrived, previous = parameter.grad, self._taken.pop(id(managed), None)
         if arrived is None:  # frozen since the forward: torch leaves what was there
-            parameter.grad = previous
+            show_gradient(parameter, previous)
             return
         was_sparse = previous is not None and previous.layout is not torch.strided
         if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
@@ -139,9 +139,9 @@ class GradientSink:
             parameter.grad = None
             if previous is None or is_home(previous, managed):
                 self._send(managed, arrived, adds=previous is not None)
-                parameter.grad = managed.grad_home
+                show_gradient(parameter, managed.grad_home)
             else:
-                parameter.grad = previous.add_(arrived.to(previous))
+                show_gradient(parameter, previous.add_(arrived.to(previous)))
             if has_hooks_of_the_user(parameter):
                 self.arrive()
             for watcher in self.watchers:
@@ -173,7 +173,7 @@ class GradientSink:
             if id(managed) in self._taken:
                 previous = self._taken.pop(id(managed))
                 if managed.parameter.grad is None:
-                    managed.parameter.grad = previous
+                    show_gradient(managed.parameter, previous)
         self.arrive()
         for watcher in self.watchers:
             watcher.backward_over()
@@ -293,6 +293,20 @@ class GradientSink:
         load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
+
+
+def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Let `p.grad` be `gradient`. One that stays on the device has a parameter whose home is not there: torch refuses
+    that where anybody but autograd sets it, and looks at where the parameter is just then."""
+    if gradient is None or gradient.device == parameter.device:
+        parameter.grad = gradient
+        return
+    home = parameter.data
+    parameter.data = gradient
+    try:
+        parameter.grad = gradient
+    finally:
+        parameter.data = home
 
 
 def is_home_gradient(managed: ManagedParameter) -> bool:

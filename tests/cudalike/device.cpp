@@ -80,6 +80,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 struct Hooks final : at::CUDAHooksInterface {
     explicit Hooks(at::CUDAHooksArgs) {}
+    void init() const override {}
+    c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(DeviceType::CPU); }
     bool hasCUDA() const override { return true; }
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }

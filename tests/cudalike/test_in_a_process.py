@@ -17,13 +17,16 @@ pytestmark = [
     pytest.mark.skipif(GPP is None, reason="g++ is not installed"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own"),
 ]
-REFUSED = "tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on"
+ALSO = (
+    "tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on",
+    "tests/gpu/test_managed.py::test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_host",
+)
 
 
 def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(tmp_path: Path) -> None:
     options = ["-p", "tests.cudalike.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/cudalike/test_training.py", REFUSED],
+        [sys.executable, "-m", "pytest", *options, "tests/cudalike/test_training.py", *ALSO],
         env={**environment(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,

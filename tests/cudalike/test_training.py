@@ -213,6 +213,18 @@ def test_gradients_that_are_kept_and_tensors_that_are_put_there_are_the_user_s(
         assert torch.equal(mine, before + other)
 
 
+def test_gradients_are_not_asked_for_by_parameters_that_are_at_home_elsewhere(tmp_path: Path) -> None:
+    """torch forgets where gradients of a parameter go as its `.data` goes to another device: see README, "Limits"."""
+    managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(managed(batches(1)[0]), list(managed.parameters()))
+    managed(batches(1)[0]).backward()
+    assert all(parameter.grad is not None for parameter in managed.parameters())
+    resident = hetmem.manage(Small(), budget("resident", tmp_path), device="cuda", chunk_bytes="64KiB")
+    found = torch.autograd.grad(resident(batches(1)[0]), list(resident.parameters()))
+    assert all(gradient.is_cuda for gradient in found)
+
+
 def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:
     """So whatever above did not go through hetmem would have raised."""
     managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")

@@ -26,6 +26,7 @@ from hetmem.memory.cuda import CudaDevice, CudaStreams
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.plan.links import Link
+from hetmem.runtime import registry
 from tests.optim.machines import SLOW_HOST
 
 pytestmark = [
@@ -206,6 +207,26 @@ def test_states_that_are_sent_to_the_gpu_for_their_update_have_the_bits_of_the_h
     updates = hetmem.report(managed).to_dict()["updates"]
     assert updates["resident"] == 0
     assert updates["streamed"] == 2 * updates["host"]  # from the second step on
+    hetmem.release(managed)
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_host(mixed: torch.dtype | None) -> None:
+    """`p.grad` is on the GPU then, and the parameter at home: torch refuses that where anybody but autograd sets it."""
+    reference = Reference(lambda: Model(64, 3), mixed or torch.float32, "cpu")
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"mixed_precision": mixed, "chunk_bytes": "64KiB", "hardware": SLOW_HOST}
+    room = "1376KiB" if mixed is None else "1024KiB"  # for copies of 13 chunks and two slots, and for no homes
+    managed = hetmem.manage(Model(64, 3), budget(device_chunks=room), device="cuda", **options)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1, overlap="backward", gradients="streamed")
+    for batch in batches(4):
+        reference.step([batch], None)
+        loss = managed(batch)
+        loss.backward()
+        optimizer.step()
+        for ours, expected in zip(managed.parameters(), reference.masters.parameters(), strict=True):
+            assert torch.equal(ours, expected)
+    assert registry.of_module(managed).gradients.stayed_bytes > 0
     hetmem.release(managed)
 
 
