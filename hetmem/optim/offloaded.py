@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,18 +14,17 @@ from torch.optim.optimizer import Optimizer
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.views import address_of
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
 from hetmem.optim.places import check_staging
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
+from hetmem.optim.states import States
 from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.streaming import LENT_CHUNKS
 from hetmem.runtime import registry
-from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
@@ -79,7 +78,7 @@ class OffloadedOptimizer(Optimizer):
         self.token = object()
         self._workers: WorkerPool | None = None
         self._steppers: dict[Interception, Stepper] = {}
-        self._versions: dict[tuple[int, str], int] = {}
+        self.states = States()
         self._numbers: dict[int, int] = {}
 
     # ---- what torch's optimizers have --------------------------------------------------------------------------
@@ -88,12 +87,12 @@ class OffloadedOptimizer(Optimizer):
     def state(self) -> Any:
         """By parameter, its states as tensors at home. Waits until all updates have arrived there."""
         self.synchronize()
-        return self._state
+        return self.states.shown
 
     @state.setter
     def state(self, value: Any) -> None:
         self.synchronize()  # updates that are under way are of the states before
-        self._state = value
+        self.states.shown = value
 
     @HELD_BACK
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -175,25 +174,21 @@ class OffloadedOptimizer(Optimizer):
         for number, managed, places in found:
             self._managed(managed.parameter)[0].owners.give_states(managed, [role for role, _ in places.values()], self)
             for name, (role, home) in places.items():
-                value = saved[number][name]
-                if not value.is_meta:
-                    home.copy_(value)
                 managed.chunk.homes[role].written = True
-                self._state[managed.parameter][name] = home
-                self._versions[id(managed), name] = -1  # whatever is staged of it is old
-            _bring_numbers_back(self._state[managed.parameter], places)
+                self.states.load(managed, name, home, saved[number][name])
+            self.states.bring_numbers_back(managed, places)
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
         own = {name: self.__dict__[name] for name in _SETTINGS}
-        return {"defaults": self.defaults, "state": self._state, "param_groups": self.param_groups, **own}
+        return {"defaults": self.defaults, "state": self.states.shown, "param_groups": self.param_groups, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        if "state" in state:
-            self._state = state.pop("state")
         if "_steppers" not in self.__dict__:
             self._begin_empty()
+        if "state" in state:
+            self.states.shown = state.pop("state")
         super().__setstate__(state)
 
     # ---- what hetmem's have beside that ------------------------------------------------------------------------
@@ -249,26 +244,6 @@ class OffloadedOptimizer(Optimizer):
         """The group of each parameter, by its `id`."""
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
-    def state_of(self, managed: ManagedParameter) -> dict[str, Any]:
-        """The entry of `managed` in `state`, empty if it was never updated."""
-        found: dict[str, Any] = self._state[managed.parameter]
-        return found
-
-    def has_state(self, managed: ManagedParameter, role: Role) -> bool:
-        """Whether `state` shows `role` of `managed`."""
-        return self._state.get(managed.parameter, {}).get(role.name) is not None
-
-    def forget_empty(self, managed: ManagedParameter) -> None:
-        """torch shows no entry for a parameter of which it keeps nothing."""
-        if not self._state.get(managed.parameter, True):
-            del self._state[managed.parameter]
-
-    def show_state(self, managed: ManagedParameter, role: Role) -> None:
-        """`role` of `managed` is being made: its home is what users see."""
-        for name, home in managed.views(role).items():
-            self._state[managed.parameter][name] = home
-            self._versions[id(managed), name] = home._version
-
     def number_of(self, managed: ManagedParameter) -> int:
         """The place of `managed` among all parameters of the optimizer, as in `state_dict`."""
         if not self._numbers:
@@ -276,46 +251,9 @@ class OffloadedOptimizer(Optimizer):
             self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         return self._numbers[id(managed.parameter)]
 
-    def states_written(self, chunk: Chunk) -> Iterable[Role]:
-        """The states of `chunk` that the user has written to since this was asked last."""
-        written: dict[Role, None] = {}
-        homes = {role: address_of(home.memory) for role, home in chunk.homes.items() if role.is_state}
-        for managed in chunk.parameters if homes else ():
-            state = self._state.get(managed.parameter)
-            if not managed.numel or not state:
-                continue
-            for role, address in homes.items():
-                if state.get(role.name) is None:
-                    continue
-                for name, place in managed.places(role).items():
-                    shown, key = state[name], (id(managed), name)
-                    if shown.data_ptr() != address + place:
-                        home = managed.views(role)[name]
-                        home.copy_(shown)
-                        state[name] = shown = home
-                        self._versions[key] = -1
-                    if self._versions.get(key) != shown._version:
-                        self._versions[key] = shown._version
-                        written[role] = None
-        return written
-
-    def states_held(self, chunk: Chunk) -> bool:
-        """Whether anybody has views of states of `chunk` beside those in `state`."""
-        return any(is_shared(shown) for shown, _ in self._shown(chunk))
-
-    def states_moved(self, chunk: Chunk) -> None:
-        """The states of `chunk` have other homes: the tensors in `state` stay the same, and are those from now on."""
-        for shown, home in self._shown(chunk):
-            shown.data = home
-
-    def _shown(self, chunk: Chunk) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What `state` shows of `chunk`, and the homes of that."""
-        for managed in chunk.parameters:
-            state = self._state.get(managed.parameter, {})
-            for role in chunk.homes:
-                if managed.numel and state.get(role.name) is not None:
-                    for name, home in managed.views(role).items():
-                        yield state[name], home
+    def has_state(self, managed: ManagedParameter, role: Role) -> bool:
+        """See `Owner`."""
+        return self.states.has(managed, role)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -387,7 +325,7 @@ class OffloadedOptimizer(Optimizer):
         for interception in list(self._steppers):
             if not interception.arranged and interception.runtime.memory.streams:
                 interception.arranged = True
-                if not any(managed.parameter in self._state for managed in interception.runtime.parameters):
+                if not any(managed.parameter in self.states.shown for managed in interception.runtime.parameters):
                     interception.reset()
                     interception.segments.settle()
                     arrange_by_use(interception.runtime)
@@ -416,10 +354,3 @@ class OffloadedOptimizer(Optimizer):
 
     def _name(self) -> str:
         return f"hetmem.{type(self).__name__}"
-
-
-def _bring_numbers_back(state: dict[str, Any], homes: Container[str]) -> None:
-    """Step counts and the like are the host's, which reads them at each step; torch sends those of a fused optimizer to
-    where the parameter is."""
-    numbers = {name: value for name, value in state.items() if name not in homes and isinstance(value, torch.Tensor)}
-    state.update({name: value.cpu() for name, value in numbers.items()})

@@ -159,7 +159,7 @@ class Passes:
 
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""
-        for role in self._optimizer.states_written(chunk):
+        for role in self._optimizer.states.written(chunk):
             self._runtime.traffic.superseded(chunk, role)
 
     # ---- squares -----------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Passes:
     def _begin(self, progress: Progress, job: Job) -> list[ParameterUpdate]:
         """Everything that can be undone is remembered."""
         homes = {name for role in progress.roles for name in (role.name, f"{role.name}_scale")}
-        states = [self._optimizer.state_of(part.managed) for part in progress.parts]
+        states = [self._optimizer.states.of(part.managed) for part in progress.parts]
         progress.remember_numbers(states, homes)
         return [
             self._update_of(part, state, job, progress.scale)
@@ -282,7 +282,7 @@ class Passes:
                 fresh |= parts.keys()
                 for part_of_role in parts.values():
                     part_of_role.zero_()
-                self._optimizer.show_state(managed, role)
+                self._optimizer.states.show(managed, role)
         return ParameterUpdate(
             part.group,
             state,
@@ -303,7 +303,7 @@ class Passes:
             progress.kept = False
         for part in progress.parts:
             if not done or not part.roles:
-                self._optimizer.forget_empty(part.managed)
+                self._optimizer.states.forget_empty(part.managed)
         if not done:
             return
         for role in progress.roles:

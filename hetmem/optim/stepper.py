@@ -164,11 +164,11 @@ class Stepper:
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         progress = self._progress.get(chunk)
         self._passes.notice_states(chunk)
-        return (progress is None or progress.saved is None) and not self._optimizer.states_held(chunk)
+        return (progress is None or progress.saved is None) and not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
         """See `Watcher`."""
-        self._optimizer.states_moved(chunk)
+        self._optimizer.states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
         """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""

@@ -75,8 +75,9 @@ def _is_held(managed: ManagedParameter) -> bool:
         return True
     if not managed.numel:
         return False
-    home = managed.grad_home
-    if home is not None and (is_shared(home) if managed.parameter.grad is home else is_kept(managed)):
+    if managed.grad_home is not None and (
+        is_kept(managed) if managed.parameter.grad is None else is_shared(managed.grad_home)
+    ):
         return True
     return storage_references(managed.home) > managed.home_references
 

@@ -1,0 +1,96 @@
+"""What users see of an optimizer's states, in `optimizer.state`: tensors that are their homes. It knows of no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.views import address_of
+from hetmem.runtime.bindings import is_shared
+
+
+class States:
+    """Of one optimizer. `shown` is its `state`: entries by parameter, as torch's optimizers have them."""
+
+    def __init__(self) -> None:
+        self.shown: Any = {}
+        self._versions: dict[tuple[int, str], int] = {}
+
+    def of(self, managed: ManagedParameter) -> dict[str, Any]:
+        """The entry of `managed` in `shown`, empty if it was never updated."""
+        found: dict[str, Any] = self.shown[managed.parameter]
+        return found
+
+    def has(self, managed: ManagedParameter, role: Role) -> bool:
+        """Whether they show `role` of `managed`."""
+        return self.shown.get(managed.parameter, {}).get(role.name) is not None
+
+    def forget_empty(self, managed: ManagedParameter) -> None:
+        """torch shows no entry for a parameter of which it keeps nothing."""
+        if not self.shown.get(managed.parameter, True):
+            del self.shown[managed.parameter]
+
+    def show(self, managed: ManagedParameter, role: Role) -> None:
+        """`role` of `managed` is being made: its home is what users see."""
+        for name, home in managed.views(role).items():
+            self.shown[managed.parameter][name] = home
+            self._versions[id(managed), name] = home._version
+
+    def load(self, managed: ManagedParameter, name: str, home: torch.Tensor, value: torch.Tensor) -> None:
+        """`value`, which was saved, is the state `name` of `managed`, with this `home`. From `meta` nothing comes."""
+        if not value.is_meta:
+            home.copy_(value)
+        self.shown[managed.parameter][name] = home
+        self._versions[id(managed), name] = -1  # whatever is staged of it is old
+
+    def bring_numbers_back(self, managed: ManagedParameter, homes: Container[str]) -> None:
+        """Step counts and the like are the host's, which reads them at each step; torch sends those of a fused
+        optimizer, as it loads them, to where the parameter is."""
+        state = self.shown[managed.parameter]
+        for name, value in state.items():
+            if name not in homes and isinstance(value, torch.Tensor):
+                state[name] = value.cpu()
+
+    def written(self, chunk: Chunk) -> Iterable[Role]:
+        """The states of `chunk` that the user has written to since this was asked last."""
+        written: dict[Role, None] = {}
+        homes = {role: address_of(home.memory) for role, home in chunk.homes.items() if role.is_state}
+        for managed in chunk.parameters if homes else ():
+            state = self.shown.get(managed.parameter)
+            if not managed.numel or not state:
+                continue
+            for role, address in homes.items():
+                if state.get(role.name) is None:
+                    continue
+                for name, place in managed.places(role).items():
+                    shown, key = state[name], (id(managed), name)
+                    if shown.data_ptr() != address + place:
+                        home = managed.views(role)[name]
+                        home.copy_(shown)
+                        state[name] = shown = home
+                        self._versions[key] = -1
+                    if self._versions.get(key) != shown._version:
+                        self._versions[key] = shown._version
+                        written[role] = None
+        return written
+
+    def held(self, chunk: Chunk) -> bool:
+        """Whether anybody has views of states of `chunk` beside those in `state`."""
+        return any(is_shared(shown) for shown, _ in self._shown(chunk))
+
+    def moved(self, chunk: Chunk) -> None:
+        """The states of `chunk` have other homes: the tensors in `state` stay the same, and are those from now on."""
+        for shown, home in self._shown(chunk):
+            shown.data = home
+
+    def _shown(self, chunk: Chunk) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What `state` shows of `chunk`, and the homes of that."""
+        for managed in chunk.parameters:
+            state = self.shown.get(managed.parameter, {})
+            for role in chunk.homes:
+                if managed.numel and state.get(role.name) is not None:
+                    for name, home in managed.views(role).items():
+                        yield state[name], home
