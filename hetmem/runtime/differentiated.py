@@ -9,6 +9,7 @@ arrives there becomes what the parameter is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from hetmem.runtime import registry
 from hetmem.runtime.compiled import opaque, uncompiled
 from hetmem.runtime.monitor import nodes_behind
 
-_engine: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+_ENGINE = "_engine_run_backward"
+_engine: Any = getattr(torch.autograd, _ENGINE, None)
 
 
+@cache
 def watch() -> None:
-    """Every backward of this process goes through here from now on: those that name no managed parameter as ever."""
-    setattr(torch.autograd, _engine.__name__, _run)
+    """Every backward of this process goes through here from now on: those that name no managed parameter as ever. With a
+    torch that calls it otherwise such parameters look as if they were not used (ADR 20)."""
+    if _engine is not None:
+        setattr(torch.autograd, _ENGINE, _run)
 
 
 @opaque
