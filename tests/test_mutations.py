@@ -231,7 +231,7 @@ MUTATIONS = {
         SHARE + "test_a_chunk_whose_weights_somebody_holds_does_not_move",
     ),
     "show states where they were before they moved": Mutation(
-        "optim/offloaded.py",
+        "optim/states.py",
         "shown.data = home",
         "pass",
         SHARE + "test_tensors_that_users_hold_of_gradients_and_states_stay_the_real_ones[float32]",

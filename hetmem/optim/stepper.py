@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 Work = dict[Chunk, Members]
 """Parameters that have a gradient, and their groups, by chunk."""
+_INDEX = attrgetter("spec.index")
 
 
 class Stepper:
@@ -227,7 +229,7 @@ class Stepper:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.optim.kernels.total`."""
         with self._remembering_a_failure():
             self._check_untouched()
-            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_index)]
+            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
             for progress in wanted:
                 if not progress.sums:
                     self._add_sums(progress)
@@ -238,7 +240,7 @@ class Stepper:
         """Update `chunks`; gradients count `grad_scale` times."""
         with self._remembering_a_failure():
             self._check_untouched()
-            for chunk in sorted(chunks, key=_index):
+            for chunk in sorted(chunks, key=_INDEX):
                 progress = self._current(chunk, chunks[chunk])
                 if progress.begun and progress.scale != grad_scale:
                     self._passes.take_back(progress)
@@ -392,12 +394,7 @@ class Stepper:
 
     def _add_update(self, progress: Progress, grad_scale: float) -> None:
         self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
-        optimizer = self._optimizer
         for part in progress.parts:
-            self.owners.take_states(part.managed, part.roles, optimizer)
+            self.owners.take_states(part.managed, part.roles, self._optimizer)
         self.ensure_homes(progress.chunk, progress.roles)
         self._updates.add(self._passes.update_job(progress, grad_scale))
-
-
-def _index(chunk: Chunk) -> int:
-    return chunk.spec.index

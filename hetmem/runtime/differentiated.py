@@ -25,8 +25,8 @@ _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
 @cache
 def watch() -> None:
-    """Every backward of this process goes through here from now on: those that name no managed parameter as ever. With a
-    torch that calls it otherwise such parameters look as if they were not used (ADR 20)."""
+    """Every backward of this process goes through here from now on: those that name no managed parameter as ever. In a
+    torch that has another name for it such parameters look as if they were not used (ADR 20)."""
     if _engine is not None:
         setattr(torch.autograd, _ENGINE, _run)
 
