@@ -397,4 +397,8 @@ class Stepper:
         for part in progress.parts:
             self.owners.take_states(part.managed, part.roles, self._optimizer)
         self.ensure_homes(progress.chunk, progress.roles)
-        self._updates.add(self._passes.update_job(progress, grad_scale))
+        try:
+            self._updates.add(self._passes.update_job(progress, grad_scale))
+        except BaseException:
+            progress.begun = progress.kept = False  # nothing of it is queued
+            raise

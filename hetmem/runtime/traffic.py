@@ -307,9 +307,14 @@ class Traffic:
         if block is None:
             return False
         self.residency.suspend(block)
-        found = self.device_copy(chunk) is not None
-        if found and not keep_copy:
-            self.execute(self.residency.invalidate(block, Tier.DEVICE))
+        try:
+            found = self.device_copy(chunk) is not None  # may wait, and an interrupt come in
+            if found and not keep_copy:
+                self.execute(self.residency.invalidate(block, Tier.DEVICE))
+        except BaseException:
+            self.updating.discard(chunk)
+            self.execute(self.residency.resume(block))
+            raise
         return found
 
     def end_update(self, chunk: Chunk, *, renew: bool = False, near: torch.Tensor | None = None) -> None:

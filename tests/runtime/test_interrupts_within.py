@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
 from hetmem.optim.updates import Updates
 from hetmem.plan.residency import Residency
@@ -25,6 +27,7 @@ from hetmem.runtime.traffic import Traffic
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
+    adamws,
     assert_same_grads,
     assert_same_states,
     assert_same_weights,
@@ -217,3 +220,35 @@ def test_a_backward_that_updates_and_is_interrupted_says_how_to_go_on(
         for batch in BATCHES:
             assert not train_on(model, optimizer, batch, 0)
         hetmem.release(model)
+
+
+@streamed
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_update_that_an_interrupt_kept_out_of_the_queue_is_made_by_the_next_step(
+    at: int, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came while the step waited for a copy on the device that was under way: random program 4073."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    left, right = adamws(plain, managed)
+    device_copy, begun = Traffic.device_copy, list[Chunk]()
+
+    def interrupted(traffic: Traffic, chunk: Chunk) -> torch.Tensor | None:
+        if sys._getframe(1).f_code.co_name == "begin_update":
+            begun.append(chunk)
+            if len(begun) == at + 1:
+                raise KeyboardInterrupt
+        return device_copy(traffic, chunk)
+
+    monkeypatch.setattr(Traffic, "device_copy", interrupted)
+    for batch in BATCHES:
+        loss_of(plain, batch).backward()
+        left.step()
+        loss_of(managed, batch).backward()
+        begun.clear()
+        with pytest.raises(KeyboardInterrupt):
+            right.step()
+        right.step()
+        assert_same_weights(plain, managed)
+        assert_same_states(left, right)
+        left.zero_grad()
+        right.zero_grad()
