@@ -23,7 +23,6 @@ from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.states import States
 from hetmem.optim.stepper import Stepper, Work
 from hetmem.optim.workers import WorkerPool
-from hetmem.plan.streaming import LENT_CHUNKS
 from hetmem.runtime import registry
 from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.interception import Interception
@@ -276,7 +275,7 @@ class OffloadedOptimizer(Optimizer):
             memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
             if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
                 if not sink.lends:
-                    memory.set_aside(used, Role.GRAD, LENT_CHUNKS)
+                    memory.set_aside(used, Role.GRAD)
                     sink.lends = True
             elif memory.streams:  # on the device gradients stay autograd's own
                 traffic.ensure_homes(used, (Role.GRAD,))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from hetmem.errors import BudgetError
 from hetmem.plan.layout import ChunkSpec, build_layout, used_ends
+from hetmem.plan.lending import set_aside
 from hetmem.plan.placement import (
     PAGE_BYTES,
     Capacities,
@@ -23,7 +24,6 @@ from hetmem.plan.placement import (
     survey,
 )
 from hetmem.plan.share import Candidate, choose
-from hetmem.plan.streaming import LENT_CHUNKS
 from hetmem.plan.trace import Tier
 from hetmem.plan.workload import Workload
 from hetmem.units import format_size, round_down, round_up
@@ -87,7 +87,7 @@ def arrange(
     )
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     lends = streamed_gradients and not ground.resident
-    homes, left, set_aside = _homes(ground, capacities, roles, lends=lends)
+    homes, left, places = _homes(ground, capacities, roles, lends=lends)
     return Arrangement(
         ground,
         homes,
@@ -96,7 +96,7 @@ def arrange(
         tuple(spec.numel for spec in workload.parameters),
         left,
         frozenset(homes["grad"]) if lends else frozenset(),
-        set_aside,
+        places,
     )
 
 
@@ -204,12 +204,12 @@ def _homes(
     host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
     room = Room(host, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
-    short, set_aside = False, tuple[int, ...]()
+    short, places = False, tuple[int, ...]()
     for role in _OWN:
         if role == "grad" and lends:
             homes[role] = dict.fromkeys(owners[role], Tier.HOST)
-            set_aside = _set_aside([sizes[chunk] for chunk in owners[role]], room)
-            room = replace(room, host_bytes=room.host_bytes - sum(set_aside))
+            places = set_aside((sizes[chunk] for chunk in owners[role]), room.host_bytes)
+            room = replace(room, host_bytes=room.host_bytes - sum(places))
             continue
         try:
             tiers = place([sizes[chunk] for chunk in owners[role]], room, role)
@@ -222,23 +222,13 @@ def _homes(
             room = _left(room, homes["compute"], copy_sizes)
     if short:
         where = Tier.NVME if capacities.nvme_bytes else Tier.HOST
-        fewer = sum(sizes[index] for index in owners["grad"]) - sum(set_aside) if lends else 0
+        fewer = sum(sizes[index] for index in owners["grad"]) - sum(places) if lends else 0
         missing = ground.state_bytes - fewer + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
         missing += sum(copy_sizes[index] for index in homes["compute"]) - capacities.nvme_bytes
         raise NoRoom(
             f"the states take {format_size(ground.state_bytes - fewer)} beside staging", where, max(1, missing)
         )
-    return homes, room, set_aside
-
-
-def _set_aside(sizes: Sequence[int], room: Room) -> tuple[int, ...]:
-    """The bytes of each home of gradients that are lent: the largest of `sizes`, as far as host memory has room."""
-    found, left = [], room.host_bytes
-    for nbytes in sorted(sizes, reverse=True)[:LENT_CHUNKS]:
-        if nbytes <= left:
-            found.append(nbytes)
-            left -= nbytes
-    return tuple(found)
+    return homes, room, places
 
 
 def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:

@@ -5,6 +5,19 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+_CHUNKS = 6
+"""Chunks whose streamed gradients have a home at a time: some arrive, two are computed with, some wait for that."""
+
+
+def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:
+    """The bytes of each place for gradients of chunks of `sizes`: those of the largest ones, as far as `free_bytes` of
+    host memory go."""
+    found: list[int] = []
+    for nbytes in sorted(sizes, reverse=True)[:_CHUNKS]:
+        if sum(found) + nbytes <= free_bytes:
+            found.append(nbytes)
+    return tuple(found)
+
 
 class Lending:
     """Places of so many bytes each. Whoever asks gets the smallest one that is large enough and that nobody has."""

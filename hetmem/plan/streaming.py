@@ -18,9 +18,6 @@ from hetmem.units import round_up
 SLOTS = 2
 """Chunks on the device at a time: while one is sent home, the next one is brought."""
 
-LENT_CHUNKS = 6
-"""Chunks whose streamed gradients have a home at a time: some arrive, two are computed with, some wait for that."""
-
 _ALIGNMENT = 4096
 
 _GRADIENT_BYTES = 4

@@ -20,7 +20,7 @@ from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.cache import Block
 from hetmem.plan.layout import Layout
-from hetmem.plan.lending import Lending
+from hetmem.plan.lending import Lending, set_aside
 from hetmem.plan.placement import Room, place, place_copies
 from hetmem.plan.share import idle_bytes
 from hetmem.plan.trace import Tier
@@ -222,12 +222,12 @@ class Memory:
         self.device_home_bytes -= nbytes
         self.moved_bytes -= nbytes
 
-    def set_aside(self, chunks: Iterable[Chunk], role: Role, count: int) -> None:
-        """Host memory for `role` of any `count` of `chunks` at a time, to be lent; less if there is less left."""
-        for nbytes in sorted((chunk.home_nbytes(role) for chunk in chunks), reverse=True)[:count]:
-            if nbytes <= self.host_pool.free_bytes:
-                self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
-        self._lending = Lending(nbytes for nbytes, places in self._spare.items() for _ in places)
+    def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
+        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `plan.lending`. Once."""
+        places = set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes)
+        for nbytes in places:
+            self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
+        self._lending = Lending(places)
 
     @property
     def spare_bytes(self) -> int:
