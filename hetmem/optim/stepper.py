@@ -263,10 +263,13 @@ class Stepper:
         self._end()
         self._runtime.statistics.steps += updated
         self._runtime.after_step()
+        if self._trails:
+            self._runtime.trailing.begin()
 
     def synchronize(self) -> None:
         """Everything is done and at home, also on NVMe."""
         self._carry_out(home for chunk in self._runtime.chunks for home in chunk.homes.values())
+        self._runtime.trailing.look_again()
 
     def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
         """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""

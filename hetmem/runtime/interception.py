@@ -82,6 +82,7 @@ class Interception:
         """Take all hooks off."""
         self.removed = True
         self.reset()
+        self.runtime.trailing.pause()
         self.gradients.remove()
         for handle in self._handles:
             handle.remove()
@@ -154,9 +155,13 @@ class Interception:
 
     def _enter(self, compute: Compute, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self.runtime
-        measured = runtime.sanitize
+        measured, transformed = runtime.sanitize, False
         if compute.task < 0:
+            runtime.trailing.pause()
+            transformed = torch._C._functorch.maybe_current_level() is not None
             with runtime.unwatched():
+                if transformed:
+                    runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
                 runtime.writes.notice_all()
             for managed in runtime.parameters:
                 if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
@@ -169,7 +174,7 @@ class Interception:
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
-                runtime.monitor.transformed = torch._C._functorch.maybe_current_level() is not None
+                runtime.monitor.transformed = transformed
         self._enter_modes(compute, stands_by=measured and self.share.may_leave_device)
 
     def _enter_modes(self, compute: Compute, *, stands_by: bool = False) -> None:
@@ -301,6 +306,8 @@ class Interception:
             here.pop().end()
         if not any(compute.task < 0 for compute in here):
             self.runtime.bindings.go_home()
+            if not in_backward():
+                self.runtime.trailing.resume()
 
     def _forget_interrupted(self) -> None:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
@@ -314,6 +321,7 @@ class Interception:
         """What users read, or write over, is what the last step made."""
         self._forget_interrupted()
         self.runtime.traffic.wait_for_updates()
+        self.runtime.trailing.look_again()
 
     def before_assignment(self) -> None:
         """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""

@@ -28,6 +28,7 @@ from hetmem.runtime.shortage import Shortage
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
+from hetmem.runtime.trailing import Trailing
 from hetmem.runtime.weak import weakly
 from hetmem.runtime.writes import Writes
 
@@ -56,6 +57,7 @@ class Runtime:
         self.monitor = DeviceMonitor(
             memory.is_home_address, memory.is_device_address, weakly(self.non_model_grew), strict=sanitize
         )
+        self.trailing = Trailing(self.chunks, self.traffic, self.monitor)
         self.give_way: Callable[[int], None] = _nothing_to_give
         self.hardware: HardwareProfile | None = None
         self.planned_optimizer: Mapping[str, str] = {}

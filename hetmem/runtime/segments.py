@@ -108,6 +108,7 @@ class Segments:
     def begin_forward(self, key: Hashable) -> bool:
         """A forward begins (not one that recomputes within a backward); whether it has to be measured."""
         self.settle()
+        self._runtime.trailing.pause()
         self.thread = threading.get_ident()
         tracer = self._runtime.tracer
         if tracer.key is not None and tracer.key == self._backward_key():
@@ -127,6 +128,7 @@ class Segments:
         if self.in_backward or not in_backward():
             return
         self.in_backward = True
+        self._runtime.trailing.pause()
         self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
@@ -144,11 +146,13 @@ class Segments:
             self.in_backward = False
             with self._runtime.unwatched():
                 self.backward_ended()
+            self._runtime.trailing.resume()
             self._runtime.events.end_segment()  # what the user does before the step is no compute
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
+        self._runtime.trailing.pause()
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 

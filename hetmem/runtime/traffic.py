@@ -355,6 +355,12 @@ class Traffic:
             if not self.pending.go_on():
                 raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 
+    def trails(self, chunk: Chunk) -> bool:
+        """Whether the home of the parameters of `chunk` is not what the last step made, or not yet on NVMe."""
+        home = chunk.homes[Role.PARAM]
+        on_its_way = home.tier is Tier.NVME and home.block is not None and self.residency.dirty(home.block)
+        return chunk in self.updating or on_its_way
+
     def wait_for_updates(self) -> None:
         """All parameters are at home, also on NVMe, as the last step made them."""
         while self.updating:

@@ -23,7 +23,6 @@ _OURS = str(Path(hetmem.__file__).parent)
 
 def average(side: Side, draw: Random) -> Any:
     """An exponential average of the weights; sometimes they are exchanged for it, and back after an evaluation."""
-    side.settle()
     parameters = list(side.module.parameters())
     with torch.no_grad():
         if not side.averages:
@@ -36,7 +35,6 @@ def average(side: Side, draw: Random) -> Any:
         kept = [parameter.clone() for parameter in parameters]
         _exchange(side, side.averages)
         found = side.evaluate(draw)
-        side.settle()
         _exchange(side, kept)
     return found
 

@@ -56,9 +56,6 @@ class Side:
 
     def from_file(self, draw: Random) -> Any: ...
 
-    def settle(self) -> None:
-        """Weights are to be read or written directly."""
-
     def refresh(self) -> None:
         """Weights, or what requires gradients, may have changed."""
 
@@ -140,7 +137,6 @@ class Side:
 
     def outside(self, draw: Random) -> Any:
         """A regularizer on some weights, outside every forward."""
-        self.settle()
         terms = [p.float().square().sum() for p in self.some(draw) if p.requires_grad]
         return self.backward_of(torch.stack(terms).sum() * 1e-3) if terms else None
 
@@ -208,7 +204,6 @@ class Side:
 
     def write(self, draw: Random) -> Any:
         """Weights are changed: counted by versions, or, where nothing has begun, in other ways too."""
-        self.settle()
         way = draw.randrange(3 if self.program.early and self.arrived else 6)
         if self.program.mixed or way > 2:
             self.losses.clear()
@@ -276,7 +271,6 @@ class Side:
     def read_weights(self, draw: Random) -> Any:
         if draw.random() < 0.5:
             return list(self.state().values())
-        self.settle()
         return [p.detach().clone() for p in self.module.parameters()]
 
     def read_gradients(self, _: Random) -> Any:
@@ -310,7 +304,6 @@ class Side:
         """A copy is an ordinary model."""
         if self.hooks:
             return None
-        self.settle()
         twin: Net = copy.deepcopy(self.module) if draw.random() < 0.5 else pickle.loads(pickle.dumps(self.module))
         loss = twin(self.tokens(draw))
         loss.backward()
@@ -349,7 +342,6 @@ class Side:
 
     def shared(self, _: Random) -> Any:
         """Storages of weights get memory that other processes may see."""
-        self.settle()
         if not (self.program.early and self.arrived):
             for parameter in self.module.parameters():
                 parameter.data.share_memory_()

@@ -202,10 +202,6 @@ class Managed(Side):
         hetmem.release(self.module)
         self._manage(draw.choice(("resident", "host", "nvme", "split")), self.program.room, self.program.staging)
 
-    def settle(self) -> None:
-        if self.program.options.get("overlap") == "forward":
-            self.optimizer.synchronize()
-
     def struck(self, draw: Random) -> AbstractContextManager[None]:
         return ctrl_c_at_line(int(10 ** (4.3 * draw.random())))
 

@@ -1,0 +1,234 @@
+"""Parameters that are read, or written, while their updates trail behind the step: as if all had been done in it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import hetmem
+from hetmem.errors import ManageError, StoreError
+from hetmem.optim.updates import Updates
+from hetmem.runtime import registry
+from tests.faults.disk import EIO, FaultyDisk, once
+from tests.optim.stories import Twins, one, twins
+from tests.runtime.harness import WIDTH, assert_same, loss_of, mlp, pair, streamed, vector_batches
+
+BATCHES = vector_batches(4, 4, WIDTH)
+
+READS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "an operator": lambda p: p * 1,
+    "an operator called by its name": lambda p: torch.ops.aten.mul.Tensor(p, 1),
+    "data": lambda p: p.data.clone(),
+    "detached": lambda p: p.detach().clone(),
+    "numpy": lambda p: torch.from_numpy(np.array(p.detach().numpy())),
+    "a list": lambda p: torch._foreach_mul([p], 1)[0],
+    "what takes it second": lambda p: torch.zeros(p.shape).copy_(p),
+    "within a structure": lambda p: torch.cat([p]),
+    "a part": lambda p: p[:1].clone(),
+    "elements": lambda p: torch.tensor(p.tolist()),
+    "text": lambda p: torch.tensor([ord(letter) for letter in str(p)]),
+    "memory": lambda p: torch.tensor(p.untyped_storage().tolist()[:4]),
+    "a vector": lambda p: parameters_to_vector([p]),
+    "vmap": lambda p: torch.vmap(lambda row: row * 1)(p),
+    "a gradient": lambda p: torch.autograd.grad((p * p).sum(), p)[0],
+    "copy": lambda p: copy.copy(p).detach(),
+    "deepcopy": lambda p: copy.deepcopy(p).detach(),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)).detach(),
+}
+
+
+def trail(both: Twins, batch: Any) -> None:
+    """A step of which nothing is updated when it returns."""
+    losses = [loss_of(module, batch) for module, _ in both.sides]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updates, "_may_open", lambda _: False)
+        for loss, (_, optimizer) in zip(losses, both.sides, strict=True):
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def stepped(placement: str | hetmem.Budget, directory: Path) -> Twins:
+    both = twins(pair(mlp, placement, directory), overlap="forward")
+    both.train(BATCHES[:2])
+    trail(both, BATCHES[2])
+    assert registry.of_module(both.managed).runtime.traffic.updating
+    return both
+
+
+@streamed
+@pytest.mark.parametrize("way", READS)
+def test_a_parameter_that_is_read_is_that_of_the_last_step(way: str, placement: str, tmp_path: Path) -> None:
+    both = stepped(placement, tmp_path)
+    for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):
+        if way == "vmap" and not expected.dim():
+            continue
+        value = READS[way](got)
+        assert type(value) is torch.Tensor
+        assert_same(READS[way](expected), value, way)
+        assert type(got) is nn.Parameter
+    both.train(BATCHES[3:])
+    both.right.synchronize()
+    both.assert_same()
+
+
+@streamed
+def test_averages_and_copies_of_the_model_are_of_the_last_step(placement: str, tmp_path: Path) -> None:
+    both = twins(pair(mlp, placement, tmp_path), overlap="forward")
+    averages = [AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for module, _ in both.sides]
+    for batch in BATCHES[:3]:
+        trail(both, batch)
+        for average, (module, _) in zip(averages, both.sides, strict=True):
+            average.update_parameters(module)
+    saved = io.BytesIO()
+    trail(both, BATCHES[3])
+    torch.save(both.managed, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    trail(both, BATCHES[0])
+    copied = copy.deepcopy(both.managed)
+    for got, expected in ((averages[1], averages[0]), (copied, both.plain)):
+        for one_of, other in zip(expected.parameters(), got.parameters(), strict=True):
+            assert type(other) is nn.Parameter
+            assert_same(one_of, other, "average or copy")
+    both.left.zero_grad()
+    for fresh, batch in ((loaded, BATCHES[0]), (copied, BATCHES[1])):
+        one(fresh, batch, torch.optim.AdamW(fresh.parameters(), lr=1e-2))  # both are ordinary models
+
+
+@streamed
+def test_compiled_code_and_transforms_read_what_the_last_step_made(placement: str, tmp_path: Path) -> None:
+    both = stepped(placement, tmp_path)
+    doubled = torch.compile(lambda parameter: parameter * 2, backend="eager")
+    for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):
+        assert_same(expected * 2, doubled(got), "compiled")
+        assert_same(expected * 2, doubled(got), "compiled, once more")
+    trail(both, BATCHES[3])
+    found = []
+    for module, _ in both.sides:
+
+        def loss(weights: dict[str, torch.Tensor], module: nn.Module = module) -> torch.Tensor:
+            output: torch.Tensor = torch.func.functional_call(module, weights, (torch.ones(2, WIDTH),))
+            return output.square().sum()
+
+        found.append(torch.func.grad(loss)(dict(module.named_parameters())))
+    for name, gradient in found[0].items():
+        assert_same(gradient, found[1][name], f"gradient of {name}")
+
+
+@streamed
+def test_what_is_written_comes_after_the_update(placement: str, tmp_path: Path) -> None:
+    both = stepped(placement, tmp_path)
+    with torch.no_grad():
+        for module, _ in both.sides:
+            for number, parameter in enumerate(module.parameters()):
+                if number % 3 == 0:
+                    parameter.mul_(0.5)
+                elif number % 3 == 1:
+                    parameter.data = torch.full_like(parameter.data, 0.25)
+                else:
+                    nn.init.constant_(parameter, 0.125)
+    both.train(BATCHES[3:])
+    both.right.synchronize()
+    both.assert_same()
+
+
+@streamed
+def test_what_tells_nothing_of_values_waits_for_nothing(placement: str, tmp_path: Path) -> None:
+    both = stepped(placement, tmp_path)
+    updating = registry.of_module(both.managed).runtime.traffic.updating
+    before = set(updating)
+    for parameter in both.managed.parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is None
+        assert parameter.requires_grad
+        assert parameter.is_leaf
+        assert (parameter.numel(), parameter.dtype) == (parameter.shape.numel(), torch.float32)
+    both.right.zero_grad()
+    both.managed.zero_grad()
+    assert updating == before
+    first = next(iter(both.managed.parameters()))
+    assert_same(next(iter(both.plain.parameters())), first, "first")
+    assert 0 < len(updating) < len(before), "reading one waited for all"
+
+
+@streamed
+def test_after_a_forward_of_a_part_the_rest_is_still_waited_for(placement: str, tmp_path: Path) -> None:
+    both = stepped(placement, tmp_path)
+    x = torch.ones(2, WIDTH)
+    for train in (False, True):
+        with torch.set_grad_enabled(train):
+            assert_same(both.plain[0](x), both.managed[0](x), "output of a part")
+    for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):
+        assert_same(expected.detach(), got.detach(), "parameter")
+
+
+def test_a_release_while_updates_trail_leaves_ordinary_parameters(tmp_path: Path) -> None:
+    both = stepped("nvme", tmp_path)
+    hetmem.release(both.managed)
+    for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):
+        assert type(got) is nn.Parameter
+        assert_same(expected, got, "parameter")
+
+
+def test_a_parameter_outlives_its_model_and_is_an_ordinary_one(tmp_path: Path) -> None:
+    both = stepped("host", tmp_path)
+    parameter = next(iter(both.managed.parameters()))
+    object.__setattr__(both, "managed", None)
+    object.__setattr__(both, "right", None)
+    assert parameter.detach().isfinite().all()
+    assert type(parameter) is nn.Parameter
+
+
+def in_thread(act: Callable[[], Any]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return errors
+
+
+def test_another_thread_is_told_to_wait_and_may_read_where_the_first_has_ended(tmp_path: Path) -> None:
+    both = stepped("host", tmp_path)
+    parameter = next(iter(both.managed.parameters()))
+    (error,) = in_thread(lambda: parameter + 1)
+    assert isinstance(error, ManageError)
+    assert "synchronize" in str(error)
+    both.right.synchronize()
+    assert not in_thread(lambda: parameter + 1)
+
+    assert not in_thread(lambda: trail(both, BATCHES[3]))
+    both.assert_same()
+
+
+def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch)
+    both = stepped("nvme", tmp_path)
+    disk.fault = once(0, EIO)
+    with pytest.raises(StoreError, match="Input/output error"):
+        parameters_to_vector(both.managed.parameters())
+    assert_same(parameters_to_vector(both.plain.parameters()), parameters_to_vector(both.managed.parameters()), "all")
+    both.right.synchronize()
+    both.assert_same()
