@@ -144,6 +144,17 @@ class Compute:
         top = _get_current_function_mode_stack()[-1]
         assert isinstance(top, _Functions)
         self._until_gone = top
+        _UNTIL_NODES_END.add(self)
+
+    def is_left_behind(self) -> bool:
+        """Of one that lasts for a node: whether the backward that this was in has raised, so that nothing was told."""
+        if self.thread == get_ident():
+            return bool(self.task > torch._C._current_graph_task_id())
+        return self.thread not in sys._current_frames()
+
+    def give_up(self) -> None:
+        """It has ended without a word."""
+        self._ended(self)
 
     def end(self) -> None:
         """It is over."""
@@ -151,6 +162,16 @@ class Compute:
         self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
         self.calls.clear()
         forget_what_is_over()
+
+
+_UNTIL_NODES_END: weakref.WeakSet[Compute] = weakref.WeakSet()
+
+
+def forget_backward_that_raised() -> None:
+    """What lasted for the node that raised is over."""
+    for compute in list(_UNTIL_NODES_END):
+        if not compute.is_over and compute.is_left_behind():
+            compute.give_up()
 
 
 class _Functions(TorchFunctionMode):

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime import registry
 from hetmem.runtime.compiled import opaque, uncompiled
+from hetmem.runtime.compute import forget_backward_that_raised
 from hetmem.runtime.monitor import nodes_behind
 
 _ENGINE = "_engine_run_backward"
@@ -36,15 +38,24 @@ def _run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *a
     """In the place of torch's function of that name."""
     nodes = _accumulators(outputs, inputs) if inputs else {}
     if not nodes:
-        return _engine(outputs, gradients, retain, create, inputs, *args, **kwargs)
+        return _differentiate(outputs, gradients, retain, create, inputs, *args, **kwargs)
     asked = [[GradientEdge(node, 0) for node in nodes.get(id(each), ())] or [each] for each in inputs]
     edges = tuple(edge for each in asked for edge in each)
-    found = _engine(outputs, gradients, retain, create, edges, *args, **kwargs)
+    found = _differentiate(outputs, gradients, retain, create, edges, *args, **kwargs)
     if kwargs.get("accumulate_grad"):
         return found
     each_one = iter(found)
     arrived = zip(inputs, [[next(each_one) for _ in each] for each in asked], strict=True)
     return tuple(_sum(each, parts) if id(each) in nodes else parts[0] for each, parts in arrived)
+
+
+def _differentiate(*args: Any, **kwargs: Any) -> Any:
+    try:
+        return _engine(*args, **kwargs)
+    except BaseException:
+        with HELD_BACK:
+            forget_backward_that_raised()
+        raise
 
 
 @uncompiled

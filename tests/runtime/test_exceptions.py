@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from tests.runtime.harness import (
     WIDTH,
     Recipe,
     Tower,
+    assert_same,
     assert_same_grads,
     assert_same_weights,
     everywhere,
     pair,
+    precisions,
     token_batches,
     train_both,
 )
@@ -70,3 +73,44 @@ def test_an_exception_leaves_a_model_that_trains_on_with_the_same_bits(
     for module in modules:
         module.zero_grad()
     train_both(*modules, batches, Recipe(accumulation=2), optimizers=optimizers)
+
+
+class _Scaled(torch.autograd.Function):
+    """A function that raises in its backward, where torch tells nobody that it has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (_,) = ctx.saved_tensors
+        raise KeyError("in backward")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Scaled.apply(self.first(x), self.weight)
+        return result
+
+
+@everywhere
+@precisions
+def test_parameters_are_at_home_as_soon_as_a_function_of_the_users_has_raised_in_a_backward(
+    mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    _, managed = pair(Scaled, placement, tmp_path, mixed_precision=mixed)
+    parameters = list(managed.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    x = torch.ones(2, WIDTH, dtype=mixed)
+    for _ in range(2):
+        loss = managed(x).float().sum()
+        with pytest.raises(KeyError):
+            loss.backward()
+        for expected, parameter in zip(before, parameters, strict=True):
+            assert_same(expected, parameter.detach(), "parameter")
