@@ -67,6 +67,8 @@ class Stepper:
         self.marks = Marks()
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
+        self._checked = False
+        """Whether this step, or that attempt of it, has seen what was updated before it as it was left."""
         self._runtime.traffic.pending.workers.add(self._updates)
         self._sees_all = self._runtime.memory.streams
         interception.gradients.watchers.add(self)
@@ -307,7 +309,7 @@ class Stepper:
             raise
 
     def _end(self) -> None:
-        self.failed = False
+        self.failed = self._checked = False
         self.marks.drop()
         self._left.clear()
         for chunk in list(self._progress):
@@ -344,7 +346,7 @@ class Stepper:
 
     def _check_untouched(self) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then."""
-        if self.failed:
+        if self._checked:
             return
         for _, part in self._left.values():
             if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
@@ -364,6 +366,7 @@ class Stepper:
                 kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
                 if not kept or progress.disturbed or writes.changed(part.managed):
                     raise self._changed(progress.parts)
+        self._checked = True
 
     def _changed(self, parts: list[Part]) -> RuntimeError:
         names = ", ".join(part.managed.name for part in parts[:3])

@@ -159,3 +159,38 @@ def test_a_gradient_that_could_not_be_written_stands_in_nobody_s_way_when_chunks
             optimizer.step()
             optimizer.zero_grad()
     assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("gradients", ["visible", "streamed"])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_write_after_an_update_is_refused_also_where_the_disk_failed_before_it_was_found(
+    overlap: str, gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was repeated took all that was updated before it for what it had updated itself."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2, request_bytes=REQUEST_BYTES)
+    _, managed = pair(mlp, "nvme", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, gradients=gradients)
+    batches = vector_batches(3, 8, 64)
+    for batch in batches[:2]:
+        loss_of(managed, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(managed, batches[2]).backward()
+    with torch.no_grad():
+        managed[-1].weight.mul_(0.75)  # the first that was updated
+    with monkeypatch.context() as patch:
+        patch.setattr("hetmem.optim.stepper.wait_for_staged_gradients", _fails)
+        with pytest.raises(StoreError):
+            optimizer.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="changed after their update had begun"):
+            optimizer.step()
+    optimizer.forget_step()
+    optimizer.zero_grad()
+    loss_of(managed, batches[2]).backward()
+    optimizer.step()
+
+
+def _fails(*_: object) -> None:
+    raise StoreError(5, "Input/output error")
