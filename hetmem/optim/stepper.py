@@ -28,8 +28,9 @@ from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.owners import ends_with_its_optimizer, owners_of
 from hetmem.optim.passes import Members, Passes
 from hetmem.optim.places import UpdatePlaces
-from hetmem.optim.progress import Part, Progress, Sums, on_host
+from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
+from hetmem.optim.untouched import Untouched, changed
 from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime.gradients import has_hooks_of_the_user, wait_for_staged_gradients
@@ -62,13 +63,10 @@ class Stepper:
         self._arrivals: Counter[int] = Counter()
         self._most: Counter[int] = Counter()
         self._progress: dict[Chunk, Progress] = {}
-        self._left: dict[int, tuple[int, Part]] = {}
-        """Where streamed gradients are used up: the others at the end of backward, after how many arrivals."""
+        self._untouched = Untouched(self._passes, self._runtime.writes)
         self.marks = Marks()
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
-        self._checked = False
-        """Whether this step, or that attempt of it, has seen what was updated before it as it was left."""
         self._runtime.traffic.pending.workers.add(self._updates)
         self._sees_all = self._runtime.memory.streams
         interception.gradients.watchers.add(self)
@@ -122,19 +120,16 @@ class Stepper:
         for progress in begun:
             self._passes.see_what_is_left(progress)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
-            self._see_what_waits(chunks)
+            self._untouched.see(self._waiting(chunks))
             with self._runtime.unwatched(), torch.no_grad():
                 self.marks.put(part.managed for progress in begun for part in progress.parts)
 
-    def _see_what_waits(self, begun: Collection[Chunk]) -> None:
-        """Gradients of chunks that are not in `begun`."""
+    def _waiting(self, begun: Collection[Chunk]) -> Iterator[tuple[ManagedParameter, dict[str, Any], int]]:
+        """See `Untouched.see`: those in chunks that are not in `begun`."""
         for managed in self._runtime.parameters:
-            group, count = self._groups.get(id(managed.parameter)), self._arrivals[id(managed)]
-            if group is None or managed.chunk in begun or managed.parameter.grad is None:
-                continue
-            if self._left.get(id(managed), (-1,))[0] != count:
-                (part,) = self._passes.parts(managed.chunk, [(managed, group)])
-                self._left[id(managed)] = count, self._passes.seen(part)
+            group = self._groups.get(id(managed.parameter))
+            if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
+                yield managed, group, self._arrivals[id(managed)]
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
         """See `Watcher`."""
@@ -309,9 +304,9 @@ class Stepper:
             raise
 
     def _end(self) -> None:
-        self.failed = self._checked = False
+        self.failed = False
         self.marks.drop()
-        self._left.clear()
+        self._untouched.forget()
         for chunk in list(self._progress):
             self._drop(chunk)
         if self._sees_all:
@@ -341,40 +336,11 @@ class Stepper:
             self._drop(chunk)
             progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
         elif not untouched:
-            raise self._changed(progress.parts)
+            raise changed(progress.parts, self._optimizer)
         return progress
 
     def _check_untouched(self) -> None:
-        """Whatever was updated during backward, with a gradient that others see, must still be as it was then."""
-        if self._checked:
-            return
-        for _, part in self._left.values():
-            if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
-                raise self._changed([part])
-        writes = self._runtime.writes
-        begun = [progress for progress in self._progress.values() if progress.begun]
-        self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
-        groups = self._optimizer.groups_by_parameter() if begun else {}
-        for progress in begun:
-            for part in progress.parts:
-                if progress.kept:
-                    kept = part.version == part.gradient._version  # also of one that was written to and is used up
-                elif part.managed.parameter.grad is part.gradient:
-                    kept = self._passes.unscaled(part)
-                else:
-                    kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up
-                kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
-                if not kept or progress.disturbed or writes.changed(part.managed):
-                    raise self._changed(progress.parts)
-        self._checked = True
-
-    def _changed(self, parts: list[Part]) -> RuntimeError:
-        names = ", ".join(part.managed.name for part in parts[:3])
-        return RuntimeError(
-            f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
-            f"(overlap={self._optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, or "
-            f"overlap='off'"
-        )
+        self._untouched.check([progress for progress in self._progress.values() if progress.begun], self._optimizer)
 
     def _use_up_gradients(self) -> None:
         """The updates that trail read them: nobody else may find them and write zeros there."""

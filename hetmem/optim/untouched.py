@@ -1,0 +1,71 @@
+"""Whether weights, gradients and hyper-parameters still are what updates that began in a backward took them for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.optim.overlap import Gradients
+from hetmem.optim.passes import Passes
+from hetmem.optim.progress import Part, Progress
+from hetmem.runtime.writes import Writes
+
+if TYPE_CHECKING:
+    from hetmem.optim.offloaded import OffloadedOptimizer
+
+
+class Untouched:
+    """What one optimizer's backward left to its step."""
+
+    def __init__(self, passes: Passes, writes: Writes) -> None:
+        self._passes, self._writes = passes, writes
+        self._waiting: dict[int, tuple[int, Part]] = {}
+        """Gradients that wait, beside streamed ones that are used up: as the backward left them, after how many
+        arrivals."""
+        self._checked = False
+
+    def see(self, waiting: Iterable[tuple[ManagedParameter, dict[str, Any], int]]) -> None:
+        """The backward is over: `waiting` are parameters with a gradient that nobody has used, their groups, and how
+        many of their gradients have arrived."""
+        for managed, group, count in waiting:
+            if self._waiting.get(id(managed), (-1,))[0] != count:
+                (part,) = self._passes.parts(managed.chunk, [(managed, group)])
+                self._waiting[id(managed)] = count, self._passes.seen(part)
+
+    def check(self, begun: Sequence[Progress], optimizer: OffloadedOptimizer) -> None:
+        """Whatever was updated during backward, with a gradient that others see, must still be as it was then. What a
+        step has seen once, it changes itself: one that is repeated looks no more."""
+        if self._checked:
+            return
+        for _, part in self._waiting.values():
+            if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
+                raise changed([part], optimizer)
+        self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
+        groups = optimizer.groups_by_parameter() if begun else {}
+        for progress in begun:
+            for part in progress.parts:
+                if progress.kept:
+                    kept = part.version == part.gradient._version  # also of one that was written to and is used up
+                elif part.managed.parameter.grad is part.gradient:
+                    kept = self._passes.unscaled(part)
+                else:
+                    kept = optimizer.gradients is Gradients.STREAMED  # it is used up
+                kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
+                if not kept or progress.disturbed or self._writes.changed(part.managed):
+                    raise changed(progress.parts, optimizer)
+        self._checked = True
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._waiting.clear()
+        self._checked = False
+
+
+def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeError:
+    """What is wrong where something of `parts` is not what it was."""
+    names = ", ".join(part.managed.name for part in parts[:3])
+    return RuntimeError(
+        f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
+        f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, or overlap='off'"
+    )
