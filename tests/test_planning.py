@@ -57,6 +57,15 @@ class GPT(nn.Module):
         return cross_entropy(self.head(hidden).flatten(0, 1), x.flatten())
 
 
+class Normed(GPT):
+    """With weights that compute in float32 whatever the others do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.layers.append(nn.Sequential(nn.Flatten(0, 1), self.norm, nn.Unflatten(0, BATCH.shape)))
+
+
 BATCH = torch.zeros(2, 32, dtype=torch.int64)
 
 
@@ -105,11 +114,13 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         assert report["tiers"][tier]["homes"].get("compute", 0) == plan.role_bytes[tier].get("compute", 0)
 
 
+@pytest.mark.parametrize("build", [GPT, Normed])
 @pytest.mark.parametrize("copies", [None, False, True])
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk_bytes", [None, 96 * KIB])
 @pytest.mark.parametrize(("host", "nvme"), [(16 * MIB, 0), (3 * MIB, 16 * MIB), (2 * MIB, 16 * MIB)])
 def test_what_is_arranged_is_what_is_reserved(
+    build: type[GPT],
     host: int,
     nvme: int,
     chunk_bytes: int | None,
@@ -117,11 +128,11 @@ def test_what_is_arranged_is_what_is_reserved(
     copies: bool | None,
     tmp_path: Path,
 ) -> None:
-    workload = trace(planning.Call(GPT, BATCH, None, mixed_precision))
+    workload = trace(planning.Call(build, BATCH, None, mixed_precision))
     made = arrange(workload, Capacities(2 * MIB, host, nvme, MIB, home_copies=copies), chunk_bytes)
     directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
     budget = hetmem.Budget(device=2 * MIB, host=host, device_chunks=MIB, home_copies=copies, **directory)
-    model = hetmem.manage(GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
+    model = hetmem.manage(build(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
     hetmem.AdamW(model.parameters())
     memory = registry.of_module(model).runtime.memory
     assert memory.layout == made.ground.layout

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hetmem.plan.layout import ParameterSpec
 from hetmem.plan.workload import Event, Kind, Phase, Work, Workload
 from hetmem.planning.results import Cost, Results
+from hetmem.runtime.precision import compute_dtypes, specs
 
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """What counts as a use in a managed run although no operator runs."""
@@ -94,13 +94,11 @@ class _Tracer:
         named = dict(model.named_parameters())
         self._model = model
         self._parameters = list(named.values())
-        self._specs = tuple(
-            ParameterSpec(name, p.numel(), f"{p.dtype} {p.requires_grad}", p.itemsize) for name, p in named.items()
-        )
+        compute = compute_dtypes(model, named, mixed_precision)
+        self._specs = tuple(specs(named, compute))
         self._mixed = mixed_precision
-        for parameter in self._parameters:
-            narrow = mixed_precision is not None and parameter.dtype is torch.float32
-            parameter.data = parameter.data.to(mixed_precision if narrow else parameter.dtype, copy=True)
+        for parameter, dtype in zip(self._parameters, compute, strict=True):
+            parameter.data = parameter.data.to(dtype, copy=True)
         self.by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._homes = [parameter.data for parameter in self._parameters]
         self._owners = {self._key(home): index for index, home in enumerate(self._homes)}

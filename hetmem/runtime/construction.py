@@ -18,10 +18,11 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
-from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
+from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
 from hetmem.plan.placement import Capacities, survey
 from hetmem.runtime.bindings import stand_in, storage_references
 from hetmem.runtime.memory import Memory
+from hetmem.runtime.precision import compute_dtypes, specs
 
 HOST_SHARE = 0.6
 """Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
@@ -77,10 +78,10 @@ def build_memory(
         limits.device_chunk_bytes,
         home_copies=limits.home_copies,
     )
-    compute = {name: _compute_dtype(p.dtype, mixed_precision) for name, p in parameters.items()}
+    compute = compute_dtypes(module, parameters, mixed_precision)
     ground = survey(
-        [ParameterSpec(n, p.numel(), f"{p.dtype} {p.requires_grad}", p.itemsize) for n, p in parameters.items()],
-        [dtype.itemsize for dtype in compute.values()],
+        specs(parameters, compute),
+        [dtype.itemsize for dtype in compute],
         [index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad],
         capacities,
         copies=mixed_precision is not None,
@@ -96,7 +97,7 @@ def build_memory(
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
             ground.layout,
-            _chunks(ground.layout, list(parameters.values()), list(compute.values())),
+            _chunks(ground.layout, list(parameters.values()), compute),
             device,
             capacities.device_bytes,
             capacities.chunk_cap_bytes,
@@ -133,10 +134,6 @@ def check_directories(limits: Limits) -> None:
                 f"Budget(nvme_dir=…): {str(directory)!r} {what}: name an existing, writable directory on the disk to "
                 f"use"
             )
-
-
-def _compute_dtype(dtype: torch.dtype, mixed_precision: torch.dtype | None) -> torch.dtype:
-    return mixed_precision if mixed_precision is not None and dtype is torch.float32 else dtype
 
 
 def _device_bytes(limits: Limits, device: Device) -> int:

@@ -162,14 +162,22 @@ def assert_same_states(plain: torch.optim.Optimizer, managed: torch.optim.Optimi
             assert_same(value, right[index][name], f"{what} state {name} of {index}")
 
 
+def narrow(module: nn.Module, dtype: torch.dtype) -> None:
+    """Float32 parameters of `module` compute in `dtype`, but for those beside running statistics."""
+    for part in module.modules():
+        if not isinstance(part, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            for parameter in part.parameters(recurse=False):
+                if parameter.dtype is torch.float32:
+                    parameter.data = parameter.data.to(dtype)
+
+
 class Mixed:
     """The reference for mixed precision: float32 masters, and a twin whose parameters are 16-bit copies of them."""
 
     def __init__(self, masters: nn.Module, dtype: torch.dtype) -> None:
         self.masters = masters
         self.twin = copy.deepcopy(masters)
-        for parameter in self.twin.parameters():
-            parameter.data = parameter.data.to(dtype)
+        narrow(self.twin, dtype)
         self._buffers = list(zip(masters.buffers(), self.twin.buffers(), strict=True))
 
     def pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:

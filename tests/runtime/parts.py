@@ -105,7 +105,7 @@ def own_parts(width: int) -> dict[str, Callable[[], nn.Module]]:
     """By name, what makes each of them; all take and give (rows, length, width)."""
     encoder = lambda: nn.TransformerEncoderLayer(width, 4, width, dropout=0.1, batch_first=True)  # noqa: E731
     return {
-        "batch norm": lambda: InFloat32(Normalized(width)),
+        "batch norm": lambda: Normalized(width),
         "lstm": lambda: InFloat32(nn.LSTM(width, width, batch_first=True)),
         "gru": lambda: InFloat32(nn.GRU(width, width // 2, batch_first=True, bidirectional=True)),
         "attention": lambda: InFloat32(Attention(width, 4, batch_first=True)),

@@ -36,9 +36,8 @@ class Plain(Side):
             self.net = copy.deepcopy(self.module)
             for mine, its in zip(self.module.modules(), self.net.modules(), strict=True):
                 its._buffers = mine._buffers
+            harness.narrow(self.net, program.mixed)
             for master, copied in self._pairs():
-                if master.dtype is torch.float32:
-                    copied.data = copied.data.to(program.mixed)
                 was, _ = copied.requires_grad, copied.requires_grad_(True)
                 copied.register_post_accumulate_grad_hook(lambda copied, master=master: _hand_over(copied, master))
                 copied.requires_grad_(was)

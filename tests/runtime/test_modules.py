@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from hetmem.runtime import registry
 from tests.runtime.harness import (
     CHUNK,
     WIDTH,
@@ -210,3 +211,21 @@ def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
     for module in modules:
         module.train()
     train_both(*modules, batches(3), optimizers=optimizers)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_normalisation_over_batches_computes_in_float32_beside_sixteen_bits(
+    dtype: torch.dtype, placement: str, tmp_path: Path
+) -> None:
+    """As their running statistics are; weights of it share no chunk with others, and train as all do."""
+    modules = pair(Images, placement, tmp_path, mixed_precision=dtype)
+    managed = {each.name: each for each in registry.of_module(modules[1]).runtime.parameters}
+    batches = vector_batches(3, 2, 3, 8, 8, dtype=dtype)
+    optimizers = train_both(*modules, batches, Recipe(accumulation=2, mixed=dtype))
+    train_both(*modules, batches, Recipe(mixed=dtype), optimizers=optimizers)
+    computes = {name: each.chunk.compute_dtype for name, each in managed.items()}
+    assert {name for name, found in computes.items() if found is torch.float32} == {"norm.weight", "norm.bias"}
+    assert {found for name, found in computes.items() if not name.startswith("norm.")} == {dtype}
+    for name, buffer in modules[0].named_buffers():
+        assert_same(buffer, dict(modules[1].named_buffers())[name], name)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import hetmem
 from tests.runtime.harness import WIDTH, assert_same, everywhere, manage, mlp
@@ -76,10 +77,24 @@ def test_parameters_that_were_added_train_as_they_are_in_float32(placement: str,
         assert_same(expected.grad, got.grad, name)
 
 
+class Centred(nn.Module):
+    """Keeps running statistics in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("running_mean", torch.zeros(WIDTH))
+        self.register_buffer("running_var", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        buffers = self.get_buffer("running_mean"), self.get_buffer("running_var")
+        return F.batch_norm(x, *buffers, self.weight, self.bias, training=True)
+
+
 @pytest.mark.parametrize("placement", ["resident", "host"])
 def test_an_error_about_dtypes_names_the_buffers_that_keep_theirs(placement: str, tmp_path: Path) -> None:
     """The way out that it names works, and other errors stay as they are."""
-    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))  # noqa: E731
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred())  # noqa: E731
     managed = manage(build(), placement, tmp_path, mixed_precision=torch.bfloat16)
     x = torch.ones(4, WIDTH)
     with pytest.raises(RuntimeError, match=r"1\.running_mean \(torch\.float32\), .* to torch\.bfloat16, or") as raised:
