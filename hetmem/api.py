@@ -94,8 +94,8 @@ def manage(
 
     `budget`: see `Budget`; None = what the machine has free, less a reserve. `device`: "cuda", "cuda:0", "sim" or a
     `SimDevice`; None = the GPU if there is one, else the simulated accelerator. `mixed_precision`: torch.bfloat16 or
-    torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies, but for those of modules with
-    running statistics (BatchNorm), which compute in float32 as these do; gradients are float32.
+    torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies (but for those of modules
+    with running statistics, as BatchNorm: they compute in float32, as these do); gradients are float32.
     `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB", rounded down to a multiple of 4096
     elements of the widest dtype; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
