@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,10 +71,14 @@ class OffloadedOptimizer(Optimizer):
         self.grad_norm: float | None = None
         self.rule = rule
         self._begin_empty()
+        self._all_at_once = True
         super().__init__(params, defaults)
+        self._all_at_once = False
+        self._reserve(self.param_groups)
 
     def _begin_empty(self) -> None:
         self.token = object()
+        self._all_at_once = False
         self._workers: WorkerPool | None = None
         self._steppers: dict[Interception, Stepper] = {}
         self.states = States()
@@ -98,9 +102,10 @@ class OffloadedOptimizer(Optimizer):
         """As in torch; the parameters must be managed, and their gradients and states get homes here."""
         super().add_param_group(param_group)
         self._numbers = {}
-        group = self.param_groups[-1]
+        if self._all_at_once:
+            return
         try:
-            self._reserve(group)
+            self._reserve(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             raise
@@ -256,36 +261,49 @@ class OffloadedOptimizer(Optimizer):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _reserve(self, group: dict[str, Any]) -> None:
-        chunks: dict[Interception, dict[Chunk, None]] = {}
-        for parameter in group["params"]:
-            found = registry.of_parameter(parameter)
-            if found is None:
-                raise ManageError(
-                    f"{self._name()} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "
-                    f"hetmem.manage(model, …) before making the optimizer, or use torch's for this one"
-                )
-            if not parameter.dtype.is_floating_point:
-                raise ManageError(f"{self._name()} cannot update {found[1].name} of dtype {parameter.dtype}")
-            self._stepper(found[0]).owners.made(found[1], self)
-            if parameter.requires_grad:
-                chunks.setdefault(found[0], {})[found[1].chunk] = None
-        for interception, used in chunks.items():
-            check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
-            memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
-            if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
-                if not sink.lends:
-                    memory.set_aside(used, Role.GRAD)
-                    sink.lends = True
-            elif memory.streams:  # on the device gradients stay autograd's own
-                traffic.ensure_homes(used, (Role.GRAD,))
-            for chunk in used:
-                check_staging(memory, chunk, len(self.rule.roles(group, chunk.dtype)))
-            for dtype in {chunk.dtype for chunk in used}:
-                roles = self.rule.roles(group, dtype)
-                for chunk in used:
-                    interception.share.before_reserving(chunk, set(roles))
-                traffic.ensure_homes([chunk for chunk in used if chunk.dtype is dtype], roles)
+    @HELD_BACK
+    def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Homes for what `groups` keep; which group a chunk is of, if not of several, makes no difference to others."""
+        kept: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
+        for group in groups:
+            for parameter in group["params"]:
+                interception, managed = self._checked(parameter)
+                self._stepper(interception).owners.made(managed, self)
+                if parameter.requires_grad:
+                    chunks, chunk = kept.setdefault(interception, {}), managed.chunk
+                    roles = (*chunks.get(chunk, ()), *self.rule.roles(group, chunk.dtype))
+                    chunks[chunk] = tuple(dict.fromkeys(roles))
+        for interception, chunks in kept.items():
+            self._reserve_homes(interception, chunks)
+
+    def _reserve_homes(self, interception: Interception, kept: dict[Chunk, tuple[Role, ...]]) -> None:
+        check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
+        memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
+        if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
+            memory.set_aside((chunk for chunk in kept if not memory.lends(chunk, Role.GRAD)), Role.GRAD)
+            sink.lends = True
+        elif memory.streams:  # on the device gradients stay autograd's own
+            traffic.ensure_homes(kept, (Role.GRAD,))
+        alike: dict[tuple[Role, ...], list[Chunk]] = {}
+        for chunk, roles in kept.items():
+            check_staging(memory, chunk, len(roles))
+            alike.setdefault(roles, []).append(chunk)
+        for roles, chunks in alike.items():
+            for chunk in chunks:
+                interception.share.before_reserving(chunk, set(roles))
+            traffic.ensure_homes(chunks, roles)
+
+    def _checked(self, parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:
+        """Raises `ManageError` for one that cannot be updated."""
+        found = registry.of_parameter(parameter)
+        if found is None:
+            raise ManageError(
+                f"{self._name()} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "
+                f"hetmem.manage(model, …) before making the optimizer, or use torch's for this one"
+            )
+        if not parameter.dtype.is_floating_point:
+            raise ManageError(f"{self._name()} cannot update {found[1].name} of dtype {parameter.dtype}")
+        return found
 
     def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
         """`parameter` and what `group` has it keep, which has homes now."""

@@ -26,6 +26,11 @@ class Lending:
         self._free = sorted(sizes)
         self._largest = max(self._free, default=0)
 
+    def add(self, nbytes: int) -> None:
+        """There is one more place, of `nbytes`."""
+        self._largest = max(self._largest, nbytes)
+        self.give(nbytes)
+
     @property
     def free_bytes(self) -> int:
         """Of all places that nobody has."""

@@ -223,11 +223,10 @@ class Memory:
         self.moved_bytes -= nbytes
 
     def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
-        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `plan.lending`. Once."""
-        places = set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes)
-        for nbytes in places:
+        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `plan.lending`."""
+        for nbytes in set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes):
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
-        self._lending = Lending(places)
+            self._lending.add(nbytes)
 
     @property
     def spare_bytes(self) -> int:

@@ -17,7 +17,9 @@ from hetmem.optim.stepper import Stepper
 from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
 from hetmem.runtime.used_up import UsedUp
+from tests.optim.stories import one
 from tests.runtime.harness import (
+    WIDTH,
     Tower,
     adamws,
     assert_same,
@@ -252,3 +254,34 @@ def _finished_before(told: Any) -> Any:
         told(stepper)
 
     return finished
+
+
+def norms_between() -> nn.Sequential:
+    """Small parameters, which share one chunk, between large ones of a chunk each."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(2 * WIDTH, 2 * WIDTH), nn.LayerNorm(128))))
+
+
+@pytest.mark.parametrize("split", ["large first", "small first", "two optimizers"])
+def test_parameter_groups_in_any_order_keep_no_more_gradients_than_one(split: str, tmp_path: Path) -> None:
+    """Memory was set aside for chunks of the first group only: the others had homes for good."""
+    host, options = {}, {"overlap": "backward", "gradients": "streamed"}
+    for groups in ("one", split):
+        model = manage(norms_between(), budget("host", tmp_path, host="16MiB"), tmp_path)
+        large, small = ([p for p in model.parameters() if (p.dim() > 1) is is_large] for is_large in (True, False))
+        kept: Any = {
+            "one": [list(model.parameters())],
+            "large first": [[{"params": large}, {"params": small, "weight_decay": 0.0}]],
+            "small first": [[{"params": small, "weight_decay": 0.0}, {"params": large}]],
+            "two optimizers": [small, large],
+        }[groups]
+        optimizers = [hetmem.AdamW(each, lr=1e-3, **options) for each in kept]
+        memory = registry.of_module(model).runtime.memory
+        assert not any(Role.GRAD in chunk.homes for chunk in memory.chunks)
+        host[groups] = memory.spare_bytes
+        for batch in vector_batches(3, 4, 2 * WIDTH):
+            one(model, batch, *optimizers)
+            assert not any(Role.GRAD in chunk.homes for chunk in memory.chunks), "kept behind the step"
+        assert memory.spare_bytes == host[groups]
+    if split != "two optimizers":
+        assert host[split] == host["one"]
