@@ -226,6 +226,9 @@ class Program:
         for parameter in net.parameters():
             if parameter.dtype is torch.float32:
                 parameter.data = parameter.data.to(self.dtype)
+        for part in net.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                part.to(self.dtype)  # its statistics too
         return net
 
 
