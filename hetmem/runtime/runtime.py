@@ -60,8 +60,8 @@ class Runtime:
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor)
         self.give_way: Callable[[int], None] = _nothing_to_give
         self.hardware: HardwareProfile | None = None
-        self.planned_optimizer: Mapping[str, str] = {}
         """What the machine can do, if anybody has said so."""
+        self.planned_optimizer: Mapping[str, str] = {}
         self._all_slots = sum(chunk.spec.span for chunk in self.chunks)
         self._shortage = Shortage(memory, residency, self.tracer)
         self.refusals = Refusals(memory, self._shortage)
@@ -261,7 +261,7 @@ class Runtime:
                     if untracked:
                         self._untracked.add(id(managed))
                 else:
-                    self._release_device(managed)
+                    self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def end_region(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
@@ -325,9 +325,6 @@ class Runtime:
             self.traffic.limit_device(before, before=before)
             self.memory.device.peak_bytes()  # what was given back by this is no peak of anything else
 
-    def _release_device(self, managed: ManagedParameter) -> None:
-        self.traffic.release(param_block(managed), Tier.DEVICE)
-
     def notice_writes_to_views(self) -> None:
         """An operator met no parameter, but it may have written to a view of one: then that goes home too."""
         if self._held:
@@ -370,7 +367,7 @@ class Runtime:
             if not self.bindings.held(managed):
                 del self._held[key]
                 self._untracked.discard(id(managed))
-                self._release_device(managed)
+                self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def relearn(self) -> None:
         """Chunks hold other parameters now: what was traced is void."""
@@ -384,9 +381,8 @@ class Runtime:
         self._look_at_allocator()
         self.tracer.end()
         self.events.end_segment()
-        follower = self.tracer.book.follower(STEP)
         self._ended = STEP
-        if follower is not None:
+        if (follower := self.tracer.book.follower(STEP)) is not None:
             self.expect(follower)
 
 
