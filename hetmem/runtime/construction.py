@@ -178,7 +178,7 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
         chunk = memory.chunks[placement.chunk]
         data = parameter.data
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
-        strides = data.stride() if dense else torch.empty(data.shape, device="meta").stride()
+        strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
         empty = torch.empty(0, device="cpu")
         managed = ManagedParameter(
             parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
