@@ -34,6 +34,12 @@ def is_lazy(parameter: torch.nn.Parameter) -> bool:
 
 def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The distinct parameters of `module` by name, in order of registration; refuses what cannot be managed."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ManageError(
+                f"{name or 'the model'} is a {type(part).__name__} of torch.jit, and nobody sees what that computes: "
+                f"leave torch.jit.script out, or use torch.compile"
+            )
     parameters = dict(module.named_parameters())
     if not parameters:
         raise ManageError(f"{type(module).__name__} has no parameters, so there is nothing to manage")

@@ -252,3 +252,18 @@ def _finished_before(told: Any) -> Any:
         told(stepper)
 
     return finished
+
+
+@streamed
+@pytest.mark.parametrize("gradients", ["visible", "streamed"])
+def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64), nn.Linear(64, 64))
+    managed = manage(module, placement, tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), overlap="backward", gradients=gradients)
+
+    def step() -> None:
+        managed(torch.arange(4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="AdamW does not support sparse gradients"):
+        step()
