@@ -40,7 +40,10 @@ def parse_size(size: int | str, what: str = "size") -> int:
     if match is None or match[2].lower() not in _UNITS:
         known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
         raise BudgetError(f"{what} {size!r} is not a size: write a number and one of {known}, e.g. '20GiB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    nbytes = float(match[1]) * _UNITS[match[2].lower()]
+    if nbytes == float("inf"):
+        raise BudgetError(f"{what} must be a finite number of bytes, got {len(match[1])} digits")
+    return int(nbytes)
 
 
 def format_size(nbytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,26 @@ def test_an_option_that_cannot_be_meant_is_refused_and_nothing_has_changed(optio
     with pytest.raises(ValueError, match=match):
         hetmem.manage(model, hetmem.Budget(device="1MiB", host="1MiB"), device="sim", **options)
     hetmem.manage(model, hetmem.Budget(device="1MiB", host="1MiB"), device="sim")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_nobody_can_see_into_is_refused_and_nothing_has_changed(whole: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if whole:
+            model = torch.jit.script(model)
+        else:
+            model[1] = torch.jit.script(model[1])
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(ManageError, match=r"(the model|1) is a RecursiveScriptModule of torch.jit.* torch\.compile"):
+        hetmem.manage(model, hetmem.Budget(device="1MiB", host="1MiB"), device="sim")
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+def test_a_size_without_end_is_none() -> None:
+    with pytest.raises(BudgetError, match=r"Budget\(device=…\) must be a finite number of bytes, got 400 digits"):
+        hetmem.Budget(device="9" * 400 + "GiB")
 
 
 @pytest.mark.parametrize("least", [{"chunk_bytes": "16KiB"}, {"chunk_bytes": 16385}])

@@ -153,7 +153,8 @@ class ManagedParameter:
     when it was made: a storage may be given other memory (`share_memory_()` does that). `device` is a view of the slot
     while the chunk has a copy on the device, `device_storage` the handle of its storage and `device_references` how
     often hetmem itself refers to that. `version` is the
-    parameter's version counter as last seen: a different one means that somebody wrote to it.
+    parameter's version counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how
+    often `.data` was set within a forward or backward.
     """
 
     parameter: torch.nn.Parameter
@@ -168,6 +169,7 @@ class ManagedParameter:
     home_references: int = 0
     home_address: int = 0
     version: int = 0
+    data_sets: int = 0
     device: torch.Tensor | None = None
     device_storage: int = 0
     device_references: int = 0

@@ -30,6 +30,18 @@ def address_of(memory: Memory) -> int:
     return mapping.address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()
 
 
+def give_away(view: torch.Tensor) -> bool:
+    """Whoever else holds the memory of `view` (its storage) keeps what is there now, in memory of its own, as does
+    `view`. False if that cannot be done: on a GPU, with torch before 2.13."""
+    storage = view.untyped_storage()
+    before, swap = storage.data_ptr(), getattr(storage, "_swap_data_ptr_", None)
+    if swap is not None:
+        swap(storage.clone())
+    else:
+        storage.share_memory_()
+    return storage.data_ptr() != before
+
+
 _AS_IT_IS = nullcontext()
 
 

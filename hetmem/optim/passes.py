@@ -67,6 +67,9 @@ class Passes:
         for managed, group in members:
             gradient = managed.parameter.grad
             assert gradient is not None
+            if gradient.layout is not torch.strided:
+                kind = type(self._optimizer).__name__
+                raise RuntimeError(f"{kind} does not support sparse gradients, and {managed.name} has one")
             if id(group) not in said:
                 options = {name: frozen(value) for name, value in group.items() if name != "params"}
                 said[id(group)] = options, rule.roles(options, chunk.dtype)

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 
 import torch
 
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter
 from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.views import give_away
 
 
 class Bindings:
@@ -109,8 +111,22 @@ class Bindings:
 
     @staticmethod
     def held(managed: ManagedParameter) -> bool:
-        """Whether anybody still has memory of the device view (which must exist and not be bound)."""
-        return _references(managed.device_storage) > managed.device_references
+        """Whether anybody still has memory of the device view (which must not be bound)."""
+        return managed.device is not None and _references(managed.device_storage) > managed.device_references
+
+    def leave_to_holders(self, managed: ManagedParameter) -> None:
+        """`managed` becomes another tensor's values: whoever holds its device view keeps what that shows. Raises
+        `ManageError` where they cannot."""
+        if managed.device is None or not managed.numel or not self.held(managed):
+            return
+        address = managed.device.untyped_storage().data_ptr()
+        if not give_away(managed.device):
+            raise ManageError(
+                f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
+                f"`kept = self.weight.data`): keep a clone of it"
+            )
+        del self._by_address[address]
+        managed.device = None
 
 
 def _references(storage: int) -> int:

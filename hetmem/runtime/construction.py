@@ -35,6 +35,12 @@ def is_lazy(parameter: torch.nn.Parameter) -> bool:
 
 def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The distinct parameters of `module` by name, in order of registration; refuses what cannot be managed."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ManageError(
+                f"{name or 'the model'} is a {type(part).__name__} of torch.jit, and nobody sees what that computes: "
+                f"leave torch.jit.script out, or use torch.compile"
+            )
     parameters = dict(module.named_parameters())
     if not parameters:
         raise ManageError(f"{type(module).__name__} has no parameters, so there is nothing to manage")
@@ -175,7 +181,7 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
         chunk = memory.chunks[placement.chunk]
         data = parameter.data
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
-        strides = data.stride() if dense else torch.empty(data.shape, device="meta").stride()
+        strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
         empty = torch.empty(0, device="cpu")
         managed = ManagedParameter(
             parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty

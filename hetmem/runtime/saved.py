@@ -34,6 +34,8 @@ class Saved:
     conj: bool
     neg: bool
     version: int
+    data_sets: int | None
+    """None for the parameter itself: torch too keeps that, and not the memory it had."""
 
 
 class Recomputes(Protocol):
@@ -149,7 +151,9 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """What autograd is to keep instead of `tensor`."""
         managed = self._runtime.bindings.of_storage(tensor)
-        return _kept(tensor) if managed is None else self._place_of(managed, tensor)
+        if managed is None or (managed.data_sets and _is_view_of_copy(tensor, managed)):
+            return _kept(tensor)
+        return self._place_of(managed, tensor)
 
     def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
@@ -158,8 +162,8 @@ class SavedTensors:
             if self.region is not None and managed not in self.region[1]:
                 raise RuntimeError(_is_elsewhere(managed.name, self.region[0]))
             stride = managed.stride
-        version = managed.parameter._version
-        return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version)
+        version, sets = managed.parameter._version, None if tensor is managed.parameter else managed.data_sets
+        return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
 
     def unpack(self, packed: Saved | torch.Tensor) -> torch.Tensor:
         """What autograd gets back."""
@@ -173,6 +177,8 @@ class SavedTensors:
         device = self._runtime.saved(managed)  # may wait for an update of it
         if managed.parameter._version != packed.version:
             raise RuntimeError(_modified(managed.name, managed.parameter._version, packed.version))
+        if packed.data_sets not in (None, managed.data_sets):
+            raise RuntimeError(_set_since(managed.name))
         if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
             return device
         with self._runtime.unwatched():
@@ -230,6 +236,13 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
+def _is_view_of_copy(tensor: torch.Tensor, managed: ManagedParameter) -> bool:
+    """Whether `tensor` keeps the values it has, though `managed` gets others by `.data = …` within the same forward."""
+    if tensor is managed.parameter or managed.device is None:
+        return False
+    return tensor.untyped_storage().data_ptr() == managed.device.untyped_storage().data_ptr()
+
+
 def _is_ours(hooks: tuple[Any, Any]) -> bool:
     return isinstance(hooks[0], _Pack)
 
@@ -239,6 +252,13 @@ def _is_elsewhere(weight: str, region: str) -> str:
         f"{region} uses {weight}, which is none of the parameters of that module, and so is not on the device while "
         f"its compiled code runs: what that computed is wrong. Register {weight} there too, as tied weights are, "
         f"compile a module that has both, or do not compile this one"
+    )
+
+
+def _set_since(weight: str) -> str:
+    return (
+        f"{weight}.data was set within a forward for the first time after this graph had used it, and what it was "
+        f"then is not kept: compute the forward again, whose backward will find it"
     )
 
 

@@ -14,9 +14,10 @@ import torch
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import NvmeStore
+from hetmem.memory.views import give_away
 from hetmem.plan.cache import CopyState
 from hetmem.plan.trace import Tier
-from hetmem.runtime.bindings import Bindings
+from hetmem.runtime.bindings import Bindings, storage_references
 from hetmem.runtime.construction import recast
 from hetmem.runtime.traffic import Traffic
 
@@ -87,29 +88,43 @@ class Writes:
     @staticmethod
     def _counted(managed: ManagedParameter) -> bool:
         """Whether torch itself tells of a write."""
-        parameter = managed.parameter
-        return parameter._version != managed.version or parameter.data_ptr() != managed.home_address
+        return managed.parameter._version != managed.version or _is_replaced(managed)
 
     def by_user(self, managed: ManagedParameter) -> None:
         """`managed` was changed outside compute: its home counts, copies of it are superseded."""
-        parameter, home = managed.parameter, managed.home
-        resting = managed.rest is not home and parameter.data_ptr() == managed.rest.data_ptr()
-        if parameter.data_ptr() != managed.home_address and not resting:
+        parameter = managed.parameter
+        resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
+        if _is_replaced(managed) and not resting:
             new = parameter.data
-            _refuse_another_kind(managed, new, home.dtype)
-            if home.data_ptr() != managed.home_address:  # its storage was given other memory: its place is elsewhere
-                home = managed.view(Role.PARAM)
-                self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
-            home.copy_(new)
-            parameter.data = home
+            _refuse_another_kind(managed, new, managed.home.dtype)
+            self._leave_home_to_holders(managed, hetmem_holds=2)
+            managed.home.copy_(new)
+            parameter.data = managed.home
         managed.version = parameter._version
         self._supersede(managed)
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
         _refuse_another_kind(managed, value, value.dtype)
+        self._bindings.leave_to_holders(managed)
+        at_home = managed.parameter.data_ptr() == managed.home.data_ptr()
+        self._leave_home_to_holders(managed, hetmem_holds=2 + at_home)
         managed.home.copy_(value)
+        managed.data_sets += 1
         self._supersede(managed)
+
+    def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
+        """The home of `managed` becomes another tensor's values. Who holds more than the `hetmem_holds` references to
+        the old ones (`kept = p.data`, a state dict) keeps them, as in torch, where these are two tensors."""
+        kept = managed.numel and storage_references(managed.home) > hetmem_holds
+        if kept and not give_away(managed.home):
+            raise ManageError(
+                f"{managed.name}.data was set to another tensor, and what it was before is still held (as in "
+                f"`kept = p.data`): keep a clone of it, as hetmem copies the new values to its place"
+            )
+        if managed.home.data_ptr() != managed.home_address:  # its storage has other memory: its place is elsewhere
+            home = managed.view(Role.PARAM)
+            self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
 
     def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
         """What is at home counts: the 16-bit copy there is made anew, and no other may be used, but perhaps the
@@ -158,6 +173,13 @@ class Writes:
         managed.version = managed.parameter._version
         self._supersede(managed, but_device=True)
         self._traffic.copy_equals_home(managed.chunk)
+
+
+def _is_replaced(managed: ManagedParameter) -> bool:
+    """Whether `parameter.data` is another tensor than the home, or another view of it."""
+    parameter = managed.parameter
+    at_home = parameter.data_ptr() == managed.home_address
+    return not at_home or parameter.stride() != managed.stride or parameter.shape != managed.shape
 
 
 def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: torch.dtype) -> None:

@@ -285,3 +285,18 @@ def test_parameter_groups_in_any_order_keep_no_more_gradients_than_one(split: st
         assert memory.spare_bytes == host[groups]
     if split != "two optimizers":
         assert host[split] == host["one"]
+
+
+@streamed
+@pytest.mark.parametrize("gradients", ["visible", "streamed"])
+def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64), nn.Linear(64, 64))
+    managed = manage(module, placement, tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), overlap="backward", gradients=gradients)
+
+    def step() -> None:
+        managed(torch.arange(4)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="AdamW does not support sparse gradients"):
+        step()
