@@ -33,7 +33,7 @@ class Subcommand:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr."""
+    """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr; 130: Ctrl-C."""
     parser = argparse.ArgumentParser(prog="hetmem", description="Train models larger than the accelerator.")
     commands = parser.add_subparsers(dest="command", required=True)
     for subcommand in SUBCOMMANDS:
@@ -42,11 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own.set_defaults(run=subcommand.run)
     options = parser.parse_args(arguments)
     try:
+        _check_output(getattr(options, "output", None))
         status: int = options.run(options)
+    except KeyboardInterrupt:
+        return 130
     except (HetmemError, OSError, ValueError) as error:
         print(f"hetmem {options.command}: {error}", file=sys.stderr)
         return 2
     return status
+
+
+def _check_output(path: str | None) -> None:
+    """Before the work whose result is to be written there, which may take minutes."""
+    if path is not None and not Path(path).parent.is_dir():
+        raise HetmemError(f"cannot write {path}: there is no directory {Path(path).parent}")
 
 
 # ---- plan --------------------------------------------------------------------------------------------------------
@@ -64,6 +73,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE[:DTYPE]",
         help="an input of the model, e.g. 4x2048 (int64) or 8x3x224x224:float32; once for each, in order",
     )
+    parser.add_argument("--loss", metavar="MODULE:FUNCTION", help="from the output to a loss, if that is none")
     parser.add_argument("--hardware", default=None, help="a shipped profile, or a file from `hetmem probe`")
     parser.add_argument("--set", action="append", metavar="FIGURE=VALUE", help="e.g. nvme_read.bytes_per_second=12GB")
     parser.add_argument("--device-memory", help="what hetmem may use of the device; default: all of it")
@@ -133,10 +143,11 @@ def _call(options: argparse.Namespace) -> Any:
     if not options.input:
         raise planning.PlanError("say what the model is called with: --input 4x2048, once for each input")
     batch = tuple(_input(text) for text in options.input)
-    return planning.Call(_builder(options.builder), batch, None, mixed)
+    loss = _function(options.loss) if options.loss else None
+    return planning.Call(_function(options.builder), batch, loss, mixed)
 
 
-def _builder(name: str) -> Callable[[], Any]:
+def _function(name: str) -> Callable[..., Any]:
     from hetmem.planning import PlanError
 
     module, _, attribute = name.partition(":")
@@ -270,8 +281,9 @@ def _top_arguments(parser: argparse.ArgumentParser) -> None:
 def _top(options: argparse.Namespace) -> int:
     from hetmem.report import live
 
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
     while True:
-        print(live.top(), flush=True)
+        print(f"{clear}{live.top()}", flush=True)
         if options.once:
             return 0
         time.sleep(1)

@@ -1,7 +1,8 @@
-"""Sizes: bytes to text and back. GiB is 2**30 bytes, GB is 10**9 bytes."""
+"""Sizes: bytes to text and back; seconds to text. GiB is 2**30 bytes, GB is 10**9 bytes."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from hetmem.errors import BudgetError
@@ -52,6 +53,23 @@ def format_size(nbytes: float) -> str:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_enough(nbytes: int) -> str:
+    """As `format_size`, but never less than `nbytes`: for what somebody is told to add."""
+    unit = next((unit for unit in (1 << 40, GIB, MIB, KIB) if nbytes >= unit), 1)
+    return format_size(math.ceil(100 * nbytes / unit) / 100 * unit)
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` as people read them: "1.25 s", "12.5 ms", "80 µs"."""
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -31,6 +31,55 @@ def test_a_model_that_does_not_fit_is_status_one(capsys: pytest.CaptureFixture[s
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
+def scores() -> torch.nn.Module:
+    return torch.nn.Linear(64, 8)
+
+
+def mean(output: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def test_a_model_without_a_loss_is_planned_with_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "tests.test_cli:scores", "--input", "2x64:float32", "--loss", "tests.test_cli:mean"]
+    assert main(command) == 0
+    assert "Linear: 520 parameters" in capsys.readouterr().out
+
+
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hetmem.probe.probe", lambda *_, **__: pytest.fail("measured"))
+    assert main(["probe", "-o", "no/such/machine.json"]) == 2
+    assert "there is no directory no/such" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The only way to end `hetmem top`."""
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupted)
+    assert main(["top"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_top_takes_the_place_of_what_it_showed_in_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupted)
+    main(["top"])
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    main(["top"])
+    assert capsys.readouterr().out.startswith("\x1b[H\x1b[2J")
+
+
 def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "model_type": "llama",
@@ -63,6 +112,9 @@ def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
         ([*SMALL, "--set", "nvme_read.bytes_per_second=-1"], "expected a number above zero, got -1"),
         ([*SMALL, "--set", "nvme_read"], "expected FIGURE=VALUE"),
         ([*SMALL, "--micro-batches", "0"], "micro_batches must be an int, at least 1, got 0"),
+        ([*SMALL, "-o", "no/such/plan.json"], "cannot write no/such/plan.json: there is no directory no/such"),
+        (["plan", "tests.test_cli:scores", "--input", "2x64:float32"], "(--loss MODULE:FUNCTION)"),
+        ([*SMALL, "--loss", "tests.test_cli:nothing"], "cannot find tests.test_cli:nothing"),
         (["plan", MODEL], "say what the model is called with"),
         (["plan", "tests.test_planning", "--input", "2"], "expected MODULE:FUNCTION"),
         (["plan", "tests.test_planning:Nothing", "--input", "2"], "cannot find tests.test_planning:Nothing"),

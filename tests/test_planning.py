@@ -352,7 +352,7 @@ def unbuildable() -> nn.Module:
         (
             lambda: nn.Linear(4, 4),
             torch.zeros(2, 4),
-            r"expected a scalar loss.*a tensor of shape \[2, 4\].*loss=lambda",
+            r"expected a scalar loss.*a tensor of shape \[2, 4\].*pass loss=, a function.*\(--loss MODULE:FUNCTION\)",
         ),
         (LooksAtValues, torch.zeros(2, 4), r"LooksAtValues looks at values while it runs"),
     ],

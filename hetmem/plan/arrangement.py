@@ -180,9 +180,9 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
         if most > needed:
             needed, name, slots = most, event.operator, spans
     if needed > capacities.device_bytes:
+        copies = f", and {slots} slots of {format_size(ground.slot_bytes)}" if slots else ""
         raise NoRoom(
-            f"{name} needs {format_size(needed)} of the device at once: activations and other tensors, and {slots} "
-            f"slots of {format_size(ground.slot_bytes)}",
+            f"{name} needs {format_size(needed)} of the device at once: activations and other tensors{copies}",
             Tier.DEVICE,
             needed - capacities.device_bytes,
         )
@@ -221,10 +221,15 @@ def _homes(
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
             room = _left(room, homes["compute"], copy_sizes)
     if short:
-        where = Tier.NVME if capacities.nvme_bytes else Tier.HOST
         fewer = sum(sizes[index] for index in owners["grad"]) - sum(places) if lends else 0
         missing = ground.state_bytes - fewer + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
-        missing += sum(copy_sizes[index] for index in homes["compute"]) - capacities.nvme_bytes
+        missing += sum(copy_sizes[index] for index in homes["compute"])
+        where = Tier.HOST
+        if ground.uses_nvme:  # where chunks do not fill host memory to the last byte, a little more than the difference
+            ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
+            there, _, _ = _homes(ground, ample, roles, lends=lends)
+            needed = (ground.home_bytes(c, role) for role, at in there.items() for c in at if at[c] is Tier.NVME)
+            where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
         raise NoRoom(
             f"the states take {format_size(ground.state_bytes - fewer)} beside staging", where, max(1, missing)
         )

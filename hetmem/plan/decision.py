@@ -26,7 +26,7 @@ from hetmem.plan.planner import (
 from hetmem.plan.trace import Tier
 from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Workload
-from hetmem.units import format_size
+from hetmem.units import format_enough, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,15 @@ def decide(
         return Decision(workload, micro_batches, asked.updating, best, {}, (), advice, others, largest)
     assert refusal is not None
     missing = _missing(workload, asked, hardware, micro_batches)
-    roomy = replace(asked, capacities=_larger(capacities, {k: v for k, v in missing.items() if k != "device"}))
-    others = _alternatives(variants, roomy, hardware, None) if "device" in missing else ()
+    ways = _room_for_homes(workload, asked, {k: v for k, v in missing.items() if k != "device"})
+    device = missing.get("device", 0)
+    found = [(text, _alternatives(variants, room, hardware, None) if device else ()) for text, room in ways]
+    others = found[0][1]
     streamed = None if "device" in missing else _without_gradients(workload, asked, hardware, micro_batches)
-    advice = tuple(_ways_out(workload, asked, missing, others))
+    advice = tuple(_ways_out(found, device))
     if streamed is not None:
         how = _STREAMED[streamed.setting.updating.trails]
-        advice = (f"{how}: then it fits, at {streamed.result.seconds:.1f} s a step", *advice)
+        advice = (f"{how}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *advice)
     return Decision(workload, micro_batches, asked.updating, None, missing, (str(refusal),), advice, others, largest)
 
 
@@ -143,7 +145,7 @@ def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
         if other.step_seconds < WORTH * best.result.seconds:
             alone = other.streamed and not best.setting.streamed  # else `tuning` says so
             profile = " and give manage the profile of the machine, hardware=…" if alone else ""
-            seconds = f"{other.step_seconds:.2f} s, not {best.result.seconds:.2f} s"
+            seconds = f"{format_seconds(other.step_seconds)}, not {format_seconds(best.result.seconds)}"
             yield f"{other.advice}{profile}: then a step takes {seconds}"
 
 
@@ -161,13 +163,14 @@ def _updated_otherwise(
             seconds = other.result.seconds
             yield (
                 f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
-                f"{seconds:.2f} s, not {result.seconds:.2f} s"
+                f"{format_seconds(seconds)}, not {format_seconds(result.seconds)}"
             )
     if result.bytes["nvme_read"]:
         found = _without_gradients(workload, asked, hardware, micro_batches)
         if found is not None and found.result.seconds < WORTH * seconds:
             how = _STREAMED[found.setting.updating.trails]
-            yield f"{how}: then a step takes {found.result.seconds:.2f} s, not {result.seconds:.2f} s"
+            times = f"{format_seconds(found.result.seconds)}, not {format_seconds(result.seconds)}"
+            yield f"{how}: then a step takes {times}"
 
 
 _STREAMED = [
@@ -206,43 +209,48 @@ def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micr
 def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
     """`capacities` and so many bytes more of each tier."""
     more = {f"{tier}_bytes": getattr(capacities, f"{tier}_bytes") + nbytes for tier, nbytes in added.items()}
-    if "device" in added and capacities.device_chunk_bytes is not None:
-        more["device_chunk_bytes"] = capacities.device_chunk_bytes + added["device"]
+    if "device" in added:
+        if capacities.device_chunk_bytes is not None:
+            more["device_chunk_bytes"] = capacities.device_chunk_bytes + added["device"]
+        if capacities.device_bytes:  # an allocator leaves a share of it unused
+            share = capacities.device_fragment_bytes / capacities.device_bytes
+            more["device_fragment_bytes"] = int(share * more["device_bytes"])
     return replace(capacities, **more)
 
 
-def _ways_out(
-    workload: Workload, asked: Setting, missing: dict[str, int], others: Sequence[Alternative]
-) -> Iterator[str]:
-    """Changes each of which makes it fit, cheapest first; raising the budget comes last."""
-    homes = list(_room_for_homes(workload, asked, missing))
-    device = [f"{other.advice}: then it fits, at {other.step_seconds:.1f} s a step" for other in others]
-    if "device" in missing:
-        device.append(f"raise Budget(device=…) by {format_size(missing['device'])}")
-    if not (homes and device):
-        yield from homes or device
-        return
-    yield from (f"{homes[0]}, and {way}" for way in device)
-    yield from (f"{way}, and {device[0]}" for way in homes[1:])
+def _ways_out(homes: Sequence[tuple[str, Sequence[Alternative]]], device_bytes: int) -> Iterator[str]:
+    """Changes each of which makes it fit, cheapest first; raising the budget comes last. `homes`: ways to have room for
+    homes ("" where that is not missing), each with what then fits on the device, which lacks `device_bytes`."""
+    for at, (room, others) in enumerate(homes):
+        device = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in others]
+        if device_bytes:
+            device.append(f"raise {_by({'device': device_bytes})}")
+        for way in (device if at == 0 else device[:1]) or [""]:
+            yield ", and ".join(part for part in (room, way) if part)
 
 
-def _room_for_homes(workload: Workload, asked: Setting, missing: dict[str, int]) -> Iterator[str]:
-    for tier in ("nvme", "host"):
-        nbytes = missing.get(tier, 0)
-        if nbytes and asked.capacities.nvme_bytes == 0:
-            capacities = replace(asked.capacities, nvme_bytes=2 * state_bytes(workload))
-            room = replace(asked, capacities=capacities)
-            yield f"add an NVMe directory with {format_size(_disk_bytes(workload, room))}: Budget(nvme=…, nvme_dir=…)"
-        if nbytes:
-            yield f"raise Budget({tier}=…) by {format_size(nbytes)}"
+def _room_for_homes(workload: Workload, asked: Setting, missing: dict[str, int]) -> Iterator[tuple[str, Setting]]:
+    """Ways to have the bytes that are `missing` in host memory or on NVMe, and `asked` with them."""
+    if missing and asked.capacities.nvme_bytes == 0:
+        capacities = replace(asked.capacities, nvme_bytes=2 * state_bytes(workload))
+        room = replace(asked, capacities=capacities)
+        nbytes = _disk_bytes(workload, room)
+        if nbytes is not None:
+            yield f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", room
+    more = replace(asked, capacities=_larger(asked.capacities, missing))
+    yield (f"raise {_by(missing)}" if missing else ""), more
 
 
-def _disk_bytes(workload: Workload, room: Setting) -> int:
-    """What lies on NVMe when there is more than enough of it."""
+def _by(missing: dict[str, int]) -> str:
+    return " and ".join(f"Budget({tier}=…) by {format_enough(nbytes)}" for tier, nbytes in missing.items())
+
+
+def _disk_bytes(workload: Workload, room: Setting) -> int | None:
+    """What lies on NVMe when there is more than enough of it; None if host memory has no room to stage it."""
     try:
         made = arranged(workload, room)
-        sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
-        homeless = sum(nbytes for nbytes in sizes if nbytes > max(made.set_aside, default=0))
-        return sum(made.bytes_by_role(Tier.NVME).values()) + homeless
     except NoRoom:
-        return state_bytes(workload, streamed_gradients=room.updating.streamed_gradients)
+        return None
+    sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
+    homeless = sum(nbytes for nbytes in sizes if nbytes > max(made.set_aside, default=0))
+    return sum(made.bytes_by_role(Tier.NVME).values()) + homeless

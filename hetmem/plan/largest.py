@@ -26,10 +26,13 @@ def largest_parameters(
     micro_batches: int = 1,
 ) -> int:
     """Parameters of the largest model of this shape (more layers of the same) that fits as `asked`; `best` is how this
-    one does. An estimate where no layers repeat, where so many fit that nobody tried, or where even these do not.
+    one does. An estimate where no layers repeat, where so many fit that nobody tried, or where even these do not (then
+    never more than this one has).
     """
     estimate = _estimated(workload, asked, best)
-    if best is None or not (found := stacks(workload.parameters)):
+    if best is None:
+        return min(estimate, workload.numel)
+    if not (found := stacks(workload.parameters)):
         return estimate
     deepest = max(len(stack.layers) for stack in found)
 

@@ -20,7 +20,7 @@ from hetmem.plan.rehearsal import rehearse
 from hetmem.plan.result import StepResult
 from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Workload
-from hetmem.units import round_up
+from hetmem.units import format_seconds, round_up
 
 MAXIMUM_SLOTS = 8192
 """Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more
@@ -254,7 +254,7 @@ def tuning(best: Candidate, asked: Setting) -> tuple[str, ...]:
         both = best.streaming
         advice.append(
             f"give manage the profile of the machine, hardware=…: the states of {both.share:.0%} of the parameters "
-            f"are sent to the device for their update, and a step takes {both.step_seconds:.2f} s, not "
-            f"{both.host_step_seconds:.2f} s"
+            f"are sent to the device for their update, and a step takes {format_seconds(both.step_seconds)}, not "
+            f"{format_seconds(both.host_step_seconds)}"
         )
     return tuple(advice)

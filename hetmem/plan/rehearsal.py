@@ -108,7 +108,7 @@ class Rehearsal:
         before = {name: (link.load.bytes, link.load.seconds) for name, link in traffic.links.items()}
         counts = traffic.residency.counts
         fetches, faults = sum(counts.fetches.values()), counts.faults[Tier.DEVICE]
-        self._compute = self._updates.seconds = self._streamed.seconds = 0.0
+        self._compute = self._updates.seconds = self._streamed.seconds = traffic.cast_seconds = 0.0
         self._sink.begin_step()
         self._begun.clear()
         self._streamed.begun.clear()
@@ -126,8 +126,8 @@ class Rehearsal:
             name: (link.load.bytes - before[name][0], link.load.seconds - before[name][1])
             for name, link in traffic.links.items()
         }
-        update = self._updates.seconds + self._streamed.seconds
-        terms = {"compute": self._compute, "update": update, **{n: s for n, (_, s) in load.items()}}
+        compute, update = self._compute + traffic.cast_seconds, self._updates.seconds + self._streamed.seconds
+        terms = {"compute": compute, "update": update, **{n: s for n, (_, s) in load.items()}}
         return StepResult(
             traffic.now - start,
             traffic.stall_seconds - stalled,
@@ -396,4 +396,4 @@ def rehearse(
         prefetch=prefetch,
         updating=updating,
     )
-    return [run.step() for _ in range(steps)][-1]
+    return [run.step() for _ in range(steps)][-1].steady()

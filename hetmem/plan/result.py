@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +29,8 @@ class StepResult:
     """What that takes of the device."""
     new_bytes: dict[str, int]
     """Homes that gradients have for good by now, and had not when the run began, by tier."""
+
+    def steady(self) -> StepResult:
+        """The same as one of many steps: what one leaves to be written behind it, the next ones wait for, so that none
+        is shorter than any resource is busy for it."""
+        return replace(self, seconds=max(self.seconds, *self.terms.values()))

@@ -108,6 +108,7 @@ class SimulatedTraffic:
         self.on_device: set[int] = set()
         self._near: int | None = None
         self._cast = Rate(hardware.device.bytes_per_second)
+        self.cast_seconds = 0.0
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
         self.worker: Worker | None = None
@@ -378,7 +379,9 @@ class SimulatedTraffic:
             link = self.host_to_device if command.target is DEVICE else self.nvme_read
         nbytes = self.sizes[command.block]
         if command.block in self.on_device or command.block == self._near:
-            self.now += self._cast.seconds(nbytes)
+            seconds = self._cast.seconds(nbytes)
+            self.cast_seconds += seconds
+            self.now += seconds
             self.execute(self.residency.done(command))
             return
         if urgent and link is self.host_to_device and link.rate.by_the_caller:

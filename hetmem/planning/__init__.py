@@ -124,7 +124,7 @@ def plan_within(
     if checkpointing and real:
         raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
     updating = updating_of(overlap, gradients, micro_batches)
-    results = Results()
+    results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
     workload = trace_real(call) if real else trace(call, results)
     activations = {"as written": workload.peak_live_bytes}
     light = None if real else checkpointed(call, results)
@@ -218,7 +218,7 @@ def _variants(
             if workload.rows % parts == 0:
                 size = f"{parts} micro-batches of {workload.rows // parts}"
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
-                made = functools.partial(of, divided(call, parts), results)
+                made = functools.cache(functools.partial(of, divided(call, parts), results))
                 yield Variant(kind, text, made, micro_batches * parts, streamed)
         if micro_batches % 2 == 0:
             text = f"{how}join two micro-batches to one of {2 * workload.rows}"

@@ -28,7 +28,8 @@ def hugging_face_call(
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:
-        raise PlanError(f"{path} is no Hugging Face configuration: {error}") from error
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PlanError(f"{path} is no Hugging Face configuration: {said}") from error
     if min(batch, sequence) < 1:
         raise PlanError(f"expected at least one sequence of one token, got {batch} of {sequence}")
     config.use_cache = False
@@ -41,10 +42,29 @@ def hugging_face_call(
         config._experts_implementation = "grouped_mm"
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     auto: Any = transformers.AutoModelForSeq2SeqLM if encodes else transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        raise PlanError(
+            f"{path}: {config.model_type} is no language model, which --hf-config is for: write a function that builds "
+            f"it, and name that with what it is called with (hetmem plan MODULE:FUNCTION --input 8x3x224x224:float32)"
+        )
     tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
 
     def build() -> torch.nn.Module:
         model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)
+        _check_positions(model, path, sequence)
         return model
 
-    return Call(build, {"input_ids": tokens, "labels": tokens}, None, mixed_precision)
+    batch_of = {"input_ids": tokens, "labels": tokens} | ({"decoder_input_ids": tokens} if encodes else {})
+    return Call(build, batch_of, None, mixed_precision)
+
+
+def _check_positions(model: torch.nn.Module, path: Path, sequence: int) -> None:
+    """A table of learned positions ends somewhere; on `meta` nobody notices a look beyond its end."""
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        known = isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position" in last)
+        if known and sequence > module.num_embeddings:
+            raise PlanError(
+                f"{path}: the model has {module.num_embeddings} positions ({name}), expected a sequence of at most "
+                f"so many tokens, got {sequence}: --sequence {module.num_embeddings}"
+            )

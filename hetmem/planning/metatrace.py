@@ -290,7 +290,7 @@ class _Uses(TorchFunctionMode):
         if not _metadata_only(func):
             self._tracer.called()
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attention(func, *args, **kwargs)
+            return _attention(self._tracer.results, func, *args, **kwargs)
         if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:
             return self._answers[id(args[0])][1]
         used: list[int] = []
@@ -355,6 +355,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _attention(
+    results: Results,
     func: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -366,7 +367,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention as devices run it: `meta` would take the path that keeps the whole matrix of scores."""
-    plain = dropout_p == 0.0 and query.dim() == 4 and query.shape[-1] == value.shape[-1]
+    fused = dropout_p == 0.0 or (query.is_meta and results.fuses_dropout)
+    plain = fused and query.dim() == 4 and query.shape[-1] == value.shape[-1]
     if not plain or (attn_mask is not None and attn_mask.requires_grad):
         result: torch.Tensor = func(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

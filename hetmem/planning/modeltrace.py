@@ -181,4 +181,7 @@ def default_loss(output: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise PlanError(f"expected a scalar loss, or an output with one in `.loss`, got {what}: pass loss=lambda output: …")
+    raise PlanError(
+        f"expected a scalar loss, or an output with one in `.loss`, got {what}: pass loss=, a function from the output "
+        f"to the scalar that is differentiated (--loss MODULE:FUNCTION)"
+    )

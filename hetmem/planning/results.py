@@ -39,10 +39,12 @@ class _Like:
 class Results:
     """Calls operators, or does as if. For one plan: what it knows holds as long as shapes say all.
 
-    `last` names the operator that was really called last.
+    `last` names the operator that was really called last. `fuses_dropout`: the device drops scores of attention within
+    its kernel, as GPUs do; processors keep the whole matrix of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fuses_dropout: bool = False) -> None:
+        self.fuses_dropout = fuses_dropout
         self._known: dict[Any, tuple[Any, Cost]] = {}
         self._pure: dict[Any, bool] = {}
         self.last = ""

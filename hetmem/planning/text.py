@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from hetmem.plan.prefetch import Prefetch
 from hetmem.planning.plan import TIERS, Plan
-from hetmem.units import format_size
+from hetmem.units import format_seconds, format_size
 
 _RESOURCES = {
     "compute": "compute",
@@ -43,9 +43,10 @@ def _head(plan: Plan) -> Iterator[str]:
 def _tiers(plan: Plan) -> Iterator[str]:
     yield f"{'tier':8}{'peak':>12}{'budget':>12}   of which"
     for tier in TIERS:
-        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in plan.role_bytes[tier].items())
+        there = plan.role_bytes[tier].items()
+        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
         peak, capacity = format_size(plan.peak_bytes[tier]), format_size(plan.capacity_bytes[tier])
-        yield f"{tier:8}{peak:>12}{capacity:>12}   {roles}".rstrip()
+        yield f"{tier:8}{peak:>12} {capacity:>11}   {roles}".rstrip()
     others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
     yield f"activations: {', '.join(others)}"
 
@@ -53,23 +54,23 @@ def _tiers(plan: Plan) -> Iterator[str]:
 def _time(plan: Plan) -> Iterator[str]:
     assert plan.step_seconds is not None and plan.tokens_per_second is not None and plan.overlap is not None
     speed = f"{plan.tokens_per_second:.1f} tokens/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
-    yield f"step: {plan.step_seconds:.3f} s, {speed}; overlap {plan.overlap:.2f}"
+    yield f"step: {format_seconds(plan.step_seconds)}, {speed}; overlap {plan.overlap:.2f}"
     for name, seconds in plan.terms.items():
         mark = "  <- binds" if name == plan.binding else ""
-        yield f"  {_RESOURCES.get(name, name):22}{seconds:10.3f} s{mark}"
+        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(seconds):>12}{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
     if any(plan.link_bytes.values()):
         ahead = plan.prefetch or asdict(Prefetch())
         yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
     yield f"optimizer: {_updates(plan)}"
     if plan.streaming is not None:
-        sent, alone = plan.streaming["step_seconds"], plan.streaming["host_step_seconds"]
+        sent, alone = (format_seconds(plan.streaming[name]) for name in ("step_seconds", "host_step_seconds"))
         how = f"states of {plan.streaming['share']:.0%} of the parameters sent to the device for their update"
-        yield f"judged both: {how}: {sent:.3f} s a step; updated by the host: {alone:.3f} s"
+        yield f"judged both: {how}: {sent} a step; updated by the host: {alone}"
     yield f"compute binds from a batch of {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {count(plan.largest_parameters)} parameters"
     for other in plan.alternatives:
-        how, memory = f"{other['step_seconds']:.3f} s a step", format_size(other["activation_bytes"])
+        how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
         how += ", states sent to the device for their update" if other.get("streamed") else ""
         yield f"judged too: {other['advice']}: {how}, {memory} of activations"
     yield from (f"do: {advice}" for advice in plan.advice)
@@ -92,4 +93,5 @@ def _refusal(plan: Plan) -> Iterator[str]:
     yield f"missing: {missing}"
     yield from (f"because {reason}" for reason in plan.reasons)
     yield from (f"{'cheapest' if at == 0 else 'or'}: {advice}" for at, advice in enumerate(plan.advice))
-    yield f"what fits has about {count(plan.largest_parameters)} parameters of this shape"
+    if plan.largest_parameters < plan.parameters:
+        yield f"what fits has about {count(plan.largest_parameters)} parameters of this shape"

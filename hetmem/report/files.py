@@ -16,6 +16,14 @@ from typing import Any
 SCHEMA = "hetmem.report"
 SCHEMA_VERSION = 2
 
+_HOW = "save one with hetmem.report(model).save('run.json')"
+_KEYS = (
+    *("created_at", "model", "parameters", "steps", "tiers", "links", "fetches", "evictions", "faults"),
+    *("staging_faults", "stall_seconds", "chunks", "chunk_bytes", "chunk_waste", "bytes_per_parameter", "missing"),
+    *("step", "timeline"),
+)
+"""What every report has; `updates` came later."""
+
 
 def json_text(data: dict[str, Any]) -> str:
     """`data` as JSON, one line for each of its keys. Raises ValueError for a number that is not finite."""
@@ -59,12 +67,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{name} is not a saved report: {error}") from error
+        raise ValueError(f"{name} is not a saved report: {error}; {_HOW}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"{name} is not a saved report: save one with hetmem.report(model).save('run.json')")
+        raise ValueError(f"{name} is not a saved report: {_HOW}")
     if data.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
             f"{name} has version {data.get('schema_version')!r} of the report's schema, this hetmem reads "
             f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
         )
+    missing = [key for key in _KEYS if key not in data]
+    if missing:
+        raise ValueError(f"{name} is not a whole report: {missing[0]} is missing; {_HOW}")
     return data

@@ -113,8 +113,17 @@ function fillWaits() {
   fillTable(byId("chunks"), ["Chunk", "Waited", "Fetched", "Home", "Parameters"], waited.slice(0, 10).map(([facts, index]) => [
     element("td", "", `${facts.chunk}`), shows(element("td"), `timeline.blocks.${index}.stall_seconds`, "seconds"),
     shows(element("td"), `timeline.blocks.${index}.fetched_bytes`, "bytes"),
-    element("td", "", facts.home), element("td", "names", facts.parameters.join(", ")),
+    element("td", "", facts.home), named(facts.parameters),
   ]));
+}
+
+/** A cell with names, of which three lines at most are shown, and of a long name its end; all of them to who points at it. */
+function named(names) {
+  const cell = element("td", "names");
+  const lines = element("div", "", names.map((name) => (name.length > 80 ? `…${name.slice(-79)}` : name)).join(", "));
+  lines.title = names.join(", ");
+  cell.append(lines);
+  return cell;
 }
 
 // ---- charts ---------------------------------------------------------------------------------------------------------
@@ -149,6 +158,7 @@ function addChart(chart) {
   plot.tabIndex = 0;
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", chart.title);
+  plot.setAttribute("aria-description", chart.summary());
   plot.append(canvas, selection, cursor);
   box.append(head, plot);
   byId("charts").append(box);
@@ -176,6 +186,7 @@ function redraw() {
     const start = performance.now();
     for (const { chart, plot, canvas } of frame.charts) {
       const width = plot.clientWidth;
+      if (width <= GUTTER) continue; // not laid out yet, or a window of no width: the next resize draws
       chart.draw(new Pen(canvas, frame.axis, width, chart.height(width)));
     }
     frame.milliseconds = performance.now() - start;
@@ -189,7 +200,7 @@ function listen(shown) {
   let pressedAt = null;
   const inside = (event) => {
     const box = plot.getBoundingClientRect();
-    return Math.min(Math.max(event.clientX - box.left, GUTTER()), box.width);
+    return Math.min(Math.max(event.clientX - box.left, GUTTER), box.width);
   };
   plot.addEventListener("pointerdown", (event) => {
     if (event.button) return;
@@ -225,7 +236,7 @@ function listen(shown) {
 }
 
 function placeAt(plot, x) {
-  const [from, until] = frame.axis.view, left = GUTTER();
+  const [from, until] = frame.axis.view, left = GUTTER;
   return from + ((x - left) / (plot.clientWidth - left)) * (until - from);
 }
 

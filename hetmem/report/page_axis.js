@@ -1,7 +1,7 @@
 "use strict";
 // What all charts share: text for numbers, search in sorted columns, the horizontal axis, a pen.
 
-const GUTTER = () => (innerWidth < 600 ? 46 : 64);
+const GUTTER = 64; // CSS pixels: the widest label of a row or of bytes
 
 // ---- text -----------------------------------------------------------------------------------------------------------
 function formatBytes(bytes) {
@@ -17,6 +17,7 @@ function formatSeconds(seconds) {
   return `${(seconds * 1e6).toFixed(0)} µs`;
 }
 
+const shortened = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 const formatShare = (share) => `${(share * 100).toFixed(1)}%`;
 
 const ROLE_NAMES = {
@@ -115,7 +116,7 @@ class Pen {
     this.context = canvas.getContext("2d");
     this.context.scale(scale, scale);
     this.axis = axis;
-    this.left = GUTTER();
+    this.left = GUTTER;
     this.width = width;
     this.height = height;
     this.plotWidth = width - this.left;

@@ -10,6 +10,17 @@ class SegmentStrip {
 
   height() { return 44; }
 
+  summary() {
+    return this.timeline.segments.map(([what, from, until]) => `${this.label(what)} ${formatSeconds((until - from) / 1e6)}`).join(", ");
+  }
+
+  /** Where nothing moves, nobody sees the forward end and the backward begin. */
+  label(what) {
+    if (what === "step") return "optimizer step";
+    const alone = this.timeline.covers === "step" && !this.timeline.segments.some(([other]) => other === "backward");
+    return what === "forward" && alone ? "forward and backward" : what;
+  }
+
   draw(pen) {
     for (const [what, from, until] of this.timeline.segments) {
       pen.context.fillStyle = pen.colour("--segment");
@@ -18,7 +29,7 @@ class SegmentStrip {
       pen.context.fillStyle = pen.colour("--paper");
       pen.context.fillRect(end - 1, 0, 1, 22);
       pen.context.font = "11px system-ui, sans-serif";
-      const label = what === "step" ? "optimizer step" : what;
+      const label = this.label(what);
       if (pen.context.measureText(label).width + 10 < end - start) pen.text(label, start + 6, 11.5, { colour: "--ink" });
     }
     this.drawTicks(pen);
@@ -42,7 +53,7 @@ class SegmentStrip {
 
   describe(us) {
     const segment = this.timeline.segments.find(([, from, until]) => from <= us && us < until);
-    return segment ? [[null, segment[0], formatSeconds((segment[2] - segment[1]) / 1e6)]] : [];
+    return segment ? [[null, this.label(segment[0]), formatSeconds((segment[2] - segment[1]) / 1e6)]] : [];
   }
 }
 
@@ -72,7 +83,15 @@ class MemoryChart {
     this.series = this.series.filter((series) => this.atUs.some((_, index) => series.at(index)));
     this.legend = this.series.map((series) => [roleColour(series.role), series.name, series.copy]);
     this.flat = this.atUs.length === 1;
+    this.onlyHomes = this.series.every((series) => homes.includes(series));
   }
+
+  summary() {
+    return `${this.highest()}, budget ${formatBytes(this.capacity)}`;
+  }
+
+  /** Where nothing but homes is known, there may have been more. */
+  highest() { return `${this.onlyHomes ? "homes of" : "peak"} ${formatBytes(this.peak)}`; }
 
   height(width) { return this.flat ? 84 : width < 600 ? 150 : 190; }
 
@@ -85,7 +104,7 @@ class MemoryChart {
     pen.line(base, "--rule");
     pen.text("0", pen.left - 8, base - 2, { align: "right" });
     if (this.capacity > this.top) {
-      pen.text(`peak ${formatBytes(this.peak)}; the budget of ${formatBytes(this.capacity)} lies far above`, pen.width, 6, { align: "right" });
+      pen.text(`${this.highest()}; the budget of ${formatBytes(this.capacity)} lies far above`, pen.width, 6, { align: "right" });
       return;
     }
     pen.line(y(this.capacity), "--ink", [4, 3]);
@@ -143,6 +162,10 @@ class ChunkMap {
     const used = [...new Set(this.rows.map((block) => facts[block].role))];
     this.legend = [...used.map((role) => [roleColour(role), tier ? roleName(role) : "Copy on the device"]), ["--muted", "On its way"]];
     if (!tier) this.legend.push(["--ink", "Used"], ["--bad", "Fault: the step waited"]);
+  }
+
+  summary() {
+    return `${this.rows.length} rows` + (this.tier ? "" : `, ${this.timeline.faults.block.length} faults`);
   }
 
   height() {
@@ -221,7 +244,7 @@ class ChunkMap {
     if (there !== undefined) state = us < copies.valid_us[there] ? "on its way" : "here";
     const lines = [[roleColour(facts.role), `Chunk ${facts.chunk}, ${roleName(facts.role).toLowerCase()}`, state]];
     if (fault >= 0) lines.push(["--bad", "Fault", formatSeconds((faults.until_us[fault] - faults.at_us[fault]) / 1e6)]);
-    lines.push([null, `home: ${facts.home}`, formatBytes(facts.bytes)], [null, facts.parameters.join(", "), ""]);
+    lines.push([null, `home: ${facts.home}`, formatBytes(facts.bytes)], [null, shortened(facts.parameters.join(", "), 160), ""]);
     return lines;
   }
 }
@@ -248,6 +271,12 @@ class Lanes {
   }
 
   height() { return this.lanes.length * 34 + 2; }
+
+  summary() {
+    const total = this.timeline.seconds * 1e6 || 1;
+    return this.lanes.map(({ name, busy }) =>
+      `${name} ${formatShare(busy.reduce((sum, [from, until]) => sum + until - from, 0) / total)}`).join(", ");
+  }
 
   draw(pen) {
     this.lanes.forEach((lane, index) => {

@@ -15,7 +15,7 @@ from hetmem.plan.links import Link
 from hetmem.report.intervals import Interval, clip, length, union, without
 from hetmem.report.window import TRAINING, Window
 from hetmem.runtime.events import Span
-from hetmem.units import format_size
+from hetmem.units import format_seconds, format_size
 
 TERM_NAMES = {
     "compute": "Compute",
@@ -87,11 +87,24 @@ def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
     longest = max(exposed, key=lambda name: exposed[name])
     rest = seconds - term
     if exposed[longest] < 0.25 * rest:
-        return f"{text} The other {format_seconds(rest)} are neither compute, nor transfers, nor updates."
+        waited = step["stall_seconds"] if binding == "compute" and step["stall_seconds"] >= 0.25 * rest else 0
+        text = f"{text} The other {format_seconds(rest)} are neither compute, nor transfers, nor updates"
+        return f"{text}; for {format_seconds(waited)} the training thread waited." if waited else f"{text}."
+    apart = exposed[longest] >= GOOD_OVERLAP * step["terms"][longest] and tiers["host"]["used_bytes"]
+    updating = {binding, longest} - {"compute"} <= _UPDATING and "compute" in (binding, longest)
     return (
         f"{text} The other {format_seconds(rest)} are not hidden behind it: {_inside(TERM_NAMES[longest])} alone takes "
-        f"{format_seconds(exposed[longest])} of them. {_advice(longest, tiers)}"
+        f"{format_seconds(exposed[longest])} of them. {_OVERLAP if apart and updating else _advice(longest, tiers)}"
     )
+
+
+_UPDATING = {"host_optimizer", "nvme_read", "nvme_write"}
+"""What goes on in a step of the optimizer, and behind the backward if that is asked for."""
+
+_OVERLAP = (
+    'hetmem.AdamW(overlap="backward") updates while the backward goes on; with clipping or loss scaling "speculative" '
+    "does."
+)
 
 
 def _inside(name: str) -> str:
@@ -118,14 +131,3 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
             "Gradients cross this link once per backward: a larger batch, with fewer backwards, crosses it less often."
         )
     return "Memory is not the limit: a faster device, a smaller dtype or less recomputation would shorten it."
-
-
-def format_seconds(seconds: float) -> str:
-    """`seconds` as people read them: "1.25 s", "12.5 ms", "80 µs"."""
-    if seconds >= 100:
-        return f"{seconds:.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.0f} µs"

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hetmem.report.step import TERM_NAMES, format_seconds
-from hetmem.units import format_size
+from hetmem.report.step import TERM_NAMES
+from hetmem.units import format_seconds, format_size
 
 _WIDTH = 88
 _BAR = 24
@@ -17,7 +17,8 @@ _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("
 
 def table(data: dict[str, Any]) -> str:
     """The report for a terminal; plain text without colours, at most 88 columns."""
-    parts = [_tiers(data), _links(data)]
+    head = f"{data['model']}, {data['parameters']:,} parameters, {data['created_at'][:16].replace('T', ' ')} UTC"
+    parts = [_wrapped(head), _tiers(data), _links(data)]
     if data["step"] is not None:
         parts.append(_step(data["step"]))
     parts.append(_summary(data))
@@ -31,9 +32,12 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
         left, right = _at(a, keys), _at(b, keys)
         if left is not None or right is not None:
             texts = ["-" if value is None else show(value) for value in (left, right)]
-            rows.append([label, *texts, _change(left, right)])
+            rows.append([label, *texts, _change(left, right, points=show is _share)])
     both = ((name_a, a), (name_b, b))
     sentences = [_wrapped(f"{name}: {data['step']['sentence']}") for name, data in both if data["step"]]
+    models = [f"{data['model']} of {data['parameters']:,} parameters" for data in (a, b)]
+    if models[0] != models[1]:
+        sentences.insert(0, _wrapped(f"Two models: {name_a} is of {models[0]}, {name_b} of {models[1]}."))
     return "\n\n".join([grid(["", name_a, name_b, "change"], rows), *sentences])
 
 
@@ -71,11 +75,14 @@ def _at(data: Any, keys: Sequence[str]) -> Any:
     return data
 
 
-def _change(left: float | None, right: float | None) -> str:
+def _change(left: float | None, right: float | None, *, points: bool) -> str:
+    """`points`: of a share, whose own change in percent would be mistaken for it."""
     if left is None or right is None:
         return ""
     if left == right:
         return "="
+    if points:
+        return f"{100 * (right - left):+.1f} points"
     return f"{right / left - 1:+.1%}" if left else "new"
 
 

@@ -15,7 +15,7 @@ from hetmem.plan.planner import Candidate, Setting, _chunk_sizes, chunk_bytes_ne
 from hetmem.plan.prefetch import FARTHER, Prefetch
 from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Kind, Work, Workload
-from hetmem.units import MIB, round_down
+from hetmem.units import MIB, format_enough, format_seconds, parse_size, round_down
 from tests.plan.shapes import parameter_specs
 from tests.plan.test_planner import HARDWARE, workload
 
@@ -66,9 +66,8 @@ def test_what_is_faster_done_differently_is_advised_with_both_times() -> None:
     faster, slower = decision.alternatives
     assert (faster.advice, slower.advice) == ("double the batch", "compute longer")
     assert faster.step_seconds < seconds(decision) < slower.step_seconds
-    assert f"double the batch: then a step takes {faster.step_seconds:.2f} s, not {seconds(decision):.2f} s" in (
-        decision.advice
-    )
+    times = f"{format_seconds(faster.step_seconds)}, not {format_seconds(seconds(decision))}"
+    assert f"double the batch: then a step takes {times}" in decision.advice
     assert not any("compute longer" in advice for advice in decision.advice)
 
 
@@ -85,7 +84,7 @@ def test_what_is_done_differently_may_send_its_states_to_the_device_as_the_plan_
     assert (other.streamed, other.step_seconds) == (True, streamed)
     assert decision.candidate is not None
     assert decision.candidate.setting.streamed
-    said = f"double the batch: then a step takes {streamed:.2f} s, not {seconds(decision):.2f} s"
+    said = f"double the batch: then a step takes {format_seconds(streamed)}, not {format_seconds(seconds(decision))}"
     assert (said in decision.advice) == (streamed < 0.97 * seconds(decision))
     quick = decide(workload(), room, HARDWARE, chunk_bytes=MIB, micro_batches=2, variants=variants)
     assert [other.streamed for other in quick.alternatives] == [False]
@@ -108,6 +107,68 @@ def test_of_what_does_not_fit_each_way_out_mends_every_tier() -> None:
         assert "checkpoint it" in advice or "Budget(device" in advice
     assert decision.advice[0].startswith("add an NVMe directory")
     assert "checkpoint it: then it fits" in decision.advice[0]
+
+
+def test_seconds_are_those_of_the_way_out_that_they_stand_beside() -> None:
+    """With states on a slow drive a step takes longer than with more host memory; once both had its time."""
+    room, disk = Capacities(6 * MIB, 20 * MIB), Rate(1e8)
+    lighter = Variant("checkpoint", "checkpoint it", lambda: workload(activation=MIB // 4))
+    slow = replace(HARDWARE, nvme_read=disk, nvme_write=disk)
+    decision = decide(workload(activation=2 * MIB), room, slow, chunk_bytes=MIB, variants=[lighter])
+    missing = decision.missing_bytes["host"]
+    for where, capacities in (
+        ("add an NVMe", replace(room, nvme_bytes=256 * MIB)),
+        ("raise Budget(host", replace(room, host_bytes=20 * MIB + missing)),
+    ):
+        (advice,) = [said for said in decision.advice if said.startswith(where) and "checkpoint it" in said]
+        took = judge(workload(activation=MIB // 4), Setting(capacities, MIB), slow, 1).result.seconds
+        assert f"at {format_seconds(took)} a step" in advice
+
+
+def test_host_memory_and_nvme_that_are_both_too_small_are_raised_together() -> None:
+    """Either alone is no way out."""
+    room = Capacities(64 * MIB, 2 * MIB, MIB, 8 * MIB)
+    decision = decide(workload(), room, HARDWARE, chunk_bytes=MIB)
+    assert set(decision.missing_bytes) == {"host", "nvme"}
+    (advice,) = decision.advice
+    assert "Budget(host=…) by " in advice
+    assert "Budget(nvme=…) by " in advice
+    more = {f"{tier}_bytes": getattr(room, f"{tier}_bytes") + extra for tier, extra in decision.missing_bytes.items()}
+    assert decide(workload(), replace(room, **more), HARDWARE, chunk_bytes=MIB).candidate is not None
+
+
+def test_a_drive_is_no_way_out_where_host_memory_cannot_stage_it() -> None:
+    decision = decide(workload(), Capacities(6 * MIB, 2 * MIB), HARDWARE, chunk_bytes=MIB)
+    assert decision.candidate is None
+    assert not any("NVMe" in advice for advice in decision.advice)
+
+
+def test_what_is_missing_on_the_drive_counts_the_host_memory_that_no_chunk_fills() -> None:
+    """20.5 MiB of host memory hold what 20 do; the difference once was found missing a byte at a time."""
+    room = Capacities(64 * MIB, 20 * MIB + MIB // 2, 4 * MIB, 8 * MIB)
+    missing = decide(workload(), room, HARDWARE, chunk_bytes=MIB).missing_bytes
+    whole = decide(workload(), replace(room, host_bytes=20 * MIB), HARDWARE, chunk_bytes=MIB).missing_bytes
+    assert missing == whole
+    larger = replace(room, nvme_bytes=room.nvme_bytes + missing["nvme"])
+    assert decide(workload(), larger, HARDWARE, chunk_bytes=MIB).candidate is not None
+    less = replace(larger, nvme_bytes=larger.nvme_bytes - 1)
+    assert decide(workload(), less, HARDWARE, chunk_bytes=MIB).candidate is None
+
+
+def test_what_is_missing_on_the_device_counts_what_its_allocator_leaves_unused() -> None:
+    """A tenth here, of a larger budget too."""
+    room = Capacities(6 * MIB, 64 * MIB, device_fragment_bytes=6 * MIB // 10)
+    missing = decide(workload(activation=2 * MIB), room, HARDWARE, chunk_bytes=MIB).missing_bytes["device"]
+    nbytes = room.device_bytes + missing
+    larger = replace(room, device_bytes=nbytes, device_fragment_bytes=nbytes // 10)
+    assert decide(workload(activation=2 * MIB), larger, HARDWARE, chunk_bytes=MIB).candidate is not None
+
+
+def test_what_somebody_is_told_to_add_is_never_too_little() -> None:
+    for nbytes in (1, 1023, 12 * MIB, 12 * MIB + 1, 5_000_000_001, (1 << 40) + 1):
+        assert parse_size(format_enough(nbytes)) >= nbytes
+        assert parse_size(format_enough(nbytes)) <= 1.02 * nbytes + 1
+    assert format_enough(12 * MIB) == "12.00 MiB"
 
 
 def test_what_fits_with_one_change_is_not_offered_with_two() -> None:
@@ -137,7 +198,7 @@ def test_updates_behind_the_backward_are_advised_where_they_are_faster_with_both
     assert decision.candidate is not None
     overlapped = judge(workload(), decision.candidate.setting.updated(overlapped=True), slow, 1).result
     assert overlapped.seconds < 0.97 * seconds(decision)
-    said = f"then a step takes {overlapped.seconds:.2f} s, not {seconds(decision):.2f} s"
+    said = f"then a step takes {format_seconds(overlapped.seconds)}, not {format_seconds(seconds(decision))}"
     assert any('overlap="backward"' in advice and said in advice for advice in decision.advice)
     assert not any("overlap" in advice for advice in decide(workload(), ROOM, slow_host(), chunk_bytes=MIB).advice)
     for quiet in (Capacities(128 * MIB, 64 * MIB), Capacities(48 * MIB, 64 * MIB)):
@@ -155,7 +216,7 @@ def test_streamed_gradients_are_advised_where_host_memory_is_worth_more_to_what_
     assert streamed.seconds < 0.8 * seconds(decision)
     said = [advice for advice in decision.advice if 'gradients="streamed"' in advice]
     assert len(said) == 1
-    assert f"then a step takes {streamed.seconds:.2f} s, not {seconds(decision):.2f} s" in said[0]
+    assert f"then a step takes {format_seconds(streamed.seconds)}, not {format_seconds(seconds(decision))}" in said[0]
     for others in (
         decide(made, replace(on_disk, host_bytes=512 * MIB), hardware, chunk_bytes=MIB),
         decide(made, on_disk, hardware, chunk_bytes=MIB, micro_batches=2),

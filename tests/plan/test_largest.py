@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hetmem.plan.decision import decide
 from hetmem.plan.growth import grown, stacks
 from hetmem.plan.largest import largest_parameters
 from hetmem.plan.layout import ParameterSpec
@@ -92,3 +93,13 @@ def test_of_layers_that_nobody_can_tell_apart_there_is_an_estimate() -> None:
     room = Capacities(24 * MIB, 200 * MIB)
     best, _ = search(workload(4, activation=MIB // 4), Setting(room, MIB), HARDWARE, 1)
     assert largest_parameters(workload(4, activation=MIB // 4), Setting(room, MIB), best, HARDWARE) > 8 * ELEMENTS
+
+
+def test_what_fits_is_no_larger_than_what_does_not() -> None:
+    """A refusal for one large parameter says nothing of all the others."""
+    made = workload(4)
+    specs = (replace(made.parameters[0], numel=24 * made.parameters[0].numel), *made.parameters[1:])
+    wide = replace(made, parameters=specs)
+    decision = decide(wide, Capacities(64 * MIB, 16 * MIB, 512 * MIB, 8 * MIB), HARDWARE)
+    assert decision.candidate is None
+    assert decision.largest_parameters <= wide.numel

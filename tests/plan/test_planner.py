@@ -14,6 +14,7 @@ from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.planner import Setting, judge
 from hetmem.plan.rehearsal import rehearse
 from hetmem.plan.trace import Tier
+from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Event, Kind, Phase, Work, Workload
 from hetmem.units import MIB
 from tests.plan.test_hardware import profile
@@ -98,6 +99,17 @@ def test_every_state_on_nvme_is_read_and_written_once_a_step() -> None:
     # seven gradients have room in host memory; one and the states of all eight are on disk
     assert result.bytes["nvme_write"] == 17 * MIB
     assert 16 * MIB - 5 * MIB <= result.bytes["nvme_read"] <= 17 * MIB
+
+
+@pytest.mark.parametrize("steps", range(3, 7))
+def test_a_step_is_never_shorter_than_a_drive_takes_for_it(steps: int) -> None:
+    """What it leaves to be written, the next one waits for: one of several is short, and a plan once took that."""
+    slow = replace(HARDWARE, nvme_read=Rate(2e9), nvme_write=Rate(5e8))
+    how = Updating(overlapped=True, streamed_gradients=True)
+    room = Capacities(12 * MIB, 40 * MIB, 1024 * MIB, 8 * MIB)
+    result = judge(workload(12, activation=0), Setting(room, MIB, updating=how), slow, 1, steps=steps).result
+    assert result.terms["nvme_write"] > 0
+    assert result.seconds >= max(result.terms.values())
 
 
 @pytest.mark.parametrize(
@@ -247,3 +259,11 @@ def test_what_hetmem_takes_of_the_thread_is_added_for_each_use_transfer_and_upda
     assert (
         judge(work, Setting(Capacities(128 * MIB, 64 * MIB), MIB), replace(machine, thread=costs), 1).result == resident
     )
+
+
+def test_casts_of_homes_on_the_device_are_computed_there() -> None:
+    """Of a model that is whole on the device nothing else takes time: its terms explain the step."""
+    how = Updating(overlapped=True)
+    result = judge(workload(mixed=True), Setting(Capacities(256 * MIB, 0), MIB, updating=how), HARDWARE, 1).result
+    assert result.device_updates == 1
+    assert result.seconds <= 1.001 * (result.terms["compute"] + result.terms["update"])

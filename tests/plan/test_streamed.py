@@ -19,7 +19,7 @@ from hetmem.plan.streamed import StreamedUpdates, fits
 from hetmem.plan.trace import Tier
 from hetmem.plan.updates import Crossing, Update, Updates
 from hetmem.plan.workload import Workload
-from hetmem.units import MIB
+from hetmem.units import MIB, format_seconds
 from tests.plan.test_planner import HARDWARE, workload
 from tests.plan.test_simulator import traffic, use
 
@@ -196,7 +196,7 @@ def test_streaming_is_chosen_where_it_is_faster_and_both_times_are_said() -> Non
     assert best.setting.streamed
     alone = judge(workload(), best.setting.updated(streamed_states=False), slow_host(), 1).result.seconds
     assert best.streaming == Streaming(1.0, best.result.seconds, alone)
-    numbers = f"a step takes {best.result.seconds:.2f} s, not {alone:.2f} s"
+    numbers = f"a step takes {format_seconds(best.result.seconds)}, not {format_seconds(alone)}"
     assert any("hardware=…" in advice and numbers in advice for advice in decision.advice)
 
 

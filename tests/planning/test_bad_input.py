@@ -140,3 +140,37 @@ def test_a_mixture_of_experts_is_planned_with_those_that_are_chosen_and_only_in_
     assert traced.peak_live_bytes < weights_of_every_token / 2
     with pytest.raises(planning.PlanError, match=r"planned for bfloat16 only.*got torch.float16"):
         planning.hugging_face_call(tmp_path / "config.json", 2, 64, torch.float16)
+
+
+@pytest.mark.parametrize("kind", ["vit", "whisper", "clip"])
+def test_a_configuration_of_no_language_model_is_refused_in_one_line_with_a_way_out(kind: str, tmp_path: Path) -> None:
+    """It once listed every class that transformers has."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(planning.PlanError) as caught:
+        planning.hugging_face_call(tmp_path / "config.json", 1, 8, None)
+    message = str(caught.value)
+    assert f"{kind} is no language model" in message
+    assert "hetmem plan MODULE:FUNCTION --input" in message
+    assert len(message) < 400
+
+
+def test_a_sequence_beyond_the_positions_that_a_model_has_is_refused(tmp_path: Path) -> None:
+    """On `meta` it is traced as any other, and on the device it fails."""
+    small = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    with pytest.raises(planning.PlanError, match=r"32 positions \(transformer.wpe\).*got 33: --sequence 32"):
+        planning.trace(planning.hugging_face_call(tmp_path / "config.json", 1, 33, None))
+    assert planning.trace(planning.hugging_face_call(tmp_path / "config.json", 1, 32, None)).tokens == 32
+
+
+def test_an_encoder_and_decoder_need_no_token_to_start_with(tmp_path: Path) -> None:
+    small = {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 64, "num_layers": 1, "num_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**small, "d_model": 32, "d_kv": 8, "d_ff": 64}))
+    assert planning.trace(planning.hugging_face_call(tmp_path / "config.json", 2, 16, None)).rows == 2
+
+
+def test_of_a_message_of_many_lines_the_first_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    with pytest.raises(planning.PlanError, match=r"is no Hugging Face configuration: .*nonesuch") as caught:
+        planning.hugging_face_call(tmp_path / "config.json", 1, 8, None)
+    assert "\n" not in str(caught.value)

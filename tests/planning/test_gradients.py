@@ -14,7 +14,7 @@ from hetmem import planning
 from hetmem.cli import main
 from hetmem.planning.plan import KEPT
 from hetmem.runtime import registry
-from hetmem.units import KIB, MIB
+from hetmem.units import KIB, MIB, format_seconds
 from tests.test_planning import BATCH, GPT
 
 BF16 = torch.bfloat16
@@ -170,7 +170,7 @@ def test_streamed_gradients_are_advised_where_they_are_all_it_takes() -> None:
     assert f"cheapest: {refused.advice[0]}" in str(refused)
     fits = planned(room("tight", Path()), **STREAMED)
     assert fits.fits
-    assert f"then it fits, at {fits.step_seconds:.1f} s a step" in refused.advice[0]
+    assert f"then it fits, at {format_seconds(fits.step_seconds)} a step" in refused.advice[0]
     for less in (
         planned(replace(room("tight", Path()), host=4988 * KIB)),
         planned(room("tight", Path()), micro_batches=2),

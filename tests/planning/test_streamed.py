@@ -28,7 +28,7 @@ from hetmem.planning.modeltrace import trace_real
 from hetmem.planning.plan import SENT_STATES
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
-from hetmem.units import KIB, MIB
+from hetmem.units import KIB, MIB, format_seconds
 from tests.optim.machines import GB, SLOW_HOST
 from tests.test_planning import BATCH, GPT
 
@@ -256,7 +256,7 @@ def test_a_plan_compares_both_ways_and_has_the_slots_beside_the_homes(profile: P
     assert plan.streaming["share"] == plan.streamed_update_share
     assert plan.streaming["step_seconds"] < 0.97 * plan.streaming["host_step_seconds"]
     text = str(plan)
-    assert f"{plan.streaming['host_step_seconds']:.3f} s" in text
+    assert format_seconds(plan.streaming["host_step_seconds"]) in text
     assert f"{plan.streamed_update_share:.0%} there with their states sent for it" in text
     assert plan.role_bytes["device"][SENT_STATES] > 0
     assert planning.Plan.from_dict(plan.to_dict()) == plan

@@ -151,6 +151,74 @@ def test_every_number_on_the_page_is_that_of_the_json(browser: Any, tmp_path: Pa
         assert number["text"] in (show(value), show(value * (1 + 1e-12))), number["key"]
 
 
+def test_a_window_of_no_width_draws_nothing_and_the_next_one_draws(browser: Any, long_page: Path) -> None:
+    """A browser may ask for a frame before it has laid the page out."""
+    with opened(browser, long_page) as page:
+        drawn = "document.querySelector('#charts canvas').width"
+        wide = page.evaluate(drawn)
+        for width in ("0px", "30px"):
+            page.evaluate(f"byId('charts').style.width = '{width}'; dispatchEvent(new Event('resize'))")
+            settle(page)
+            assert page.evaluate(drawn) == wide
+        page.evaluate("byId('charts').style.width = '400px'; dispatchEvent(new Event('resize'))")
+        settle(page)
+        assert page.evaluate(drawn) == 400
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_no_label_left_of_a_chart_is_cut_off(browser: Any, long_page: Path, width: int) -> None:
+    script = """() => [...document.querySelectorAll('#charts canvas')].map((canvas) =>
+        canvas.getContext('2d').getImageData(0, 0, 4, canvas.height).data.reduce((sum, value) => sum + value, 0))"""
+    with opened(browser, long_page, viewport={"width": width, "height": 900}) as page:
+        edges = page.evaluate(script)
+        assert len(edges) >= 4
+        assert set(edges) == {0}
+
+
+def test_long_names_take_three_lines_and_end_with_what_tells_them_apart(browser: Any, tmp_path: Path) -> None:
+    data = long_step()
+    for number, facts in enumerate(data["timeline"]["blocks"]):
+        facts["parameters"] = [f"{'a_module_with_a_long_name.' * 12}{number}"] * 6
+    files.save(data, tmp_path / "names.html")
+    with opened(browser, tmp_path / "names.html", viewport={"width": 390, "height": 844}) as page:
+        cell = page.locator("#chunks td.names div").first
+        assert cell.bounding_box()["height"] < 80
+        shown, whole = cell.text_content().split(", ")[0], cell.get_attribute("title").split(", ")[0]
+        assert len(shown) == 80
+        assert whole.endswith(shown[1:])
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_charts_say_in_words_what_they_show(browser: Any, long_page: Path) -> None:
+    with opened(browser, long_page) as page:
+        said = {title: plot(page, title).get_attribute("aria-description") for title in ("What ran", "Device memory")}
+        assert said["What ran"] == "forward 4.00 s, backward 3.00 s, optimizer step 1.00 s"
+        assert "peak " in said["Device memory"]
+        assert said["Device memory"].endswith(", budget 8.00 MiB")
+        assert plot(page, "Chunks on the device").get_attribute("aria-description") == "200 rows, 1 faults"
+        lanes = plot(page, "Who was busy").get_attribute("aria-description")
+        assert lanes.startswith("Forward and backward 87.5%, Host optimizer 12.5%")
+
+
+def test_a_model_that_never_moves_is_said_to_run_forward_and_backward_and_to_have_homes(
+    browser: Any, tmp_path: Path
+) -> None:
+    """Nobody sees its backward begin, nor what else is on the device: "forward" and "peak" would be wrong."""
+    model = trained("resident", tmp_path)
+    hetmem.report(model).save(tmp_path / "r.html")
+    hetmem.release(model)
+    with opened(browser, tmp_path / "r.html") as page:
+        assert plot(page, "What ran").get_attribute("aria-description").startswith("forward and backward ")
+        assert plot(page, "Device memory").get_attribute("aria-description").startswith("homes of ")
+
+
+def test_the_terms_are_read_to_who_does_not_see_them(browser: Any, long_page: Path) -> None:
+    """What is within an image is not."""
+    with opened(browser, long_page) as page:
+        terms = page.get_by_role("group", name="Seconds of each term of the step time")
+        assert terms.get_by_text("Compute").is_visible()
+
+
 def test_the_sentence_that_binds_is_on_the_page(browser: Any, long_page: Path) -> None:
     with opened(browser, long_page) as page:
         assert page.locator("#sentence").text_content() == long_step()["step"]["sentence"]

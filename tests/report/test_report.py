@@ -19,6 +19,7 @@ import hetmem
 from hetmem.report import files
 from hetmem.report.chrome_trace import trace_text
 from hetmem.report.saved import compare, render, show
+from hetmem.report.text import comparison, table
 from tests.report.models import network, trained
 from tests.runtime.harness import PLACEMENTS, STREAMED, manage
 
@@ -291,6 +292,30 @@ def test_a_comparison_shows_both_and_the_change(tmp_path: Path) -> None:
     ]
     assert next(line for line in lines if line.startswith("Parameters")).split() == ["Parameters", "10", "10", "="]
     assert lines[-1] == "b.json: NVMe read binds."
+
+
+def test_a_share_changes_by_points() -> None:
+    """From 40 to 60 percent is not "+50.0%" in a column beside percentages."""
+    text = comparison("a", SAMPLE, "b", {**SAMPLE, "chunk_waste": SAMPLE["chunk_waste"] + 0.25})
+    assert next(line for line in text.splitlines() if line.startswith("Chunk waste")).endswith("+25.0 points")
+
+
+def test_a_comparison_of_two_models_says_so() -> None:
+    other = comparison("a", SAMPLE, "b", {**SAMPLE, "model": "Other", "parameters": 1234})
+    assert f"Two models: a is of {SAMPLE['model']} of 10 parameters, b of Other of 1,234 parameters." in other
+    assert "Two models" not in comparison("a", SAMPLE, "b", SAMPLE)
+
+
+def test_a_table_says_of_what_it_is() -> None:
+    assert table({**SAMPLE, "created_at": "2030-01-02T03:04:05+00:00"}).splitlines()[0] == (
+        f"{SAMPLE['model']}, 10 parameters, 2030-01-02 03:04 UTC"
+    )
+
+
+def test_a_report_that_lacks_something_is_refused_by_name(tmp_path: Path) -> None:
+    files.save({key: value for key, value in SAMPLE.items() if key != "links"}, tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a\.json is not a whole report: links is missing; save one with"):
+        files.load(tmp_path / "a.json")
 
 
 def test_a_comparison_with_a_run_without_a_step_leaves_its_cells_open(tmp_path: Path) -> None:

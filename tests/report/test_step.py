@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetmem.plan.links import Link
@@ -68,6 +70,37 @@ def test_a_step_that_overlaps_well_gets_advice_for_what_binds() -> None:
 def test_time_that_is_nobodys_is_not_blamed_on_a_link() -> None:
     section = step_section(window(segments=[forward(100, 102)], transfers=[read(102, 102.5)]), TIERS)
     assert section["sentence"].endswith("The other 6.00 s are neither compute, nor transfers, nor updates.")
+
+
+def updated_apart(tiers: dict[str, dict[str, Any]], **changes: Any) -> str:
+    seen = {"segments": [forward(100, 102), backward(102, 104)], "updates": [Span("chunk 0", 104, 107)], **changes}
+    found: str = step_section(window(**seen), tiers)["sentence"]
+    return found
+
+
+def test_updates_that_nothing_hides_are_to_go_on_behind_the_backward_whichever_of_the_two_binds() -> None:
+    """The report of a step of 146 ms of updates after 103 ms of compute once advised a faster device."""
+    for longer in ({}, {"updates": [Span("chunk 0", 104, 108)], "segments": [forward(101, 104)]}):
+        said = updated_apart(TIERS, **longer)
+        assert said.startswith("Host optimizer" if longer else "Compute")
+        assert 'hetmem.AdamW(overlap="backward") updates while the backward goes on' in said
+        assert "Memory is not the limit" not in said
+    from_disk = {"updates": [], "transfers": [read(104, 107)]}
+    assert 'overlap="backward"' in updated_apart(TIERS, **from_disk)
+
+
+def test_overlap_is_not_advised_where_there_is_some_or_nothing_to_overlap() -> None:
+    whole = {**TIERS, "host": {**TIERS["host"], "used_bytes": 0}}
+    assert "overlap=" not in updated_apart(whole), "a model that is kept on the device is updated in step()"
+    assert "overlap=" not in updated_apart(TIERS, updates=[Span("chunk 0", 103, 106)])
+    assert "overlap=" not in updated_apart(TIERS, updates=[], transfers=[to_device(104, 107)])
+    no_compute = {"segments": [], "updates": [Span("chunk 0", 104, 107)], "transfers": [read(100, 104)]}
+    assert "overlap=" not in updated_apart(TIERS, **no_compute)
+
+
+def test_time_in_which_the_training_thread_waited_is_said_where_no_link_was_busy() -> None:
+    seen = window(segments=[forward(100, 108)], stalls=[Span("stall", 101, 103)])
+    assert step_section(seen, TIERS)["sentence"].endswith("nor updates; for 2.00 s the training thread waited.")
 
 
 @pytest.mark.parametrize("term", ["host_to_device", "device_to_host", "nvme_read", "nvme_write"])
