@@ -330,7 +330,7 @@ class Stepper:
             progress = None
         untouched = progress is not None and progress.of(parts)
         if progress is not None and untouched and not progress.begun:
-            untouched = all(map(self._passes.unscaled, progress.parts))
+            untouched = self._passes.unscaled(progress.parts)
         if progress is None or not (progress.begun or untouched):
             self._passes.notice(chunk)
             self._drop(chunk)
@@ -355,7 +355,7 @@ class Stepper:
                 if progress.kept:
                     kept = part.version == part.gradient._version  # also of one that was written to and is used up
                 elif part.managed.parameter.grad is part.gradient:
-                    kept = self._passes.unscaled(part)
+                    kept = self._passes.unscaled([part])
                 else:
                     kept = self._optimizer.gradients is Gradients.STREAMED  # it is used up
                 kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
