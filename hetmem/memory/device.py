@@ -52,6 +52,10 @@ class Device(Protocol):
         """Make copies from and to `host` as fast as the link is; returns what undoes it."""
         ...
 
+    def captures(self) -> bool:
+        """Whether what is asked for now is recorded, in a CUDA graph, to run again later without the program."""
+        ...
+
     def peak_bytes(self) -> int:
         """Unless `watched`: the most that was allocated on it, by anyone in this process, since the last call."""
         ...
@@ -126,6 +130,10 @@ class SimDevice:
     def pin(self, host: Mapping) -> Callable[[], None]:
         """All memory is alike here."""
         return lambda: None
+
+    def captures(self) -> bool:
+        """Never."""
+        return False
 
     def peak_bytes(self) -> int:
         """The program is watched instead."""
