@@ -19,7 +19,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def begun(environment: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """What there is to add to: what was found on this device, on the same day and at the same commit, or nothing yet."""
+    """What there is to add to: what was found on this device on the same day at the same commit, or nothing yet."""
     try:
         found: dict[str, Any] = json.loads(_target(environment, directory, ".json").read_text())
         same = found["environment"].get("commit") == environment.get("commit")
