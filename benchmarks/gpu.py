@@ -6,6 +6,7 @@ memory, and the largest GPT that trains here.
 
 Writes gpu-<name>-<date>.json and .md with device, driver, versions and commit. Every part runs in a process of its own,
 so one that fails, or hangs, leaves the others' numbers; what one found before its time was up is kept, with "cut off".
+What was found on the same day at the same commit stays, but for the parts that are run again.
 How large the largest model is depends on the memory, the disk and the time that are left, unless it is said.
 Ratios are of medians within one run.
 """
@@ -16,13 +17,14 @@ import argparse
 import datetime
 import json
 import os
-import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +35,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_processes import TESTS, in_a_process, tested
+from benchmarks.gpu_results import begun, write
 from benchmarks.gpu_sizes import disk, largest_here
 
 ROOT = Path(__file__).parents[1]
@@ -233,6 +236,7 @@ def largest(billions: float, host: str, nvme: str, width: int = 6144) -> dict[st
             model = Large(width, depth)
         optimizer = hetmem.AdamW(model.parameters(), lr=1e-5)
         built = time.perf_counter() - start
+        tell({"parameters": count, "seconds to build": built})
         batch = tokens(8)
         step = _training_step(model, optimizer, batch)
         seconds, losses = [], []
@@ -302,15 +306,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
-    lines = [f"# {found['environment']['device']}", ""]
-    lines += [f"- {name}: {value}" for name, value in found["environment"].items()]
-    for part in (*TESTS, *SECONDS):
-        if part in found:
-            lines += ["", f"## {part}", "", "```json", json.dumps(found[part], indent=2), "```"]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECONDS), help="parts, separated by commas")
@@ -325,6 +320,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("torch sees no GPU here: nothing was measured", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the process of a part is not to outlive us
     if options.part:
         run = {"rates": rates, "resident": resident, "streamed": streamed}
         arguments = () if options.part in run else (options.largest, options.host, options.nvme)
@@ -336,7 +332,7 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> int:
     """Every part in a process of its own; what was found so far is written after each."""
     until = time.monotonic() + options.seconds
-    found: dict[str, Any] = {"environment": environment()}
+    found = begun(environment(), options.directory)
     write(found, options.directory)
     parts = [*(TESTS if options.tests else ()), *(options.only.split(",") if options.only else ())]
     for part in parts:
@@ -346,7 +342,9 @@ def measure(options: argparse.Namespace) -> int:
         elif part in TESTS:
             found[part] = tested(part, min(TESTS[part], left))
         else:
-            found[part] = _measured(part, options, min(SECONDS[part], left))
+            found[part] = {}
+            keep = partial(_keep_so_far, found, part, options.directory)
+            found[part] = _measured(part, options, min(SECONDS[part], left), keep)
         print(f"{part}: {json.dumps(found[part])[:600]}", flush=True)
         write(found, options.directory)
     return 0 if not any({"failed", "cut off"} & found[part].keys() for part in parts) else 1
@@ -357,14 +355,29 @@ def tell(result: dict[str, Any]) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def _measured(part: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    code, out, errors = in_a_process(["-m", "benchmarks.gpu", "--part", part, *_size(options, seconds)], seconds)
-    results = [line for line in out.splitlines() if line.startswith("RESULT ")]
-    result: dict[str, Any] = json.loads(results[-1][7:]) if results else {}
+def _keep_so_far(found: dict[str, Any], part: str, directory: Path, out: str) -> None:
+    """Write what `part` has found, which is under way: somebody may end us too."""
+    told = _told(out)
+    if told and told != found[part]:
+        found[part] = told
+        write({**found, part: {**told, "cut off": "nobody knows when: it was under way"}}, directory)
+
+
+def _measured(part: str, options: argparse.Namespace, seconds: float, keep: Callable[[str], None]) -> dict[str, Any]:
+    command = ["-m", "benchmarks.gpu", "--part", part, *_size(options, seconds)]
+    code, out, errors = in_a_process(command, seconds, keep)
+    result = _told(out)
     if code is None:
         result["cut off"] = f"longer than {seconds:.0f} s"
-    elif code or not results:
+    elif code or not result:
         result["failed"] = errors[-2000:] or f"exit status {code}"
+    return result
+
+
+def _told(out: str) -> dict[str, Any]:
+    """The last result in the output of a part's process that is there as a whole."""
+    results = [line for line in out.splitlines(keepends=True) if line.startswith("RESULT ") and line.endswith("\n")]
+    result: dict[str, Any] = json.loads(results[-1][7:]) if results else {}
     return result
 
 
@@ -375,15 +388,6 @@ def _size(options: argparse.Namespace, seconds: float) -> list[str]:
         size = largest_here(seconds)
         billions, host, nvme = size.parameters / 1e9, str(size.host_bytes), str(size.nvme_bytes)
     return ["--largest", f"{billions:.3f}", "--host", host, "--nvme", nvme]
-
-
-def write(found: dict[str, Any], directory: Path) -> None:
-    """As JSON and Markdown, named after the device and the day."""
-    directory.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^\w.-]+", "-", found["environment"]["device"])  # "RTX 6000/8000" is a name too
-    target = directory / f"gpu-{name}-{found['environment']['date']}"
-    target.with_name(f"{target.name}.json").write_text(json.dumps(found, indent=2) + "\n")
-    target.with_name(f"{target.name}.md").write_text(markdown(found))
 
 
 if __name__ == "__main__":

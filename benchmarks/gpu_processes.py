@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ TESTS = {
     "tests/gpu/test_managed.py": 110,
 }
 """Seconds that each may take. One process each: after an illegal access a process can do nothing more on a GPU."""
+_LOOK_SECONDS = 5.0
 _GRACE_SECONDS = 5.0  # what is interrupted says what it found; what hangs in the driver is killed
 
 
@@ -49,8 +52,11 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
 
 
-def in_a_process(command: list[str], seconds: float) -> tuple[int | None, str, str]:
-    """Exit status, output and errors of Python with `command`; the status is None if it took longer and was ended."""
+def in_a_process(
+    command: list[str], seconds: float, seen: Callable[[str], None] = lambda _: None
+) -> tuple[int | None, str, str]:
+    """Exit status, output and errors of Python with `command`; the status is None if it took longer and was ended.
+    `seen` is called now and then with the output so far: whoever ends this process ends the other one with it."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -66,9 +72,13 @@ def in_a_process(command: list[str], seconds: float) -> tuple[int | None, str, s
         )
         code: int | None = None
         try:
-            code = process.wait(max(1.0, seconds - 2 * _GRACE_SECONDS))
-        except subprocess.TimeoutExpired:
-            for ending in (signal.SIGINT, signal.SIGKILL):
+            until = time.monotonic() + max(1.0, seconds - 2 * _GRACE_SECONDS)
+            while code is None and (left := until - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(_LOOK_SECONDS, left))
+                said = os.pread(out.fileno(), os.fstat(out.fileno()).st_size, 0)  # its place in the file is its own
+                seen(said.decode(errors="replace"))
+            for ending in (signal.SIGINT, signal.SIGKILL) if code is None else ():
                 with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                     os.killpg(process.pid, ending)
                     process.wait(_GRACE_SECONDS)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from hetmem.memory.free import free_host_bytes
+
 GIB = 1 << 30
 STATE_BYTES = 16
 """Of host memory or disk for each parameter: float32 weight, gradient and two moments."""
@@ -36,7 +38,7 @@ def largest(seconds: float, free_memory_bytes: int, free_disk_bytes: int) -> Siz
 
 def largest_here(seconds: float) -> Size:
     """With what is free on this machine now."""
-    return largest(seconds, psutil.virtual_memory().available, shutil.disk_usage(disk()).free)
+    return largest(seconds, free_host_bytes(), shutil.disk_usage(disk()).free)
 
 
 def disk() -> Path:

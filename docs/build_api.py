@@ -55,6 +55,7 @@ FOR_HETMEM = {
         "pool",
         "allocate",
         "available_bytes",
+        "captures",
         "pin",
         "peak_bytes",
         "copy_in",

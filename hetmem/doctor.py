@@ -16,6 +16,7 @@ import torch
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
 from hetmem.memory.cuda import driver_version
+from hetmem.memory.free import free_host_bytes
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.ways import load_ways
 from hetmem.optim.kernels import kernel_name
@@ -79,7 +80,9 @@ def _host_kernel() -> Finding:
 def _host_memory() -> Finding:
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("host", f"{format_size(memory.available)} of {format_size(memory.total)} free, {cores} cores")
+    free = free_host_bytes()
+    least = ", within the limit of a control group" if free < memory.available else ""
+    return Finding("host", f"{format_size(free)} of {format_size(memory.total)} free{least}, {cores} cores")
 
 
 def _locked_memory() -> Iterator[Finding]:

@@ -6,13 +6,16 @@ import argparse
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_processes, gpu_sizes
+from benchmarks import gpu, gpu_processes, gpu_results, gpu_sizes
 from hetmem import bench_device
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 
@@ -50,7 +53,7 @@ def test_every_part_runs_and_its_result_is_json() -> None:
     assert found["rates"]["ways"].startswith("ways across the link")
     assert all(loss == loss for loss in found["largest"]["losses"])
     environment = {"device": "a fake GPU 1.5", "date": "2000-01-01"}
-    text = gpu.markdown({"environment": environment, **found})
+    text = gpu_results.markdown({"environment": environment, **found})
     assert all(f"\n## {part}\n" in text for part in gpu.SECONDS)
 
 
@@ -70,12 +73,17 @@ def options(directory: Path, seconds: float, only: str, *, tests: bool = False) 
 
 def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
+    so_far: list[dict[str, Any]] = []
 
-    def process(command: list[str], seconds: float) -> tuple[int | None, str, str]:
+    def process(
+        command: list[str], seconds: float, seen: Callable[[str], None] = lambda _: None
+    ) -> tuple[int | None, str, str]:
         limits.append(seconds)
         if "pytest" in command:
             return (None if "managed" in command[-1] else 1), ".F\n1 failed, 1 passed in 2.00s\n", "an error"
         part = command[command.index("--part") + 1]
+        seen('RESULT {"ms": 8}\nRESULT {"ms": ')
+        so_far.append(json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text()))
         code = {"rates": 0, "resident": 1, "streamed": None}[part]
         return code, "" if part == "resident" else 'RESULT {"ms": 9}\nnoise\nRESULT {"ms": 1.5}\n', "no memory"
 
@@ -86,6 +94,8 @@ def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, mo
     found = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
     assert found["rates"] == {"ms": 1.5} and found["resident"] == {"failed": "no memory"}
     assert found["streamed"]["ms"] == 1.5 and found["streamed"]["cut off"].startswith("longer than ")
+    under_way = [then[part] for then, part in zip(so_far, ("rates", "resident", "streamed"), strict=False)]
+    assert under_way == [{"ms": 8, "cut off": "nobody knows when: it was under way"}] * 3
     passed = "1 failed, 1 passed in 2.00s"
     assert found["tests/gpu/test_moves.py"] == {"pytest": passed, "failed": f".F\n{passed}\nan error"}
     assert found["tests/gpu/test_managed.py"]["cut off"].startswith("longer than ")
@@ -97,6 +107,14 @@ def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, mo
     assert gpu.measure(options(tmp_path / "none", 0.0, "rates", tests=True)) == 1
     assert (tmp_path / "none" / "gpu-a-fake-GPU-1.5-2000-01-01.json").exists()
     assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0
+    again = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
+    assert again["resident"] == {"failed": "no memory"}, "a part that is run again leaves what the others found"
+    monkeypatch.setattr(
+        gpu, "environment", lambda: {"device": "a fake/GPU 1.5", "date": "2000-01-01", "commit": "another"}
+    )
+    assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0
+    again = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
+    assert again.keys() == {"environment", "rates"}
 
 
 def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is_kept(
@@ -111,6 +129,36 @@ def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is
     monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 0.2)
     assert gpu_processes.in_a_process(["-c", rude], 2.4) == (None, "begun\n", "")
     assert gpu_processes.in_a_process(["-c", "raise SystemExit(3)"], 60.0) == (3, "", "")
+
+
+def test_what_a_process_has_said_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_processes, "_LOOK_SECONDS", 0.3)
+    seen: list[str] = []
+    slow = "import time\nfor part in 'ab':\n    print(part, flush=True)\n    time.sleep(2)"
+    assert gpu_processes.in_a_process(["-c", slow], 60.0, seen.append) == (0, "a\nb\n", "")
+    assert "a\n" in seen and seen[-1] == "a\nb\n"
+
+
+def test_who_ends_the_benchmark_ends_the_part_that_runs(tmp_path: Path) -> None:
+    """By SIGTERM, as `timeout` and batch systems do."""
+    child = f"import pathlib, time\npathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(3)\n"
+    child += f"pathlib.Path({str(tmp_path / 'outlived')!r}).touch()"
+    code = f"""
+import sys
+from unittest import mock
+from benchmarks import gpu, gpu_processes
+sys.argv = ["gpu"]
+with mock.patch.object(gpu.torch.cuda, "is_available", lambda: True), \\
+     mock.patch.object(gpu, "measure", lambda _: gpu_processes.in_a_process(["-c", {child!r}], 60.0)):
+    gpu.main()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=gpu.ROOT)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 1
+    time.sleep(4)
+    assert not (tmp_path / "outlived").exists()
 
 
 def test_a_part_finds_what_the_user_s_path_leads_to_behind_this_hetmem(monkeypatch: pytest.MonkeyPatch) -> None:

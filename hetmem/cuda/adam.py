@@ -12,7 +12,7 @@ import torch
 
 from hetmem.cuda import reference
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, Backend
-from hetmem.cuda.checks import NAMES, check_blocks, check_flat
+from hetmem.cuda.checks import NAMES, check_blocks, check_flat, stream_for
 
 SCALARS = ("sign", "decay", "lerp", "beta2", "square", "bias", "eps", "negative_step")
 """The scalars of an update, in order, each rounded once to float32: as `hetmem.optim.kernels` prepares them."""
@@ -52,7 +52,7 @@ def adamw(
     elif numel > 0:
         copy = "none" if compute_copy is None else NAMES[compute_copy.dtype]
         arguments = (np.int64(numel), *addresses, *(np.float32(scalar) for scalar in scalars))
-        backend.launch("adam.cu", f"adamw_{NAMES[grad.dtype]}_{copy}", grid, arguments, stream)
+        backend.launch("adam.cu", f"adamw_{NAMES[grad.dtype]}_{copy}", grid, arguments, stream_for(stream, param, grad))
 
 
 def _check(scalars: Sequence[np.float32], tensors: Mapping[str, torch.Tensor | None]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hetmem.cuda import reference
 from hetmem.cuda.backend import Backend
-from hetmem.cuda.checks import NAMES, check_blocks, check_flat
+from hetmem.cuda.checks import NAMES, check_blocks, check_flat, stream_for
 from hetmem.cuda.segments import Segments
 
 CASTS = {
@@ -50,5 +50,5 @@ def cast(
             reference.cast(segments, source, destination)
     elif segments.tiles:
         kernel = f"cast_{NAMES[source.dtype]}_{NAMES[destination.dtype]}"
-        table = backend.address(segments.table, "segments")
-        backend.launch("cast.cu", kernel, grid, (table, np.int64(len(segments.tiles)), *addresses), stream)
+        table, there = backend.address(segments.table, "segments"), stream_for(stream, source, destination)
+        backend.launch("cast.cu", kernel, grid, (table, np.int64(len(segments.tiles)), *addresses), there)

@@ -13,6 +13,13 @@ MOST_BLOCKS = 2048
 """Eight blocks of 256 threads are what a multiprocessor holds: enough for 256 of them."""
 
 
+def stream_for(stream: torch.cuda.Stream | None, *tensors: torch.Tensor) -> torch.cuda.Stream | None:
+    """`stream`, or else the one that is current on the GPU of the first of `tensors` that lies on any: it need not be
+    the current GPU, where a kernel would find nothing at these addresses. None if all are in host memory."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    return stream if stream is not None or device is None else torch.cuda.current_stream(device)
+
+
 def check_flat(tensor: torch.Tensor, what: str, dtypes: Collection[torch.dtype], numel: int) -> None:
     """Refuse anything but contiguous memory of one of `dtypes` with at least `numel` elements."""
     if tensor.dtype not in dtypes:

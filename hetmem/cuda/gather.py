@@ -11,7 +11,7 @@ import torch
 from hetmem.cuda import reference
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, Backend
 from hetmem.cuda.cast import CASTS
-from hetmem.cuda.checks import NAMES, check_blocks, check_flat
+from hetmem.cuda.checks import NAMES, check_blocks, check_flat, stream_for
 
 GATHERS = CASTS | {(dtype, dtype) for dtype in NAMES}
 _PART = THREADS * GROUP_ELEMENTS
@@ -56,4 +56,4 @@ def gather_rows(
     elif grid > 0:
         kernel = f"gather_{NAMES[table.dtype]}_{NAMES[destination.dtype]}"
         arguments = (source, np.int64(rows), np.int64(width), which, np.int64(count), place)
-        backend.launch("gather.cu", kernel, grid, arguments, stream)
+        backend.launch("gather.cu", kernel, grid, arguments, stream_for(stream, destination, indices))

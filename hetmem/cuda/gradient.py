@@ -12,7 +12,7 @@ import torch
 
 from hetmem.cuda import reference
 from hetmem.cuda.backend import Backend
-from hetmem.cuda.checks import NAMES, check_blocks, check_flat
+from hetmem.cuda.checks import NAMES, check_blocks, check_flat, stream_for
 from hetmem.cuda.segments import Segments
 
 GRADIENTS = {
@@ -62,4 +62,4 @@ def gradient_out(
         kernel = f"gradient_{NAMES[source.dtype]}_{NAMES[destination.dtype]}_{write.value}"
         table = backend.address(segments.table, "segments"), np.int64(len(segments.tiles))
         arguments = (*table, *addresses, np.float32(scale))
-        backend.launch("gradient.cu", kernel, grid, arguments, stream)
+        backend.launch("gradient.cu", kernel, grid, arguments, stream_for(stream, source, destination))

@@ -13,7 +13,7 @@ import torch
 
 from hetmem.cuda import reference
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, Backend
-from hetmem.cuda.checks import check_aligned, check_blocks, check_flat
+from hetmem.cuda.checks import check_aligned, check_blocks, check_flat, stream_for
 from hetmem.cuda.reference import BLOCK_ELEMENTS
 
 _PER_GRID_BLOCK = THREADS * GROUP_ELEMENTS
@@ -107,4 +107,4 @@ def _launch(
             (reference.quantise if into else reference.dequantise)(form.value, values, codes, scales)
     elif numel > 0:
         arguments = (wide, narrow, factors) if into else (narrow, factors, wide)
-        backend.launch("quantise.cu", kernel, grid, (np.int64(numel), *arguments), stream)
+        backend.launch("quantise.cu", kernel, grid, (np.int64(numel), *arguments), stream_for(stream, values, codes))

@@ -63,6 +63,8 @@ class CudaDevice:
         self._registered: list[range] = []
         self._refused = ""
         self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
+        self._peak_bytes = 0
+        _devices.add(self)
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
@@ -91,9 +93,12 @@ class CudaDevice:
         return self._compute.zeros(nbytes)
 
     def available_bytes(self) -> int:
-        """Nine tenths of what is free or torch's allocator already has: the budget is this process's."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return int((free + torch.cuda.memory_reserved(self.torch_device)) * self.SHARE)
+        """Nine tenths of what is free or torch's allocator already has: the budget is this process's, which may be
+        allowed a part of the GPU only."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+        allowed = int(total * fraction(self.torch_device))
+        return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
         """Register `host` with the driver (1 to 2 GB/s), exactly as long as it is. Returns what undoes it.
@@ -126,10 +131,20 @@ class CudaDevice:
 
         return unpin
 
+    def captures(self) -> bool:
+        """Whether the current stream is in `torch.cuda.graph`."""
+        with torch.cuda.device(self.torch_device):
+            return torch.cuda.is_current_stream_capturing()
+
     def peak_bytes(self) -> int:
-        """The most that torch's allocator had handed out at one time since the last call."""
-        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        """The most that torch's allocator had handed out at one time since the last call, whoever else has asked it
+        meanwhile: there is one peak for all models on a GPU, and each sets it back."""
+        peak = int(torch.cuda.max_memory_allocated(self.torch_device))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        for device in list(_devices):
+            if device.torch_device == self.torch_device:
+                device._peak_bytes = max(device._peak_bytes, peak)
+        peak, self._peak_bytes = max(peak, self._peak_bytes), 0
         return peak
 
     @cached_property
@@ -159,7 +174,6 @@ class CudaDevice:
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
         """By an observer of torch's allocator, which can do no more than look: the allocation fails all the same."""
         _observe_allocator()
-        _devices.add(self)
         self._refusals.append(weakref.WeakMethod(refused))
 
     def refused(self, asked_bytes: int) -> None:
@@ -199,10 +213,11 @@ _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 
 @cache
 def _observe_allocator() -> None:
-    """Once in a process, as torch takes no observer off again."""
+    """Once in a process, as torch takes no observer off again. Another allocator than torch's own tells nobody."""
     attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:
-        attach(_refused)
+        with contextlib.suppress(RuntimeError):  # of cudaMallocAsync, or a plugin's
+            attach(_refused)
 
 
 def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hetmem.errors import BudgetError
 from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.free import free_host_bytes
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.memory.views import Memory, without_graph
@@ -50,6 +51,10 @@ class Device(Protocol):
 
     def pin(self, host: Mapping) -> Callable[[], None]:
         """Make copies from and to `host` as fast as the link is; returns what undoes it."""
+        ...
+
+    def captures(self) -> bool:
+        """Whether what is asked for now is recorded, in a CUDA graph, to run again later without the program."""
         ...
 
     def peak_bytes(self) -> int:
@@ -119,13 +124,15 @@ class SimDevice:
 
     def available_bytes(self) -> int:
         """A quarter of the free host memory."""
-        import psutil  # costs more than all of hetmem to import, and a budget that is said needs it not
-
-        return int(psutil.virtual_memory().available * self.SHARE)
+        return int(free_host_bytes() * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
         """All memory is alike here."""
         return lambda: None
+
+    def captures(self) -> bool:
+        """Never."""
+        return False
 
     def peak_bytes(self) -> int:
         """The program is watched instead."""

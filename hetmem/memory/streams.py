@@ -8,6 +8,7 @@ way round a copy into a slot is ordered behind a mark of the compute that last u
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +45,7 @@ class Streams(Protocol):
 
 
 class _InFlight(NamedTuple):
+    number: int
     job: Job  # holds the memory that the copy reads and writes
     start: Any
     end: Any
@@ -60,6 +62,7 @@ class StreamCopier:
             Link.HOST_TO_DEVICE: deque(),
             Link.DEVICE_TO_HOST: deque(),
         }
+        self._numbers = itertools.count()
         self._ends: dict[Any, Any] = {}
         self._not_asked: set[Any] = set()
 
@@ -73,7 +76,7 @@ class StreamCopier:
             self._not_asked.add(job.tag)
             self._finished(Finished(job.tag, error))
             return
-        self._queues[job.link].append(_InFlight(job, start, end))
+        self._queues[job.link].append(_InFlight(next(self._numbers), job, start, end))
         self._ends[job.tag] = end
 
     def now(self, job: Job) -> None:
@@ -97,6 +100,13 @@ class StreamCopier:
             self._streams.order_compute(end)
         return tag not in self._not_asked
 
+    def order_compute_behind(self, mark: Any) -> bool:
+        """By the event, unless it has passed."""
+        if self._streams.passed(mark):
+            return False
+        self._streams.order_compute(mark)
+        return True
+
     def poll(self) -> None:
         """Report the jobs whose end has passed."""
         for jobs in self._queues.values():
@@ -113,7 +123,7 @@ class StreamCopier:
         if not heads:
             return False
         with contextlib.suppress(Exception):  # a device that failed: `poll` reports it
-            self._streams.wait(heads[0].end)
+            self._streams.wait(min(heads).end)
         return True
 
     def close(self) -> None:

@@ -77,6 +77,10 @@ class Copier(Protocol):
         could not be asked for, which is reported."""
         ...
 
+    def order_compute_behind(self, mark: Any) -> bool:
+        """Compute asked for from now on runs only after `mark`, on whatever stream; False if that is over anyway."""
+        ...
+
     def poll(self) -> None:
         """Report what is over, where nobody else does."""
 
@@ -128,6 +132,10 @@ class ThreadCopier:
     def order_compute_after(self, tag: Any) -> bool:
         """The caller waits instead."""
         raise AssertionError("compute on this device is not ordered behind copies")
+
+    def order_compute_behind(self, mark: Any) -> bool:
+        """Compute is over when it is asked for."""
+        return False
 
     def poll(self) -> None:
         """The threads report."""
@@ -198,6 +206,10 @@ class TransferEngine:
     def order_compute_after(self, tag: Any) -> bool:
         """Compute from now on runs after the copy with `tag`; False if that could not be asked for."""
         return self._copier.order_compute_after(tag)
+
+    def order_compute_behind(self, mark: Any) -> bool:
+        """Compute from now on runs after `mark`; False if that has passed."""
+        return self._copier.order_compute_behind(mark)
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""

@@ -136,6 +136,8 @@ class OffloadedOptimizer(Optimizer):
         for interception in self._steppers:
             interception.share.grow()
         work = self._work()
+        for interception in self._steppers:
+            interception.refuse_a_capture("a step")
         grad_scale = self._grad_scale(work)
         try:
             for stepper, chunks in work.items():

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.nvme import Look
 from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
-from hetmem.optim.progress import Part, Progress, Sums, bits_at, frozen, sample_of
+from hetmem.optim.progress import Part, Progress, Sample, Sums, as_sampled, frozen, sample_of
 from hetmem.optim.rule import ParameterUpdate, Streamable
 from hetmem.optim.streamed import Updated
 from hetmem.optim.updates import Job, Opened
@@ -102,7 +103,7 @@ class Passes:
         for part in progress.parts:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
-                if self._optimizer.gradients is Gradients.STREAMED:
+                if self._optimizer.gradients is Gradients.STREAMED and not progress.kept:
                     self.seen(part)
 
     def seen(self, part: Part) -> Part:
@@ -112,7 +113,7 @@ class Passes:
 
     def as_seen(self, part: Part) -> bool:
         """Whether nobody has written to the gradient of `part` since."""
-        return part.version == part.gradient._version and self.unscaled(part)
+        return part.version == part.gradient._version and self.unscaled([part])
 
     def _notice_disturbance(self, progress: Progress, opened: Opened) -> None:
         """Whether streamed gradients of `progress` that were seen are as they were."""
@@ -120,30 +121,48 @@ class Passes:
             return
         for part in progress.parts:
             if part.sample is not None and part.managed.parameter.grad is part.gradient:
-                at, bits = part.sample
-                same = bits == bits_at(self._flat_gradient(part, opened), at)
+                (same,) = as_sampled([(part.sample, self._flat_gradient(part, opened))])
                 progress.disturbed |= not same or part.version != part.gradient._version
 
     def look_at(self, parts: Iterable[Part]) -> None:
-        """Begin to read what `unscaled` looks at, where it lies on NVMe: one by one, each would cost a whole access."""
-        store = self._runtime.memory.store
-        if store is None:
-            return
+        """Begin to read what `unscaled` looks at, where it lies on NVMe, and look there, where it is on the device: one
+        by one, each would cost a whole access, or a wait."""
+        there: list[tuple[Part, tuple[Sample, torch.Tensor]]] = []
         for part in parts:
             part.look = None  # one that failed, or from before the home moved, says nothing now
-            home = part.managed.chunk.homes.get(Role.GRAD) if part.at_home else None  # none: streamed, and used up
-            extent = home.extent if home is not None else None
-            if extent is not None and part.sample is not None:
-                part.look = store.look(
-                    extent, (part.managed.offset + part.sample[0]) * part.managed.chunk.dtype.itemsize
-                )
+            if part.sample is None:
+                continue
+            at = part.sample[0]
+            if isinstance(at, torch.Tensor):
+                there.append((part, (part.sample, self._flat_gradient(part, {}))))
+            else:
+                part.look = self._look_on_disk(part, at)
+        for (part, _), same in zip(there, as_sampled([sample for _, sample in there]), strict=True):
+            part.look = same
 
-    def unscaled(self, part: Part) -> bool:
-        """Whether the gradient of `part` is what was seen, as far as its sample says."""
-        if part.sample is None:
-            return True
-        at, bits = part.sample
-        return bits == (part.look.first(len(bits)) if part.look else bits_at(self._flat_gradient(part, {}), at))
+    def _look_on_disk(self, part: Part, at: int) -> Look | None:
+        store = self._runtime.memory.store
+        home = part.managed.chunk.homes.get(Role.GRAD) if part.at_home else None  # none: streamed, and used up
+        extent = home.extent if home is not None else None
+        if store is None or extent is None:
+            return None
+        return store.look(extent, (part.managed.offset + at) * part.managed.chunk.dtype.itemsize)
+
+    def unscaled(self, parts: Iterable[Part]) -> bool:
+        """Whether the gradients of `parts` are what was seen, as far as their samples say."""
+        asked: list[tuple[Sample, torch.Tensor]] = []
+        for part in parts:
+            if part.sample is None or isinstance(part.look, bool):
+                if part.look is False:
+                    return False
+            elif part.look is None:
+                asked.append((part.sample, self._flat_gradient(part, {})))
+            else:
+                bits = part.sample[1]
+                assert isinstance(bits, bytes)
+                if bits != part.look.first(len(bits)):
+                    return False
+        return all(as_sampled(asked))
 
     # ---- what the user wrote -----------------------------------------------------------------------------------
 

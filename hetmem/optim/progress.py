@@ -5,7 +5,7 @@ It compares and remembers; it starts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -21,6 +21,8 @@ from hetmem.plan.balance import Way
 
 _SAMPLES = 1024
 Sums = np.ndarray[Any, np.dtype[np.float64]]
+Sample = tuple[int, bytes] | tuple[torch.Tensor, torch.Tensor]
+"""The place of an element and its bits; of a gradient on the device, tensors there of one element each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +36,10 @@ class Part:
     gradient: torch.Tensor
     at_home: bool
     version: int
-    sample: tuple[int, bytes] | None = None
-    look: Look | None = None
-    """At the element of `sample`, where that lies on NVMe: read as the step began."""
+    sample: Sample | None = None
+    look: Look | bool | None = None
+    """At the element of `sample` as the step began: read, where that lies on NVMe; whether it is as it was, where that
+    is known on the device."""
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""
@@ -122,14 +125,36 @@ def frozen(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def sample_of(flat: torch.Tensor) -> tuple[int, bytes] | None:
-    """The place and bits of an element that says whether a gradient was scaled, which some do without counting a
-    version: the greatest of a thousand."""
-    if flat.device.type != "cpu" or not flat.numel():
+def sample_of(flat: torch.Tensor) -> Sample | None:
+    """An element that says whether a gradient was scaled, which some do without counting a version: the greatest of a
+    thousand. Nobody waits for a device."""
+    if not flat.numel():
         return None
     step = max(1, flat.numel() // _SAMPLES)
-    at = int(flat.detach()[::step].abs().argmax()) * step
-    return at, bits_at(flat, at)
+    greatest = flat.detach()[::step].abs().argmax()
+    if flat.device.type == "cpu":
+        at = int(greatest) * step
+        return at, bits_at(flat, at)
+    there = greatest.mul(step).view(1)
+    return there, flat.detach().index_select(0, there)
+
+
+def as_sampled(samples: Sequence[tuple[Sample, torch.Tensor]]) -> list[bool]:
+    """For each sample whether the gradient beside it still says so. One wait for all that are on the device."""
+    same = [_is_same(*one) for one in samples]
+    there = [one for one in same if isinstance(one, torch.Tensor)]
+    found = iter(torch.stack(there).tolist() if there else ())
+    return [next(found) if isinstance(one, torch.Tensor) else one for one in same]
+
+
+def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
+    """On the device where the sample is there, whether or not the gradient has moved since."""
+    at, bits = sample
+    if isinstance(at, int):
+        return bits == bits_at(flat, at)
+    assert isinstance(bits, torch.Tensor)
+    now = flat.detach().index_select(0, at.to(flat.device)).to(bits.device)
+    return (now.view(torch.uint8) == bits.view(torch.uint8)).all()
 
 
 def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:

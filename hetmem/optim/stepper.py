@@ -330,7 +330,7 @@ class Stepper:
             progress = None
         untouched = progress is not None and progress.of(parts)
         if progress is not None and untouched and not progress.begun:
-            untouched = all(map(self._passes.unscaled, progress.parts))
+            untouched = self._passes.unscaled(progress.parts)
         if progress is None or not (progress.begun or untouched):
             self._passes.notice(chunk)
             self._drop(chunk)

@@ -48,7 +48,7 @@ class Untouched:
                 if progress.kept:
                     kept = part.version == part.gradient._version  # also of one that was written to and is used up
                 elif part.managed.parameter.grad is part.gradient:
-                    kept = self._passes.unscaled(part)
+                    kept = self._passes.unscaled([part])
                 else:
                     kept = optimizer.gradients is Gradients.STREAMED  # it is used up
                 kept = kept and part.says(groups.get(id(part.managed.parameter), {}))

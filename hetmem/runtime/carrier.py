@@ -59,6 +59,8 @@ class Carrier:
         self._tags = itertools.count()
         self._fetching: dict[int, Fetch] = {}
         self._compute_marks: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
+        """Marks behind the compute that has made the copies in these slots: a program may go on on another stream."""
         engine.observe = partial(_observe, events)
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
@@ -90,6 +92,16 @@ class Carrier:
     def mark_use(self, slot: int) -> None:
         """What compute does with the copy in `slot` has been asked for by now."""
         self._compute_marks[slot] = self._engine.mark()
+
+    def mark_making(self, slot: int) -> None:
+        """Compute was asked for to write the copy in `slot`. If nobody uses it, what comes next comes behind it too."""
+        self.mark_use(slot)
+        self._made[slot] = self._compute_marks[slot]
+
+    def order_behind_making(self, slot: int) -> None:
+        """Order compute behind that, where a copy was made so and its making may not be over."""
+        if slot in self._made and not self._engine.order_compute_behind(self._made[slot]):
+            del self._made[slot]
 
     def execute(self, commands: list[Command], urgent: int | None = None) -> None:
         """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
@@ -171,6 +183,7 @@ class Carrier:
             raise
 
     def _begin_fetch(self, command: Fetch, *, now: bool) -> None:
+        self._made.pop(command.slot, None)
         chunk, role = self.chunk_of_block[command.block]
         home, nbytes = chunk.homes[role], chunk.role_nbytes(role)
         if home.tier is not Tier.NVME:
@@ -184,7 +197,7 @@ class Carrier:
         near = self.near[1] if self.near is not None and self.near[0] is chunk else None
         if home.tier is Tier.DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
             self._memory.device.copy_in(target, source if near is None else near)
-            self.mark_use(command.slot)  # if nobody uses it, what comes next must still come behind it
+            self.mark_making(command.slot)
             self.execute(self._residency.done(command))
         elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
             start = time.perf_counter()

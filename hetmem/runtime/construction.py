@@ -16,6 +16,7 @@ from hetmem.config import Limits
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
+from hetmem.memory.free import free_host_bytes
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
@@ -150,14 +151,7 @@ def _device_bytes(limits: Limits, device: Device) -> int:
 def _host_bytes(limits: Limits) -> int:
     if limits.host_bytes is not None:
         return limits.host_bytes
-    return int(_available_bytes() * HOST_SHARE)
-
-
-def _available_bytes() -> int:
-    import psutil  # costs more than all of hetmem to import, and a budget that is said needs it not
-
-    available: int = psutil.virtual_memory().available
-    return available
+    return int(free_host_bytes() * HOST_SHARE)
 
 
 def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[torch.dtype]) -> list[Chunk]:

@@ -136,6 +136,9 @@ class Interception:
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
         self.refuse_a_fork("a forward")
+        memory = self.runtime.memory
+        if memory.streams or memory.may_leave_device:
+            self.refuse_a_capture("a forward")
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
         with self._turn:
             self._refuse_two_threads()
@@ -291,6 +294,14 @@ class Interception:
             raise ManageError(
                 f"{what} in a forked process: what moves weights are threads, and those are the parent's. Compute "
                 f"there, fork before hetmem.manage, or give the child a copy.deepcopy(model), which is an ordinary one"
+            )
+
+    def refuse_a_capture(self, what: str) -> None:
+        """Raise `ManageError` if `what` is recorded to run again without hetmem."""
+        if self.runtime.memory.device.captures():
+            raise ManageError(
+                f"{what} within torch.cuda.graph: what is replayed would find weights where they were, and moves none. "
+                f"Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
             )
 
     def _begin(self, call: Call | None) -> Compute:

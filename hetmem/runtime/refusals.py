@@ -34,7 +34,9 @@ class Refusals:
         memory = self._memory
         chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
         self.room_bytes = max(self.room_bytes, min(memory.usable_bytes - chunks + asked_bytes, memory.usable_bytes))
-        error = self._shortage.error(f"an allocation of {format_size(asked_bytes)}", max(0, allocated_bytes - chunks))
+        live_bytes = max(0, allocated_bytes - chunks)
+        what = f"an allocation of {format_size(asked_bytes)}"
+        error = self._shortage.error(what, live_bytes, refused_bytes=asked_bytes)
         given = min(asked_bytes, memory.device_pool.held_bytes())
         self.said = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
         if torch._C._current_graph_task_id() != -1:  # nobody in Python gets to see the error of a backward's node first

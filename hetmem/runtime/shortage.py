@@ -22,8 +22,11 @@ class Shortage:
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
 
-    def error(self, operator: str, live_bytes: int, wanted_bytes: int = 0) -> DeviceOutOfMemoryError:
-        """`live_bytes`: what is neither copies nor homes of chunks; `wanted_bytes`: of the copy that finds no room."""
+    def error(
+        self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0
+    ) -> DeviceOutOfMemoryError:
+        """`live_bytes`: what is neither copies nor homes of chunks; `wanted_bytes`: of the copy that finds no room;
+        `refused_bytes`: what else finds none, which `operator` names."""
         memory = self._memory
         in_use = self._in_use()
         copies = sum(in_use.values())
@@ -33,7 +36,7 @@ class Shortage:
             f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
             f"{memory.homes_on_device()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}"
             f"{self._stays()}. "
-            f"{self._ways_out(live_bytes)}"
+            f"{self._ways_out(live_bytes + refused_bytes)}"
         )
 
     def _where(self) -> str:

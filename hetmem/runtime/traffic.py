@@ -99,6 +99,7 @@ class Traffic:
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
         """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
         if tier is Tier.DEVICE and (slot := self.residency.acquire_again(block, tier)) is not None:
+            self.carrier.order_behind_making(slot)
             return slot
         missing = tier is Tier.DEVICE and self.residency.state(block, tier) is not CopyState.VALID
         if missing:
@@ -121,7 +122,10 @@ class Traffic:
         self._tell_of(block, tier)
         if missing:
             self._events.faults.append(Fault(start, block, time.perf_counter() - start))
-        return self.residency.place(block, tier)
+        slot = self.residency.place(block, tier)
+        if tier is Tier.DEVICE:
+            self.carrier.order_behind_making(slot)
+        return slot
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less; what compute does with the copy has been asked for by now."""
@@ -179,7 +183,7 @@ class Traffic:
         if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
             copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
             self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
-            self._mark_use(block)
+            self.carrier.mark_making(self.residency.slot(block, Tier.DEVICE))
 
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """The newest that host memory, or NVMe, holds of `role` of `chunk`, as a flat tensor."""

@@ -168,6 +168,8 @@ class FakeCuda:
         self._of_thread = threading.local()
         self.free_bytes = 1 << 30
         self.reserved_bytes = 0
+        self.fraction = 1.0
+        self.captures = False
         self.peak: Callable[[], int] = lambda: 0
         self.reset_peak: Callable[[], None] = lambda: None
         self.pinned: dict[int, int] = {}
@@ -281,7 +283,8 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         "stream": fake.stream,
         "current_stream": current_stream,
         "default_stream": lambda device=None: fake.default,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: fake.captures,
+        "get_per_process_memory_fraction": lambda device=None: fake.fraction,
     }
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"

@@ -111,12 +111,15 @@ def test_after_a_refusal_in_backward_chunks_leave_that_much_more_and_training_go
     assert before == 7 * 16 * KIB and device.held() == 4 * 16 * KIB
 
 
-def test_room_that_chunks_need_at_once_is_not_left_free_whatever_was_refused(cuda: FakeCuda, tmp_path: Path) -> None:
+def test_room_that_chunks_need_at_once_is_not_left_free_whatever_was_refused(
+    cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     device = Machine(cuda)
     plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
     managed.ask = partial(device.refuse, 1 << 40)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError), caplog.at_level(logging.ERROR, "hetmem"):
         managed(*token_batches(1)[0]).backward()
+    assert "raise Budget(device=…): this moment needs 1.00 TiB" in caplog.messages[0]  # with what was refused
     managed.ask = lambda: None
     managed.zero_grad()
     train_both(plain, managed, token_batches(6))
