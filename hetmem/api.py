@@ -21,7 +21,7 @@ from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
-from hetmem.runtime import differentiated, registry
+from hetmem.runtime import backwards, registry
 from hetmem.runtime.building import Building
 from hetmem.runtime.construction import build_memory
 from hetmem.runtime.interception import Interception
@@ -141,7 +141,7 @@ def manage(
     runtime.planned_optimizer = {} if planned is None else planned.optimizer
     interception = Interception(module, runtime)
     registry.add(module, interception)
-    differentiated.watch()
+    backwards.watch()
     return module
 
 

@@ -62,6 +62,8 @@ class Stepper:
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals: Counter[int] = Counter()
         self._most: Counter[int] = Counter()
+        self._expected: dict[int, int] = {}
+        """Arrivals after which the backward that runs has no more, where that was counted: see `backwards`."""
         self._progress: dict[Chunk, Progress] = {}
         self._untouched = Untouched(self._passes, self._runtime.writes)
         self.marks = Marks()
@@ -79,6 +81,15 @@ class Stepper:
         return optimizer
 
     # ---- during backward ---------------------------------------------------------------------------------------
+
+    @property
+    def begins_early(self) -> bool:
+        """See `Watcher`."""
+        return self._optimizer.overlap is not Overlap.OFF
+
+    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
+        """See `Watcher`."""
+        self._expected[id(managed)] = self._arrivals[id(managed)] + arrivals
 
     def coming(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
@@ -174,7 +185,7 @@ class Stepper:
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
         usual = max(self._most.values(), default=1)  # for a parameter that never had one
         return chunk not in self._progress and all(
-            self._arrivals[id(m)] >= (self._most[id(m)] or usual)
+            self._arrivals[id(m)] >= max(self._most[id(m)] or usual, self._expected.get(id(m), 0))
             and not has_hooks_of_the_user(m.parameter)
             and self.owners.may_begin(m, self._optimizer)
             for m in mine
@@ -314,6 +325,7 @@ class Stepper:
                 self._most[key] = max(self._most[key], count)
         self._sees_all = self._runtime.memory.streams  # before, on the device, they are autograd's own
         self._arrivals.clear()
+        self._expected.clear()
 
     def _drop(self, chunk: Chunk) -> None:
         """Nothing that was prepared for `chunk` counts."""

@@ -8,64 +8,47 @@ arrives there becomes what the parameter is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime import registry
-from hetmem.runtime.compiled import opaque, uncompiled
-from hetmem.runtime.compute import forget_backward_that_raised
+from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.monitor import nodes_behind
 
-_ENGINE = "_engine_run_backward"
-_engine: Any = getattr(torch.autograd, _ENGINE, None)
 
-
-@cache
-def watch() -> None:
-    """Every backward of this process goes through here from now on: those that name no managed parameter as ever. In a
-    torch that has another name for it such parameters look as if they were not used (ADR 20)."""
-    if _engine is not None:
-        setattr(torch.autograd, _ENGINE, _run)
-
-
-@opaque
-def _run(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of torch's function of that name."""
-    nodes = _accumulators(outputs, inputs) if inputs else {}
+def differentiate(
+    engine: Any, outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *more: Any, **kw: Any
+) -> Any:
+    """What `engine`, torch's, gives for `inputs`: those that name no managed parameter as ever."""
+    nodes = _lost(outputs, inputs) if inputs else {}
     if not nodes:
-        return _differentiate(outputs, gradients, retain, create, inputs, *args, **kwargs)
+        return engine(outputs, grads, retain, create, inputs, *more, **kw)
     asked = [[GradientEdge(node, 0) for node in nodes.get(id(each), ())] or [each] for each in inputs]
     edges = tuple(edge for each in asked for edge in each)
-    found = _differentiate(outputs, gradients, retain, create, edges, *args, **kwargs)
-    if kwargs.get("accumulate_grad"):
+    found = engine(outputs, grads, retain, create, edges, *more, **kw)
+    if kw.get("accumulate_grad"):
         return found
     each_one = iter(found)
     arrived = zip(inputs, [[next(each_one) for _ in each] for each in asked], strict=True)
     return tuple(_sum(each, parts) if id(each) in nodes else parts[0] for each, parts in arrived)
 
 
-def _differentiate(*args: Any, **kwargs: Any) -> Any:
-    try:
-        return _engine(*args, **kwargs)
-    except BaseException:
-        with HELD_BACK:
-            forget_backward_that_raised()
-        raise
+def accumulators(outputs: Any) -> Iterator[Any]:
+    """The nodes behind `outputs` that accumulate gradients of what their `variable` is: each forward has its own for a
+    parameter that is somewhere else, or of another dtype, between forwards."""
+    return (node for node in nodes_behind(outputs) if type(node).__name__ == "AccumulateGrad")
 
 
 @uncompiled
-def _accumulators(outputs: Any, inputs: Iterable[Any]) -> dict[int, list[Any]]:
-    """The nodes behind `outputs` that accumulate gradients of those of `inputs` that torch would not find, by `id`:
-    each forward has its own."""
+def _lost(outputs: Any, inputs: Iterable[Any]) -> dict[int, list[Any]]:
+    """The accumulators of those of `inputs` that torch would not find, by `id`."""
     wanted = {id(asked) for asked in inputs if _is_lost(asked)}
     found: dict[int, list[Any]] = {}
-    for node in nodes_behind(outputs) if wanted else ():
-        if type(node).__name__ == "AccumulateGrad" and id(node.variable) in wanted:
+    for node in accumulators(outputs) if wanted else ():
+        if id(node.variable) in wanted:
             found.setdefault(id(node.variable), []).append(node)
     return found
 

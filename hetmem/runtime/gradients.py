@@ -30,6 +30,14 @@ _SAMPLES = 1024
 class Watcher(Protocol):
     """An optimizer that updates while backward goes on."""
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether it does so."""
+        ...
+
+    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
+        """So many more gradients of `managed` arrive in the backward that begins."""
+
     def coming(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
 
@@ -109,6 +117,15 @@ class GradientSink:
         """Take all hooks off."""
         for handle in (*self._handles, *self._before.values()):
             handle.remove()
+
+    def counts_arrivals(self) -> bool:
+        """Whether somebody has to know how many gradients of a parameter the next backward has."""
+        return self.segments.several and any(watcher.begins_early for watcher in self.watchers)
+
+    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
+        """See `Watcher`."""
+        for watcher in self.watchers:
+            watcher.expect(managed, arrivals)
 
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""

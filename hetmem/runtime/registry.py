@@ -66,6 +66,11 @@ def of_module(module: torch.nn.Module) -> Interception:
     return found
 
 
+def interceptions() -> list[Interception]:
+    """What manages any module."""
+    return list(_modules.values())
+
+
 def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParameter] | None:
     """What manages `parameter` and as what; None if nothing does."""
     reference = _parameters.get(parameter)

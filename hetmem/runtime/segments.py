@@ -18,6 +18,7 @@ from hetmem.plan.trace import STEP
 from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.runtime import Runtime
 
+_PASSED_THROUGH = ("hetmem.runtime.backwards", "hetmem.runtime.differentiated")
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
@@ -80,11 +81,11 @@ def _forget_nodes_that_did_not_run() -> None:
 
 def _hetmem_is_at_work() -> bool:
     """Whether anything of hetmem's called what calls the caller of this, on this thread; every backward goes through
-    `differentiated`, which is not at work then."""
+    `backwards`, which is not at work then."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if name.startswith("hetmem.") and name != "hetmem.runtime.differentiated":
+        if name.startswith("hetmem.") and name not in _PASSED_THROUGH:
             return True
         frame = frame.f_back
     return False
@@ -104,6 +105,11 @@ class Segments:
         self._watched = False
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
+
+    @property
+    def several(self) -> bool:
+        """Whether a backward now may be of several forwards."""
+        return len(self._pending) > 1
 
     def begin_forward(self, key: Hashable) -> bool:
         """A forward begins (not one that recomputes within a backward); whether it has to be measured."""

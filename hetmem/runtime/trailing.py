@@ -26,7 +26,7 @@ from hetmem.runtime.traffic import Traffic
 
 _TOLD: list[Any] = [
     getattr(torch.Tensor, name)
-    for name in ("grad", "requires_grad", "_version", "shape", "dtype", "device", "is_leaf", "grad_fn", "nbytes")
+    for name in "grad requires_grad _version shape ndim dtype layout device is_cuda is_leaf grad_fn nbytes".split()
 ]
 _TELL_NO_VALUES = {way for each in _TOLD for way in (each.__get__, each.__set__)} | {torch.Tensor.numel}
 """What every step asks of every parameter (`zero_grad`), and what is counted or printed."""

@@ -96,10 +96,11 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        there = any(self._watch.on_device(tensor) for tensor in tensors)
+        with torch._C.DisableTorchFunctionSubclass():  # to ask for its memory is to read a parameter that trails
+            there = any(self._watch.on_device(tensor) for tensor in tensors)
+            here = any(self._watch.on_host(tensor) for tensor in tensors)
         if name in _READS and there:
             self._watch.note(name)
-        here = any(self._watch.on_host(tensor) for tensor in tensors)
         if name in _CROSSES and here and there and not kwargs.get("non_blocking"):
             self._watch.note(f"{name} across")
         return func(*args, **kwargs)

@@ -38,6 +38,8 @@ from tests.runtime.harness import (
     vector_batches,
 )
 
+STREAMED = {"overlap": "backward", "gradients": "streamed"}
+
 
 def train_apart(
     plain: nn.Module, managed: nn.Module, optimizers: Any, batches: list[Any], mixed: torch.dtype | None = None
@@ -300,3 +302,29 @@ def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tm
 
     with pytest.raises(RuntimeError, match="AdamW does not support sparse gradients"):
         step()
+
+
+@streamed
+@precisions
+@pytest.mark.parametrize("used", ["both forwards", "one of two"])
+@pytest.mark.parametrize("options", [{"overlap": "backward"}, STREAMED, {**STREAMED, "overlap": "forward"}], ids=str)
+def test_a_backward_of_two_forwards_is_updated_when_all_of_it_has_arrived(
+    options: dict[str, str], used: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    """A gradient arrives for each of them, also in the first step; a forward that no backward is of is not waited
+    for."""
+    both = [manage(mlp(), placement, tmp_path, mixed_precision=mixed) for _ in range(2)]
+    both[1].load_state_dict(both[0].state_dict())
+    optimizers = [hetmem.AdamW(both[0].parameters(), lr=1e-2), hetmem.AdamW(both[1].parameters(), lr=1e-2, **options)]
+    for (x,) in vector_batches(4, 4, 64, dtype=mixed):
+        for model, optimizer in zip(both, optimizers, strict=True):
+            outputs = [model(x), model(-x)]
+            loss = sum(output.float().square().mean() for output in outputs[: 1 if used == "one of two" else 2])
+            loss.backward()
+            if "gradients" in options and model is both[1]:
+                found = registry.of_module(model)
+                (watcher,) = found.gradients.watchers
+                assert len(list(watcher.begun())) == len(found.runtime.parameters), "not all begun in the backward"
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(*both)
