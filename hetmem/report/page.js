@@ -32,8 +32,8 @@ function fillHead() {
   byId("model").textContent = data.model;
   const facts = byId("facts");
   facts.append(shows(element("span"), "parameters", "count"), " parameters, ", shows(element("span"), "chunks", "count"),
-    " chunks of ", shows(element("span"), "chunk_bytes", "bytes"), ", ", shows(element("span"), "steps", "count"),
-    ` steps; ${data.created_at.slice(0, 16).replace("T", " ")} UTC`);
+    data.chunks === 1 ? " chunk of " : " chunks of ", shows(element("span"), "chunk_bytes", "bytes"), ", ", shows(element("span"), "steps", "count"),
+    `${data.steps === 1 ? " step" : " steps"}; ${data.created_at.slice(0, 16).replace("T", " ")} UTC`);
   for (const sentence of data.missing) byId("missing").append(element("li", "", sentence));
 }
 

@@ -118,11 +118,17 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH)
 
 
+def _number_of(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"
+
+
 def _summary(data: dict[str, Any]) -> str:
     return (
-        f"{data['steps']} steps; {data['fetches']} fetches, {data['evictions']} evictions, {data['faults']} faults on "
-        f"the device and {data['staging_faults']} in staging, {data['stall_seconds']:.2f} s stalled\n"
-        f"{data['chunks']} chunks of {format_size(data['chunk_bytes'])}, {_share(data['chunk_waste'])} of them unused; "
+        f"{_number_of(data['steps'], 'step')}; {_number_of(data['fetches'], 'fetch', 'es')}, "
+        f"{_number_of(data['evictions'], 'eviction')}, {_number_of(data['faults'], 'fault')} on the device and "
+        f"{data['staging_faults']} in staging, {data['stall_seconds']:.2f} s stalled\n"
+        f"{_number_of(data['chunks'], 'chunk')} of {format_size(data['chunk_bytes'])}, "
+        f"{_share(data['chunk_waste'])} of them unused; "
         f"{data['bytes_per_parameter']:.1f} bytes per parameter{_kept(data['tiers'])}"
         f"{_updates(data.get('updates', {}))}"
     )

@@ -285,9 +285,10 @@ _lock = threading.Lock()
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """One thread compiles at a time. Says on stderr what is going on if it takes over a second."""
+    """One thread compiles at a time. Says on stderr what is going on if it takes over a second, as Numba's import and
+    the reading of what is kept may too."""
     with _lock:
-        line = ["hetmem: compiling the host optimizer (the machine code is kept for next time) …"]
+        line = ["hetmem: preparing the host optimizer (it is compiled the first time, and kept) …"]
         timer = threading.Timer(1.0, print, line, {"file": sys.stderr, "flush": True})
         timer.daemon = True
         timer.start()
