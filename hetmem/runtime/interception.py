@@ -332,7 +332,6 @@ class Interception:
         """What users read, or write over, is what the last step made."""
         self._forget_interrupted()
         self.runtime.traffic.wait_for_updates()
-        self.runtime.trailing.look_again()
 
     def before_assignment(self) -> None:
         """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,35 @@ def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(
     assert_same(parameters_to_vector(both.plain.parameters()), parameters_to_vector(both.managed.parameters()), "all")
     both.right.synchronize()
     both.assert_same()
+
+
+def test_what_is_updated_and_still_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter on NVMe is a view of the file. The last layers are updated in the backward, before the step."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=1)
+    both = twins(pair(mlp, "nvme", tmp_path), overlap="forward")
+    both.train(BATCHES[:2])
+    both.right.synchronize()
+    disk.fault = late
+    both.train(BATCHES[2:3])
+    for expected, got in reversed([*zip(both.plain.parameters(), both.managed.parameters(), strict=True)]):
+        assert_same(expected, got.detach(), "parameter")
+
+
+def late(verb: str, _: int, nbytes: int) -> int:
+    time.sleep(0.1 * (verb == "write"))
+    return nbytes
+
+
+def test_a_release_that_fails_leaves_parameters_that_may_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch)
+    both = stepped("nvme", tmp_path)
+    disk.fault = EIO
+    with pytest.raises(StoreError):
+        hetmem.release(both.managed)
+    for parameter in both.managed.parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter.detach().isfinite().all()
