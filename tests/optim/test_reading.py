@@ -236,7 +236,7 @@ def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(
 
 
 def test_what_is_updated_and_still_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter on NVMe is a view of the file. The last layers are updated in the backward, before the step."""
+    """A parameter on NVMe is a view of the file."""
     disk = FaultyDisk()
     disk.used_by(monkeypatch, threads=1)
     both = twins(pair(mlp, "nvme", tmp_path), overlap="forward")
