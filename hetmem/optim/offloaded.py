@@ -18,6 +18,7 @@ from hetmem.optim.kernels import total
 from hetmem.optim.matching import saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
 from hetmem.optim.places import check_staging
+from hetmem.optim.progress import refuse_sparse
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.states import States
@@ -136,8 +137,6 @@ class OffloadedOptimizer(Optimizer):
         for interception in self._steppers:
             interception.share.grow()
         work = self._work()
-        for interception in self._steppers:
-            interception.refuse_a_capture("a step")
         grad_scale = self._grad_scale(work)
         try:
             for stepper, chunks in work.items():
@@ -320,9 +319,8 @@ class OffloadedOptimizer(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if parameter.grad.layout is not torch.strided:
-                    raise RuntimeError(f"{self._name()} does not support sparse gradients")
                 stepper, managed = self._managed(parameter)
+                refuse_sparse(managed, type(self).__name__)
                 work.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, group))
         for stepper, chunks in work.items():
             stepper.own([managed for members in chunks.values() for managed, _ in members])

@@ -18,7 +18,7 @@ from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
-from hetmem.optim.progress import Part, Progress, Sample, Sums, as_sampled, frozen, sample_of
+from hetmem.optim.progress import Part, Progress, Sample, Sums, as_sampled, frozen, refuse_sparse, sample_of
 from hetmem.optim.rule import ParameterUpdate, Streamable
 from hetmem.optim.streamed import Updated
 from hetmem.optim.updates import Job, Opened
@@ -68,9 +68,7 @@ class Passes:
         for managed, group in members:
             gradient = managed.parameter.grad
             assert gradient is not None
-            if gradient.layout is not torch.strided:
-                kind = type(self._optimizer).__name__
-                raise RuntimeError(f"{kind} does not support sparse gradients, and {managed.name} has one")
+            refuse_sparse(managed, type(self._optimizer).__name__)
             if id(group) not in said:
                 options = {name: frozen(value) for name, value in group.items() if name != "params"}
                 said[id(group)] = options, rule.roles(options, chunk.dtype)

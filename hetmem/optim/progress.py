@@ -125,6 +125,13 @@ def frozen(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def refuse_sparse(managed: ManagedParameter, optimizer: str) -> None:
+    """Raise RuntimeError if the gradient of `managed` is not dense."""
+    gradient = managed.parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise RuntimeError(f"{optimizer} does not support sparse gradients, and {managed.name} has one")
+
+
 def sample_of(flat: torch.Tensor) -> Sample | None:
     """An element that says whether a gradient was scaled, which some do without counting a version: the greatest of a
     thousand. Nobody waits for a device."""

@@ -211,6 +211,7 @@ class Stepper:
     def begin(self) -> None:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
         self._interception.refuse_a_fork("a step")
+        self._interception.refuse_a_capture("a step")
         self._interception.reset()
         self._interception.segments.begin_step()
         self._runtime.writes.look_ahead()

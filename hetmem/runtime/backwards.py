@@ -44,8 +44,8 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _tell_of_arrivals(outputs: Any) -> None:
     """A gradient of a parameter arrives once for each forward that has used it: the first is not all of it."""
     parameters = [node.variable for node in accumulators(outputs)]
-    counts = Counter(map(id, parameters))
-    for parameter in parameters:
-        found = registry.of_parameter(parameter) if counts[id(parameter)] > 1 else None
+    counts, by_id = Counter(map(id, parameters)), {id(parameter): parameter for parameter in parameters}
+    for key, count in counts.items():
+        found = registry.of_parameter(by_id[key]) if count > 1 else None
         if found is not None:
-            found[0].gradients.expect(found[1], counts[id(parameter)])
+            found[0].gradients.expect(found[1], count)

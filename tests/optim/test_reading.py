@@ -56,7 +56,7 @@ def trail(both: Twins, batch: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Updates, "_may_open", lambda _: False)
         for loss, (_, optimizer) in zip(losses, both.sides, strict=True):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
