@@ -55,8 +55,9 @@ class _Ended:
     @HELD_BACK
     def _settle(self) -> None:
         segments = self._segments()
-        if segments is not None and segments.backwards == self._number:
+        if segments is not None and segments.backwards == self._number and segments.in_backward:
             segments.settle()
+            segments.rest()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
@@ -114,7 +115,6 @@ class Segments:
     def begin_forward(self, key: Hashable) -> bool:
         """A forward begins (not one that recomputes within a backward); whether it has to be measured."""
         self.settle()
-        self._runtime.trailing.pause()
         self.thread = threading.get_ident()
         tracer = self._runtime.tracer
         if tracer.key is not None and tracer.key == self._backward_key():
@@ -152,8 +152,11 @@ class Segments:
             self.in_backward = False
             with self._runtime.unwatched():
                 self.backward_ended()
-            self._runtime.trailing.resume()
             self._runtime.events.end_segment()  # what the user does before the step is no compute
+
+    def rest(self) -> None:
+        """Neither a forward nor a step follows at once: the user may read parameters."""
+        self._runtime.trailing.resume()
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
