@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from hetmem.config import Budget
 from hetmem.errors import ManageError
+from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.cuda import CudaDevice
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
@@ -135,12 +137,16 @@ def manage(
         memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
     slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
     residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
-    engine = TransferEngine(accelerator, memory.store)
-    runtime = Runtime(memory, residency, engine, sanitize=sanitize)
-    runtime.hardware = profile
-    runtime.planned_optimizer = {} if planned is None else planned.optimizer
-    interception = Interception(module, runtime)
-    registry.add(module, interception)
+    with ExitStack() as undone:
+        undone.callback(memory.close)
+        undone.callback(_to_host_memory, module, [managed for chunk in memory.chunks for managed in chunk.parameters])
+        engine = TransferEngine(accelerator, memory.store)
+        undone.callback(engine.close)
+        runtime = Runtime(memory, residency, engine, sanitize=sanitize)
+        runtime.hardware = profile
+        runtime.planned_optimizer = {} if planned is None else planned.optimizer
+        registry.add(module, Interception(module, runtime))
+        undone.pop_all()
     backwards.watch()
     return module
 
@@ -281,17 +287,22 @@ def release(module: torch.nn.Module) -> None:
         finally:
             runtime.traffic.pending.quiesce()
     finally:
-        with torch.no_grad():
-            for managed_parameter in runtime.parameters:
-                parameter = managed_parameter.parameter
-                gradient = parameter.grad
-                parameter.grad = None
-                parameter.data = _in_host_memory(parameter.data)
-                if gradient is not None and not isinstance(gradient, UsedUp):
-                    parameter.grad = _in_host_memory(gradient)
-            for buffer in module.buffers():
-                buffer.data = buffer.data.cpu()
+        _to_host_memory(module, runtime.parameters)
         runtime.close()
+
+
+def _to_host_memory(module: torch.nn.Module, parameters: Iterable[ManagedParameter]) -> None:
+    """Weights, gradients and buffers of `module` are ordinary tensors."""
+    with torch.no_grad():
+        for managed_parameter in parameters:
+            parameter = managed_parameter.parameter
+            gradient = parameter.grad
+            parameter.grad = None
+            parameter.data = _in_host_memory(parameter.data)
+            if gradient is not None and not isinstance(gradient, UsedUp):
+                parameter.grad = _in_host_memory(gradient)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.cpu()
 
 
 def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:

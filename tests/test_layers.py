@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 LAYERS = {
-    **dict.fromkeys(("errors", "units", "config"), 0),
+    **dict.fromkeys(("errors", "units", "config", "whole_files"), 0),
     **dict.fromkeys(("plan",), 1),  # decides
     **dict.fromkeys(("cuda",), 2),  # kernels
     **dict.fromkeys(("memory",), 3),  # holds and moves, by kernels too

@@ -281,6 +281,8 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         ("version", 0, "plan: version: expected 4, got 0: another hetmem made it; plan again"),
         ("terms", None, "plan: terms: expected dict, got None"),
         ("mixed_precision", "float8", "plan: mixed_precision: expected bfloat16, float16 or null, got 'float8'"),
+        ("capacity_bytes", {}, "plan: capacity_bytes: expected one int each for device, host, nvme, got {}"),
+        ("role_bytes", {"device": 1}, "plan: role_bytes: expected one dict each for device, host, nvme"),
         ("prefetch", {"uses_ahead": 8}, "plan: prefetch: expected uses_ahead and in_flight, whole numbers above zero"),
         ("prefetch", {"uses_ahead": 8, "in_flight": 0}, "plan: prefetch: expected uses_ahead and in_flight, whole"),
     ],
@@ -293,6 +295,9 @@ def test_a_wrong_field_of_a_plan_is_named(field: str, value: Any, expected: str)
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(planning.PlanError, match="is no plan"):
+        planning.Plan.load(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_bytes(b"\xff\x00")
+    with pytest.raises(planning.PlanError, match=r"plan\.json is no plan"):
         planning.Plan.load(tmp_path / "plan.json")
     with pytest.raises(planning.PlanError, match="tokens is missing"):
         planning.Plan.from_dict({k: v for k, v in small_plan().to_dict().items() if k != "tokens"})
@@ -324,6 +329,9 @@ def test_an_unknown_profile_is_refused_with_the_known_ones(tmp_path: Path) -> No
     broken = tmp_path / "mine.json"
     broken.write_text(json.dumps({"version": 1, "name": "mine"}))
     with pytest.raises(ProfileError, match=r"mine\.json: hardware profile: device is missing"):
+        planning.load_profile(broken)
+    broken.write_bytes(b"\xff\x00")
+    with pytest.raises(ProfileError, match=r"mine\.json: .*decode"):
         planning.load_profile(broken)
 
 

@@ -182,3 +182,29 @@ def test_a_report_names_the_directory_that_is_missing(tmp_path: Path) -> None:
     model = hetmem.manage(nn.Linear(4, 4), hetmem.Budget(device="1MiB", host="1MiB"), device="sim")
     with pytest.raises(FileNotFoundError, match=r"there is no such directory: '.*/missing'"):
         hetmem.report(model).save(tmp_path / "missing" / "run.html")
+
+
+class Strict(nn.Linear):
+    """Takes no attributes that it does not know."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_apply":
+            raise AttributeError(f"no {name} here")
+        super().__setattr__(name, value)
+
+
+def test_a_module_that_refuses_to_be_looked_after_is_as_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Strict(4, 4))
+    values = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    budget = hetmem.Budget(device="1MiB", host=0, nvme="4MiB", nvme_dir=tmp_path, device_chunks="64KiB")
+    with pytest.raises(AttributeError, match="no _apply here"):
+        hetmem.manage(model, budget, device="sim")
+    assert list(tmp_path.iterdir()) == []
+    for module in model.modules():
+        assert not (module._forward_pre_hooks or module._forward_hooks or module._state_dict_pre_hooks)
+        assert "_apply" not in vars(module)
+    for name, (tensor, value) in values.items():
+        assert model.state_dict(keep_vars=True)[name] is tensor and torch.equal(tensor, value)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

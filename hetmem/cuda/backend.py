@@ -5,11 +5,11 @@ It compiles, keeps and launches kernels by name; it does not know what any of th
 
 from __future__ import annotations
 
+import atexit
 import hashlib
-import os
+import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import torch
 
 from hetmem.config import kernel_cache_directory
 from hetmem.cuda import nvrtc
+from hetmem.whole_files import write_whole
 
 THREADS = 256
 """Threads of every block; floats.cuh says the same."""
@@ -132,18 +133,12 @@ def _write(path: Path, code: bytes) -> Path:
     """Write a file that is whole or absent; into a directory of its own where the cache cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_whole(path, code)
     except OSError:
-        path = Path(tempfile.mkdtemp(prefix="hetmem-kernels-")) / path.name
-        handle, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+        own = tempfile.mkdtemp(prefix="hetmem-kernels-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        path = Path(own) / path.name
+        write_whole(path, code)
     return path
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from hetmem.config import cache_directory
 from hetmem.plan.hardware import DiskSample
 from hetmem.units import MIB, format_size
+from hetmem.whole_files import write_whole
 
 _VERSION = 1
 _GOOD_ENOUGH = 0.95  # of the best rate: then larger requests, which cost less of the cores, and more of them: when the
@@ -107,9 +107,7 @@ def _load() -> dict[str, Any]:
 def _save(disks: dict[str, Any]) -> Path:
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # whole or not at all
-        json.dump({"version": _VERSION, "disks": disks}, file, indent=2)
-    os.replace(file.name, path)
+    write_whole(path, json.dumps({"version": _VERSION, "disks": disks}, indent=2))
     return path
 
 

@@ -6,16 +6,14 @@ It reads and writes that file and knows what is best where nothing was measured.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hetmem.config import kernel_cache_directory
+from hetmem.config import cache_directory
+from hetmem.whole_files import write_whole
 
 VERSION = 1
 UNMEASURED = "not measured on this GPU: run `hetmem probe`"
@@ -46,8 +44,8 @@ class Ways:
 
 
 def ways_file() -> Path:
-    """Where measurements are kept, beside the compiled kernels."""
-    return kernel_cache_directory().parent / "ways.json"
+    """Where measurements are kept."""
+    return cache_directory() / "ways.json"
 
 
 def load_ways(device_name: str, driver: str, path: Path | None = None) -> Ways:
@@ -66,15 +64,7 @@ def save_ways(ways: Ways, device_name: str, driver: str, path: Path | None = Non
     path = path or ways_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {**_read(path), _key(device_name, driver): asdict(ways)}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"version": VERSION, "entries": entries}, file, indent=2)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    write_whole(path, json.dumps({"version": VERSION, "entries": entries}, indent=2))
     return path
 
 

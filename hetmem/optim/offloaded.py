@@ -266,14 +266,13 @@ class OffloadedOptimizer(Optimizer):
     def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:
         """Homes for what `groups` keep; which group a chunk is of, if not of several, makes no difference to others."""
         kept: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
-        for group in groups:
-            for parameter in group["params"]:
-                interception, managed = self._checked(parameter)
-                self._stepper(interception).owners.made(managed, self)
-                if parameter.requires_grad:
-                    chunks, chunk = kept.setdefault(interception, {}), managed.chunk
-                    roles = (*chunks.get(chunk, ()), *self.rule.roles(group, chunk.dtype))
-                    chunks[chunk] = tuple(dict.fromkeys(roles))
+        checked = [(group, *self._checked(parameter)) for group in groups for parameter in group["params"]]
+        for group, interception, managed in checked:
+            self._stepper(interception).owners.made(managed, self)
+            if managed.parameter.requires_grad:
+                chunks, chunk = kept.setdefault(interception, {}), managed.chunk
+                roles = (*chunks.get(chunk, ()), *self.rule.roles(group, chunk.dtype))
+                chunks[chunk] = tuple(dict.fromkeys(roles))
         for interception, chunks in kept.items():
             self._reserve_homes(interception, chunks)
 

@@ -39,7 +39,8 @@ class Turns(Generic[T]):
 
     def hasten(self, number: int) -> None:
         """Somebody waits for those with `number`: if any wait here, they are next, as soon as they are ready."""
-        self._hastened = number
+        if any(self._number(one) == number for one in self._waiting):
+            self._hastened = number
 
     def next(self, ready: Callable[[T], bool]) -> T | None:
         """Whose turn it is among those that are `ready`; None if none is."""

@@ -176,7 +176,7 @@ class Plan:
         """The plan that `save` wrote. Raises `PlanError` naming the field that is wrong."""
         try:
             data = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"{os.fspath(path)} is no plan: {error}") from error
         return cls.from_dict(data)
 
@@ -232,6 +232,9 @@ def _check(name: str, value: Any) -> None:
         whole = all(type(number) is int and number > 0 for number in value.values())
         if set(value) != {spec.name for spec in fields(Prefetch)} or not whole:
             raise PlanError(f"plan: {name}: expected uses_ahead and in_flight, whole numbers above zero, got {value!r}")
+    of_tiers = {"capacity_bytes": int, "peak_bytes": int, "role_bytes": dict}.get(name)
+    if of_tiers is not None and not all(type(value.get(tier)) is of_tiers for tier in TIERS):
+        raise PlanError(f"plan: {name}: expected one {of_tiers.__name__} each for {', '.join(TIERS)}, got {value!r}")
     if name == "optimizer" and any(value[option] not in OPTIONS.get(option, ()) for option in value):
         said = " and ".join(f"{option} ({' or '.join(known)})" for option, known in OPTIONS.items())
         raise PlanError(f"plan: {name}: expected at most {said}, got {value!r}")

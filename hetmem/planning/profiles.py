@@ -30,5 +30,5 @@ def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
         raise ProfileError(f"no hardware profile {text!r}: it is no file, and the shipped ones are {known}")
     try:
         return HardwareProfile.from_json(path.read_text())
-    except ProfileError as error:
+    except (ProfileError, UnicodeDecodeError) as error:
         raise ProfileError(f"{text}: {error}") from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from hetmem.whole_files import write_whole
 
 SCHEMA = "hetmem.report"
 SCHEMA_VERSION = 2
@@ -51,14 +52,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Make `text` the content of `path`: at every time there is the whole old file or the whole new one."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "cannot write here: there is no such directory", str(path.parent))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, text)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -133,11 +133,12 @@ def statuses() -> list[dict[str, Any]]:
     found = []
     for path in sorted(status_directory().glob("*.json")):
         try:
-            status = json.loads(path.read_text(encoding="utf-8"))
+            process = int(path.name.partition("-")[0])
+            status = dict(json.loads(path.read_text(encoding="utf-8")))
             age = time.time() - path.stat().st_mtime
-        except (OSError, ValueError):
-            continue  # gone meanwhile
-        if _runs(int(path.name.partition("-")[0])):
+        except (OSError, TypeError, ValueError):
+            continue  # gone meanwhile, or nobody's status
+        if _runs(process):
             found.append({**status, "age_seconds": age})
         else:
             path.unlink(missing_ok=True)

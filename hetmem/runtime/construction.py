@@ -120,6 +120,7 @@ def build_memory(
         )
         memory.reserve(memory.chunks, Role.PARAM)
         memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
+        buffers = [(buffer, buffer.data.to(device.torch_device)) for buffer in module.buffers()]
     except BaseException:
         for unpin in pins:
             unpin()
@@ -127,8 +128,8 @@ def build_memory(
             store.close()
         raise
     _move_home(memory, list(parameters.items()))
-    for buffer in module.buffers():
-        buffer.data = buffer.data.to(device.torch_device)
+    for buffer, there in buffers:
+        buffer.data = there
     return memory
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -160,15 +160,13 @@ def asked_format(convert: Convert, dimensions: int, device: torch.device) -> tor
     return None
 
 
-def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> list[Conversions]:
-    """Tell `hooked` of conversions of `modules`, but of those of which somebody else is told."""
-    made = []
+def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iterator[Conversions]:
+    """Tell `hooked` of conversions of `modules`, but of those of which somebody else is told; one after the other."""
     for module in modules:
         found = vars(module).get("_apply")
         if found is None or (isinstance(found, Conversions) and found.is_over()):
             module._apply = Conversions(module, hooked)  # type: ignore[method-assign]
-            made.append(vars(module)["_apply"])
-    return made
+            yield vars(module)["_apply"]
 
 
 def _nothing() -> None:

@@ -65,6 +65,16 @@ class Interception:
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
         self._regions = Regions(runtime)
+        self._buffers = weakref.WeakMethod(module.buffers)
+        self._model = weakref.ref(module)
+        try:
+            self._install(module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self, module: torch.nn.Module) -> None:
+        """The hooks; those that a module refuses leave the ones before them, for `remove`."""
         tracing = self._regions.tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
         reading = BeforeStateDict(self)
@@ -72,10 +82,8 @@ class Interception:
             self._handles.append(part.register_state_dict_pre_hook(reading))
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
         self._handles += hook_conversions(module.modules(), self)
-        self._buffers = weakref.WeakMethod(module.buffers)
-        self._model = weakref.ref(module)
-        if runtime.memory.streams:
-            for managed in runtime.parameters:
+        if self.runtime.memory.streams:
+            for managed in self.runtime.parameters:
                 self.gradients.install(managed)
 
     def remove(self) -> None:

@@ -70,6 +70,13 @@ class Memory:
         host = self.host_pool.mapping.address
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
 
+    def close(self) -> None:
+        """End page-locking and the store's threads and files. Homes stay readable as long as somebody holds them."""
+        if self.store is not None:
+            self.store.close()
+        while self.pins:
+            self.pins.pop()()
+
     @property
     def streams(self) -> bool:
         """Whether operators see copies; False if every home is on the device in the dtype that computes."""

@@ -77,8 +77,7 @@ class Runtime:
     def close(self) -> None:
         """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
         self.traffic.engine.close()
-        if self.memory.store is not None:
-            self.memory.store.close()  # views that are still held stay readable
+        self.memory.close()
         self._finalizer()
 
     # ---- segments and moments ----------------------------------------------------------------------------------
@@ -211,9 +210,11 @@ class Runtime:
     def moving_homes(self) -> Iterator[None]:
         """Homes move within: what they take, or took, of the device is no peak of anything else."""
         self._look_at_allocator()
-        with self.unwatched(), torch.no_grad():
-            yield
-        self.memory.device.peak_bytes()
+        try:
+            with self.unwatched(), torch.no_grad():
+                yield
+        finally:
+            self.memory.device.peak_bytes()
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
@@ -319,11 +320,13 @@ class Runtime:
             self._leave_device(self._room_seen)
             self._let_homes_go(self._room_seen)
             before = self._limit
-            self.traffic.limit_device(0, before=before)
-            self.traffic.pending.drain()
-            self.traffic.give_back_free()
-            self.traffic.limit_device(before, before=before)
-            self.memory.device.peak_bytes()  # what was given back by this is no peak of anything else
+            try:
+                self.traffic.limit_device(0, before=before)
+                self.traffic.pending.drain()  # where an interrupt or a transfer's error is raised
+                self.traffic.give_back_free()
+            finally:
+                self.traffic.limit_device(before, before=before)
+                self.memory.device.peak_bytes()  # what was given back by this is no peak of anything else
 
     def notice_writes_to_views(self) -> None:
         """An operator met no parameter, but it may have written to a view of one: then that goes home too."""

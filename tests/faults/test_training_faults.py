@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import hetmem
 from hetmem.errors import StoreError
@@ -229,3 +230,22 @@ def open_files(process: int) -> list[str]:
     directory = f"/proc/{process}/fd"
     found: Callable[[str], bool] = lambda name: "/#" in os.readlink(f"{directory}/{name}")  # noqa: E731
     return [f"{directory}/{name}" for name in os.listdir(directory) if found(name)]
+
+
+@pytest.mark.parametrize("call", range(24))
+def test_what_was_added_up_before_a_fault_in_backward_stays_in_the_gradients(training: Training, call: int) -> None:
+    first, second = next(training.batches), next(training.batches)
+    expected: list[list[torch.Tensor]] = []
+    for batch in (first, second):
+        loss_of(training.plain, batch).backward()
+        expected.append([parameter.grad.clone() for parameter in training.plain.parameters()])
+    loss_of(training.managed, first).backward()
+    training.settle()
+    loss = loss_of(training.managed, second)
+    training.disk.fault = once(call, EIO)
+    with contextlib.suppress(StoreError):
+        loss.backward()
+    training.disk.fault = healthy
+    for before, after, parameter in zip(*expected, training.managed.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, before) or torch.equal(parameter.grad, after)

@@ -138,6 +138,12 @@ def test_a_cache_that_cannot_be_read_or_written_is_no_error(tmp_path: Path, cach
     assert "not kept" in _keep(tmp_path, SAMPLES)
 
 
+def test_what_cannot_be_kept_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    cache.mkdir(parents=True)  # nothing can take its place
+    assert disks.remember(str(tmp_path), SAMPLES) == (FOUND, None)
+    assert list(cache.parent.iterdir()) == [cache]
+
+
 def test_without_a_home_there_is_no_cache_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -183,6 +183,51 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     assert runtime._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
 
 
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_chunks_give_way_takes_nothing_from_them_for_good(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, managed = pair(
+        Tower,
+        hetmem.Budget(device="256KiB", host="8MiB", device_chunks="64KiB"),
+        tmp_path,
+        chunk_bytes="16KiB",
+        device=Machine(cuda),
+        sanitize=False,
+    )
+    left, right = train_both(plain, managed, token_batches(3))
+    runtime = hetmem.runtime.registry.of_module(managed).runtime
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.traffic.pending, "drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.out_of_memory()
+    train_both(plain, managed, token_batches(3), optimizers=(left, right))
+
+
+def test_homes_that_move_until_an_interrupt_are_no_need_of_the_model(cuda: FakeCuda, tmp_path: Path) -> None:
+    managed = manage(Tower(), ROOM, tmp_path, chunk_bytes="16KiB", device=Machine(cuda), sanitize=False)
+    for batch in token_batches(3):
+        managed(*batch).backward()
+    runtime = hetmem.runtime.registry.of_module(managed).runtime
+    peaks = [0]
+    cuda.peak = lambda: peaks[0]
+    cuda.reset_peak = lambda _=None: peaks.__setitem__(0, 0)
+    before = runtime._most_non_model
+
+    def move() -> None:
+        with runtime.moving_homes():
+            peaks[0] = 200 * KIB  # what they take, beside what is held
+            interrupted()
+
+    with pytest.raises(KeyboardInterrupt):
+        move()
+    managed(*token_batches(1)[0]).backward()
+    assert runtime._most_non_model == before
+
+
 class Short(DevicePool):
     """Has no memory for a slot as often as `refusals` says."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.runtime import registry
 from tests.optim.stories import Twins, adamw, halves, one, overlaps, small, trailing, twins
 from tests.runtime.harness import (
     assert_same,
@@ -254,3 +255,21 @@ def test_a_step_over_what_another_optimizer_has_updated_in_the_backward_is_refus
         second.step()
     if other is hetmem.AdamW:  # which has changed nothing
         first.step()
+
+
+@streamed
+def test_an_optimizer_that_is_refused_takes_no_parameter_from_the_one_before(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(small, placement, tmp_path)
+    left, right = adamw(plain.parameters()), hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward")
+    both = Twins(plain, managed, left, right)
+    both.train(vector_batches(2, 4, 40))
+    with pytest.raises(hetmem.errors.ManageError):
+        hetmem.AdamW([*managed.parameters(), nn.Parameter(torch.ones(3))])
+    batch = vector_batches(1, 4, 40)[0]
+    loss_of(managed, batch).backward()
+    (watcher,) = registry.of_module(managed).gradients.watchers
+    assert list(watcher.begun()), "no update begins in the backward any more"
+    right.step()
+    right.zero_grad()
+    one(plain, batch, left)
+    assert_same_weights(plain, managed)

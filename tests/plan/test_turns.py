@@ -58,7 +58,8 @@ def test_who_is_waited_for_and_not_ready_holds_nobody_up() -> None:
 def test_who_is_waited_for_and_does_not_wait_here_changes_nothing() -> None:
     made = turns((1, "b"), (2, "c"))
     made.hasten(7)
-    assert order(made) == "bc"
+    made.add((7, "h"))  # the next step's, for which nobody waits yet
+    assert order(made) == "bch"
 
 
 def test_nobody_can_be_taken_from_nobody() -> None:

@@ -65,6 +65,12 @@ def test_the_status_of_a_process_that_ended_is_removed(directory: Path) -> None:
     assert "hetmem.progress(model)" in live.top()
 
 
+def test_what_is_no_status_is_passed_over(directory: Path) -> None:
+    for name, content in {"other.json": "{}", f"{os.getpid()}-1.json": "[3]", "1-2.json": "\x00"}.items():
+        (directory / name).write_text(content)
+    assert live.statuses() == []
+
+
 def test_training_goes_on_when_the_status_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Path:
         raise PermissionError("not yours")
