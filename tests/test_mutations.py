@@ -237,7 +237,7 @@ MUTATIONS = {
         SHARE + "test_tensors_that_users_hold_of_gradients_and_states_stay_the_real_ones[float32]",
     ),
     "keep homes on the device when an operator needs their memory": Mutation(
-        "runtime/runtime.py",
+        "runtime/room.py",
         "self.give_way(missing)",
         "pass",
         SHARE + "test_homes_go_back_when_a_larger_batch_needs_their_memory[1-float32-host]",

@@ -99,7 +99,7 @@ class StreamedUpdates:
 
     def idle_bytes(self) -> int:
         """See `plan.share`; what slots take is not idle."""
-        return self._runtime.memory.idle_bytes(self._runtime.non_model_peak_bytes)
+        return self._runtime.memory.idle_bytes(self._runtime.room.non_model_peak_bytes)
 
     def take_slots(self, nbytes: int) -> bool:
         """Have slots of `nbytes` each, where there are none; False if the device's allocator has no memory."""
@@ -107,7 +107,7 @@ class StreamedUpdates:
             return True
         self.give_slots_back()
         memory = self._runtime.memory
-        with self._runtime.moving_homes():
+        with self._runtime.room.moving_homes():
             try:
                 for _ in range(SLOTS):
                     slot = Slot(memory.take_device(nbytes), nbytes)

@@ -80,7 +80,7 @@ def _tiers(runtime: Runtime) -> dict[str, list[int]]:
     memory = runtime.memory
     nvme = memory.store.reserved_bytes if memory.store else 0
     return {
-        "device": [runtime.chunk_bytes(), memory.device_bytes],
+        "device": [runtime.room.chunk_bytes(), memory.device_bytes],
         "host": [memory.host_pool.reserved_bytes, memory.host_pool.capacity_bytes],
         "nvme": [nvme, memory.nvme_bytes],
     }

@@ -161,9 +161,9 @@ def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
     nvme = memory.store.reserved_bytes if memory.store else 0
     device = {
         "capacity_bytes": memory.device_bytes,
-        "peak_bytes": max(statistics.device_peak_bytes, runtime.chunk_bytes()),
-        "used_bytes": runtime.chunk_bytes(),
-        "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.chunk_bytes()),
+        "peak_bytes": max(statistics.device_peak_bytes, runtime.room.chunk_bytes()),
+        "used_bytes": runtime.room.chunk_bytes(),
+        "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.room.chunk_bytes()),
         "non_model_peak_bytes": statistics.non_model_peak_bytes,
     }
     host = {

@@ -214,8 +214,8 @@ class OperatorFaults:
 
     def _explained(self, error: Exception) -> Exception:
         """`error`, which also says who holds what."""
-        if self._runtime.refusals.said:
-            error.args = (f"{error}\n{self._runtime.refusals.said}",)
+        if self._runtime.room.refusals.said:
+            error.args = (f"{error}\n{self._runtime.room.refusals.said}",)
         return error
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:

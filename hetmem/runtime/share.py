@@ -35,7 +35,7 @@ class ResidentShare:
         self._went_back, self._may_go_back = 0, False
         self.others_update = False
         """Whether an optimizer that is not hetmem's has stepped: its states would stay where parameters were."""
-        runtime.give_way = weakly(self.shrink)
+        runtime.room.give_way = weakly(self.shrink)
 
     def grow(self) -> None:
         """Fill what is idle. Call it between a backward and the updates of a step.
@@ -46,7 +46,7 @@ class ResidentShare:
         runtime, memory = self._runtime, self._runtime.memory
         if memory.resident or self._went_back >= _TRIES or not runtime.tracer.knows_a_backward():
             return
-        idle = memory.idle_bytes(runtime.non_model_peak_bytes)
+        idle = memory.idle_bytes(runtime.room.non_model_peak_bytes)
         if idle == self._idle_seen:
             return
         self._idle_seen = idle
@@ -59,7 +59,7 @@ class ResidentShare:
         for watcher in watchers:
             watcher.settle()
         runtime.traffic.pending.drain()
-        with runtime.moving_homes():
+        with runtime.room.moving_homes():
             for at in chosen:
                 if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):
                     return
@@ -71,7 +71,7 @@ class ResidentShare:
         if memory.resident:
             self._leave_device()
         enough = memory.device_home_bytes - nbytes
-        with self._runtime.moving_homes():
+        with self._runtime.room.moving_homes():
             for watcher in self._sink.watchers:
                 watcher.give_device_back()
             last_first = list(reversed(self._moved))
@@ -107,7 +107,7 @@ class ResidentShare:
     def before_reserving(self, chunk: Chunk, roles: set[Role]) -> None:
         """`roles` of `chunk` are going to have homes: one that moved goes back first, so that they lie together."""
         if chunk.moved and not roles <= chunk.homes.keys() and self._free_to_move(chunk):
-            with self._runtime.moving_homes():
+            with self._runtime.room.moving_homes():
                 if self._has_a_way_back(chunk):
                     self._move_back(chunk)
 

@@ -9,8 +9,6 @@ from collections.abc import Hashable
 
 from hetmem.plan.trace import Moment, SegmentTrace, TraceBook
 
-"""The key of the optimizer's segment."""
-
 
 def segment_name(key: Hashable) -> str:
     """What a segment with `key` is, for people: "forward", "backward" or "step"."""
@@ -38,6 +36,10 @@ class StepTracer:
         self._host: list[int] = []
         self._overwritten: set[int] = set()
         self._departures: dict[Hashable, int] = {}
+
+    def forget_traces(self) -> None:
+        """No trace holds any more, nor will that of the segment that runs, which goes by what was known of it."""
+        self.book, self.key = TraceBook(), None
 
     def must_measure(self, key: Hashable) -> bool:
         """Whether a segment with `key` has to be watched."""

@@ -134,7 +134,7 @@ def test_what_the_process_needed_before_is_no_need_of_the_model(cuda: FakeCuda, 
     room = hetmem.Budget(device="96KiB", host="8MiB")
     plain, managed = pair(Tower, room, tmp_path, chunk_bytes="16KiB", device=CpuCuda(), sanitize=False)
     train_both(plain, managed, token_batches(6), Recipe())
-    assert registry.of_module(managed).runtime.non_model_peak_bytes == 0
+    assert registry.of_module(managed).runtime.room.non_model_peak_bytes == 0
 
 
 def test_the_budget_is_nine_tenths_of_what_is_free_or_already_this_process_s(cuda: FakeCuda) -> None:

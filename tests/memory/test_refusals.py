@@ -174,13 +174,13 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     for batch in token_batches(3):
         managed(*batch).backward()
     runtime = hetmem.runtime.registry.of_module(managed).runtime
-    assert runtime._most_non_model == 4 * KIB
+    assert runtime.room._most_non_model == 4 * KIB
     device.other_bytes = 20 * KIB
     peak()
     device.other_bytes = 4 * KIB
     runtime.out_of_memory()
     managed(*token_batches(1)[0]).backward()
-    assert runtime._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
+    assert runtime.room._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
 
 
 def interrupted() -> None:
@@ -215,17 +215,17 @@ def test_homes_that_move_until_an_interrupt_are_no_need_of_the_model(cuda: FakeC
     peaks = [0]
     cuda.peak = lambda: peaks[0]
     cuda.reset_peak = lambda _=None: peaks.__setitem__(0, 0)
-    before = runtime._most_non_model
+    before = runtime.room._most_non_model
 
     def move() -> None:
-        with runtime.moving_homes():
+        with runtime.room.moving_homes():
             peaks[0] = 200 * KIB  # what they take, beside what is held
             interrupted()
 
     with pytest.raises(KeyboardInterrupt):
         move()
     managed(*token_batches(1)[0]).backward()
-    assert runtime._most_non_model == before
+    assert runtime.room._most_non_model == before
 
 
 class Short(DevicePool):
@@ -294,7 +294,7 @@ def test_a_model_that_is_gone_is_neither_told_nor_kept_and_others_are_told(cuda:
     with pytest.raises(torch.OutOfMemoryError):
         device.refuse(8 * KIB)
     gone, alive = (runtime() for runtime in runtimes)
-    assert gone is None and alive is not None and "an allocation of 8.00 KiB" in alive.refusals.said
+    assert gone is None and alive is not None and "an allocation of 8.00 KiB" in alive.room.refusals.said
     assert len(cuda.observers) == 1
 
 

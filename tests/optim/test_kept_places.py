@@ -201,7 +201,7 @@ def test_slots_that_are_asked_back_within_a_backward_send_gradients_home_and_upd
 
     def ask_back(*_: Any) -> None:
         seen.append(grads_on_device(managed))
-        runtime.give_way(1 << 30)
+        runtime.room.give_way(1 << 30)
         assert not grads_on_device(managed)
         assert runtime.memory.moved_bytes == 0
 
@@ -284,7 +284,7 @@ def test_a_step_whose_update_was_left_to_the_host_and_failed_there_is_tried_agai
 
     with monkeypatch.context() as patch:
         patch.setattr("hetmem.optim.adamw.AdamWRule.tasks", fails)
-        runtime.give_way(1 << 30)
+        runtime.room.give_way(1 << 30)
         with pytest.raises(RuntimeError, match="no memory for a temporary"):
             optimizers[1].step()
     shown = [p for p in managed.parameters() if p.grad is not None]

@@ -228,7 +228,7 @@ def test_idle_memory_is_filled_with_homes_beside_the_slots(tmp_path: Path) -> No
     assert last["resident"] > 0
     assert last["streamed"] > 0
     homes = [c.home_nbytes(role) for c in runtime.chunks if not c.moved for role in c.homes]
-    assert runtime.memory.idle_bytes(runtime.non_model_peak_bytes) < 4 * max(homes)
+    assert runtime.memory.idle_bytes(runtime.room.non_model_peak_bytes) < 4 * max(homes)
 
 
 def test_a_chunk_of_which_a_parameter_has_no_gradient_is_updated_on_the_host(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
     optimizers = adamws(plain, managed, overlap="backward")
     train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
     runtime = runtime_of(managed)
-    hook = managed.blocks[1].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
+    hook = managed.blocks[1].norm.register_full_backward_hook(lambda *_: runtime.room.give_way(1 << 30))
     before = updated(managed)
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     after = updated(managed)

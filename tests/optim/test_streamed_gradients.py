@@ -239,7 +239,7 @@ def test_gradients_that_are_used_up_are_in_nobodys_way(
         case "forget":
             right.forget_step()
         case "squeeze":
-            registry.of_module(managed).runtime.give_way(1 << 30)
+            registry.of_module(managed).runtime.room.give_way(1 << 30)
     assert_same_weights(plain, managed)
     if way != "release":
         if way != "forget":

@@ -183,7 +183,7 @@ class Managed(Side):
     def squeeze(self, draw: Random) -> Any:
         share = registry.of_module(self.module).share
         share._went_back, share._idle_seen = 0, -1  # to be tried again as long as the program runs
-        registry.of_module(self.module).runtime.give_way(draw.choice((1 << 12, 1 << 14, 1 << 30)))
+        registry.of_module(self.module).runtime.room.give_way(draw.choice((1 << 12, 1 << 14, 1 << 30)))
 
     def make_optimizer(self) -> None:
         kind, options = OPTIMIZERS[self.program.optimizer]

@@ -120,7 +120,7 @@ def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tm
     at_once: list[bool] = []
 
     def leave(*_: Any) -> None:
-        at_once.append(runtime._leave_device(runtime.memory.device_bytes - 20 * CHUNK))
+        at_once.append(runtime.room._leave_device(runtime.memory.device_bytes - 20 * CHUNK))
 
     managed.blocks[1].norm.register_full_backward_hook(leave)
     train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
@@ -137,7 +137,7 @@ def test_chunks_that_could_stay_take_their_gradients_along_when_they_go_later(
     optimizers = optimizers_of(plain, managed)
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
     runtime = registry.of_module(managed).runtime
-    assert runtime._leave_device(0)
+    assert runtime.room._leave_device(0)
     assert tiers(managed) == {Tier.DEVICE}
     forwards: list[set[Tier]] = []
 
@@ -145,7 +145,7 @@ def test_chunks_that_could_stay_take_their_gradients_along_when_they_go_later(
         if module is managed:
             if forwards:
                 assert all(Role.GRAD in chunk.homes for chunk in runtime.chunks)
-                runtime.give_way(1 << 30)
+                runtime.room.give_way(1 << 30)
             forwards.append(tiers(managed))
         return loss_of(module, batch)
 
@@ -249,7 +249,7 @@ def refusing(x: torch.Tensor, weight: torch.Tensor, module: Refused) -> torch.Te
         return result
     if module.failures:
         module.failures -= 1
-        registry.of_module(module).runtime.refusals.refused(480 << 10, 200 << 10)
+        registry.of_module(module).runtime.room.refusals.refused(480 << 10, 200 << 10)
         raise torch.OutOfMemoryError("CUDA out of memory")
     module.at.append(weight.data_ptr())
     return x @ weight
@@ -288,7 +288,7 @@ def test_a_forward_behind_a_backward_that_found_no_memory_begins_with_room_for_i
     expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
     assert torch.equal(managed(x), expected)
     assert memory_of(managed).resident
-    registry.of_module(managed).runtime.refusals.refused(480 << 10, 200 << 10)
+    registry.of_module(managed).runtime.room.refusals.refused(480 << 10, 200 << 10)
     seen: list[set[Tier]] = []
     managed.tower[0].register_forward_pre_hook(lambda *_: seen.append(tiers(managed)))
     assert torch.equal(managed(x), expected)
@@ -387,7 +387,7 @@ def test_it_leaves_between_a_function_and_its_being_computed_again(
     assert runtime.memory.resident
 
     def leave(*_: Any) -> None:
-        runtime.give_way(1 << 30)
+        runtime.room.give_way(1 << 30)
 
     managed[3].register_forward_hook(leave) if within == "forward" else managed[4].register_full_backward_hook(leave)
     batches = vector_batches(3, 4, 64, dtype=mixed)

@@ -201,7 +201,7 @@ def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
     train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
     assert moved(managed) == 8
     runtime = registry.of_module(managed).runtime
-    managed.blocks[0].norm.register_full_backward_hook(lambda *_: runtime.give_way(1 << 30))
+    managed.blocks[0].norm.register_full_backward_hook(lambda *_: runtime.room.give_way(1 << 30))
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
 
 
@@ -219,7 +219,7 @@ def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(
 
     def squeeze(*_: Any) -> None:
         threading.Timer(0.1, going_back.set).start()
-        runtime.give_way(1 << 30)
+        runtime.room.give_way(1 << 30)
 
     managed.blocks[0].norm.register_full_backward_hook(squeeze)
     train_both(plain, managed, token_batches(2), Recipe(steps=2), optimizers=optimizers)
@@ -240,7 +240,7 @@ def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> N
         step()
         step()
         counts.append(moved(managed))
-        runtime.give_way(1 << 30)
+        runtime.room.give_way(1 << 30)
         assert not moved(managed)
     assert counts[0] > 8
     assert counts == [counts[0]] * 3 + [0, 0]
@@ -260,7 +260,7 @@ def test_where_only_an_allocator_is_known_homes_go_back_before_a_forward_that_no
     assert at_first[0] == CHUNKS
     assert at_first[1] < CHUNKS // 2
     assert all(chunk.moved for chunk in chunks_of(managed))
-    assert registry.of_module(managed).runtime.non_model_peak_bytes == 24 * 1024
+    assert registry.of_module(managed).runtime.room.non_model_peak_bytes == 24 * 1024
 
 
 # ---- what users see ----------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_tensors_that_users_hold_of_gradients_and_states_stay_the_real_ones(
     optimizers = train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed))
     assert moved(managed)
     held = {number: dict(state) for number, state in optimizers[1].state_dict()["state"].items()}
-    registry.of_module(managed).runtime.give_way(1 << 30)
+    registry.of_module(managed).runtime.room.give_way(1 << 30)
     assert not moved(managed)
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
     assert moved(managed)
@@ -296,7 +296,7 @@ def test_a_chunk_whose_weights_somebody_holds_does_not_move(tmp_path: Path) -> N
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     assert moved(managed) == 8
     held = managed.state_dict()
-    registry.of_module(managed).runtime.give_way(1 << 30)
+    registry.of_module(managed).runtime.room.give_way(1 << 30)
     assert moved(managed) == 8
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     for name, value in plain.state_dict().items():
@@ -371,7 +371,7 @@ def test_streamed_gradients_of_moved_chunks_stay_on_the_device(mixed: torch.dtyp
         left.zero_grad()
         right.zero_grad()
     assert moved(managed) == 8
-    registry.of_module(managed).runtime.give_way(1 << 30)
+    registry.of_module(managed).runtime.room.give_way(1 << 30)
     assert not moved(managed)
 
 
