@@ -114,7 +114,7 @@ def nvme_timeout_seconds() -> float:
 
 
 def _free_bytes(directory: Path) -> int:
-    """Nine tenths of what is free in `directory`; 0 if it cannot be asked (the store then says why)."""
+    """Nine tenths of what is free in `directory`; 1 if it cannot be asked (the store then says why)."""
     try:
         status = os.statvfs(directory)
     except OSError:

@@ -23,13 +23,13 @@ from hetmem.memory.nvme import Extent, NvmeStore
 from hetmem.optim.kernels import AdamWStep, adamw
 from hetmem.optim.workers import WorkerPool, usable_cores
 from hetmem.overheads import measure
+from hetmem.plan.balance import UPDATE_BYTES
 from hetmem.plan.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
-from hetmem.plan.rehearsal import UPDATE_BYTES
+from hetmem.runtime.memory import ALLOCATOR_SHARE
 from hetmem.units import MIB
 
 _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20
-_ALLOCATOR_SHARE = 0.03  # what a run keeps free for torch's allocator
 _DISK_BYTES = 256 * MIB
 _BOTH_WAYS_BYTES = 4 * MIB
 _DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 2), (4 * MIB, 4), (4 * MIB, 8), (16 * MIB, 1), (16 * MIB, 2), (16 * MIB, 4))
@@ -224,7 +224,7 @@ def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
     launch = _launch_seconds()
     memory = int(torch.cuda.get_device_properties(0).total_memory)
     return (
-        DeviceProfile(memory, bandwidth, flops, launch, _ALLOCATOR_SHARE),
+        DeviceProfile(memory, bandwidth, flops, launch, ALLOCATOR_SHARE),
         Rate(up, latency),
         Rate(down, latency),
         both,

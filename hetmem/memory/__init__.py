@@ -1,1 +1,1 @@
-"""See the modules."""
+"""What holds and moves: chunks, pools, devices, the NVMe store, transfers."""

@@ -152,9 +152,8 @@ class ManagedParameter:
     where that has another dtype than operators see, a stand-in that reads as NaN. `home_address` is where the home was
     when it was made: a storage may be given other memory (`share_memory_()` does that). `device` is a view of the slot
     while the chunk has a copy on the device, `device_storage` the handle of its storage and `device_references` how
-    often hetmem itself refers to that. `version` is the
-    parameter's version counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how
-    often `.data` was set within a forward or backward.
+    often hetmem itself refers to that. `version` is the parameter's version counter as last seen: a different one means
+    that somebody wrote to it. `data_sets` counts how often `.data` was set within a forward or backward.
     """
 
     parameter: torch.nn.Parameter

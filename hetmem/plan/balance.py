@@ -23,9 +23,10 @@ from hetmem.plan.hardware import HardwareProfile
 
 _CLOSE = 1e-9
 WORTH = 0.97
-"""Streaming states takes slots on the device and a second way through every step: it has to be this much faster."""
+"""What is not done by default has to be this much faster: streaming states takes slots on the device and a second way
+through every step, and other settings have to be told to a run."""
 
-_UPDATE_BYTES = 28
+UPDATE_BYTES = 28
 """Traffic of the memory in which a float32 parameter is updated: 16 bytes read, 12 written."""
 _STATE_BYTES = 12
 """Of a float32 parameter and its two moments: what crosses a link each way if its states are streamed."""
@@ -79,14 +80,14 @@ def update_costs(
     returned = 0 if gradients_stay else _GRADIENT_BYTES
     memory = max(2 * host.copy_bytes_per_second, host.update_bytes_per_second)
     moved = {  # to the device, to the host, through the cores of the host, of device memory
-        Way.HOST: (fetched_bytes + copy_bytes, gradient_bytes, _UPDATE_BYTES, 2 * copy_bytes),
+        Way.HOST: (fetched_bytes + copy_bytes, gradient_bytes, UPDATE_BYTES, 2 * copy_bytes),
         Way.STREAMED: (
             fetched_bytes + _STATE_BYTES + returned,
             (0.0 if gradients_stay else gradient_bytes) + _STATE_BYTES + home_copy_bytes,
             0,
-            _UPDATE_BYTES + 2 * _STATE_BYTES + returned + copy_bytes,
+            UPDATE_BYTES + 2 * _STATE_BYTES + returned + copy_bytes,
         ),
-        Way.RESIDENT: (0.0, 0.0, 0, _UPDATE_BYTES + copy_bytes),
+        Way.RESIDENT: (0.0, 0.0, 0, UPDATE_BYTES + copy_bytes),
     }
     return {
         way: {

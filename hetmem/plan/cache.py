@@ -36,6 +36,7 @@ class CopyState(Enum):
 
 WAITING, LOADING, VALID, STALE = CopyState
 """By name: CPython takes ten times as long to find a member in its enumeration."""
+PLACED = (VALID, LOADING)  # of a copy that has its slot
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.plan.arrangement import state_bytes
+from hetmem.plan.balance import WORTH
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.largest import largest_parameters
 from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.planner import (
-    WORTH,
     Candidate,
     Setting,
     arranged,

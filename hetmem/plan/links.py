@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+GRADIENTS_IN_FLIGHT = 4
+"""On their way home before the thread that trains waits for one."""
+
+SMALL_BYTES = 1 << 20
+"""Below this, handing a copy to a thread costs more than the copy."""
+
 
 class Link(Enum):
     """A direction between two tiers."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hetmem.plan.arrangement import Arrangement, arrange, check_device
+from hetmem.plan.balance import WORTH
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.plan.placement import Capacities, NoRoom
@@ -25,9 +26,6 @@ from hetmem.units import format_seconds, round_up
 MAXIMUM_SLOTS = 8192
 """Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more
 or lie elsewhere, which makes steps up to an eighth longer; so it is done only where the time would be felt."""
-
-WORTH = 0.97
-"""A setting other than the default one has to be this much faster."""
 
 MOST_WASTE = 0.02
 """Of all chunks' bytes; a chunk size that wastes more is no choice unless the default one wastes as much."""

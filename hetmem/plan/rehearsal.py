@@ -11,12 +11,12 @@ from itertools import product
 
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use, moved, to_the_device
+from hetmem.plan.balance import UPDATE_BYTES
 from hetmem.plan.cache import Block
 from hetmem.plan.gradients import GradientSink
 from hetmem.plan.hardware import HardwareProfile, ThreadCosts
 from hetmem.plan.notes import BACKWARD, FORWARD, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
-from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import SimulatedTraffic
@@ -26,9 +26,6 @@ from hetmem.plan.trace import STEP, Tier
 from hetmem.plan.updates import Staged, Update, Updates
 from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Event, Kind, Phase, Workload
-
-UPDATE_BYTES = 28
-"""Host memory traffic of the update of one float32 parameter: 16 bytes read, 12 written."""
 
 
 class Rehearsal:
@@ -45,15 +42,14 @@ class Rehearsal:
         hardware: HardwareProfile,
         *,
         micro_batches: int = 1,
-        policy: EvictionPolicy | None = None,
         prefetch: Prefetch | None = None,
         updating: Updating | None = None,
     ) -> None:
         self._workload, self._arrangement = workload, arrangement
-        self._capacities, self._hardware, self._micro_batches = capacities, hardware, micro_batches
+        self._hardware, self._micro_batches = hardware, micro_batches
         ground = arrangement.ground
         self._traffic = SimulatedTraffic(
-            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, policy, prefetch
+            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, prefetch=prefetch
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
@@ -380,7 +376,6 @@ def rehearse(
     hardware: HardwareProfile,
     *,
     micro_batches: int = 1,
-    policy: EvictionPolicy | None = None,
     prefetch: Prefetch | None = None,
     updating: Updating | None = None,
     steps: int = 4,
@@ -392,7 +387,6 @@ def rehearse(
         capacities,
         hardware,
         micro_batches=micro_batches,
-        policy=policy,
         prefetch=prefetch,
         updating=updating,
     )

@@ -21,15 +21,11 @@ from typing import Protocol
 from hetmem.plan.cache import LOADING, VALID, WAITING, Block
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.links import Link, LinkUse
+from hetmem.plan.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link, LinkUse
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import DEVICE, HOST, Tier
-
-GRADIENTS_IN_FLIGHT = 4
-SMALL_BYTES = 1 << 20
-"""As in `runtime.traffic`."""
 
 
 @dataclass(slots=True)

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from hetmem.plan.cache import CopyState
+from hetmem.plan.cache import PLACED, CopyState
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
 from hetmem.plan.turns import AT_ONCE, Turns
-
-_PLACED = (CopyState.VALID, CopyState.LOADING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +183,7 @@ class Updates:
             return False
         state = self._traffic.residency.state
         last = self._opening[-1].staged if self._opening else ()
-        return all(state(part.block, Tier.HOST) in _PLACED for part in last)
+        return all(state(part.block, Tier.HOST) in PLACED for part in last)
 
     def _open(self, update: Update) -> None:
         self._opening.append(self._queue.take(update))

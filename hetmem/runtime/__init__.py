@@ -1,1 +1,1 @@
-"""See the modules."""
+"""What runs a managed module: hooks, operators, gradients, writes, and the copies that each of them needs."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 from hetmem.plan.links import Link
@@ -92,8 +90,3 @@ class EventLog:
     def running(self) -> tuple[str, float] | None:
         """The segment that runs now and when it began."""
         return self._segment
-
-    def steps(self) -> Iterator[tuple[float, float]]:
-        """Start and end of each whole training step: from the end of one optimizer step to the end of the next."""
-        ends = [span.end for span in self.segments if span.what == "step"]
-        return pairwise(ends)

@@ -9,13 +9,10 @@ from typing import Protocol
 
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.plan.links import Link
+from hetmem.plan.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.carrier import Carrier
 from hetmem.runtime.pending import Pending
-
-_IN_FLIGHT = 4
-_SMALL_BYTES = 1 << 20  # below this, handing a copy to a thread costs more than the copy
 
 
 class Close(Protocol):
@@ -43,7 +40,7 @@ class Homeward:
         """Run `work`, which takes a gradient of `nbytes` to `chunk`; at its end the role, open before, is closed.
         A small one at once, others behind the backward."""
         home = chunk.homes[Role.GRAD]
-        at_once = nbytes < _SMALL_BYTES and not self._on_their_way and self._engine.unlimited(Link.DEVICE_TO_HOST)
+        at_once = nbytes < SMALL_BYTES and not self._on_their_way and self._engine.unlimited(Link.DEVICE_TO_HOST)
         if home.tier is Tier.DEVICE or at_once:
             try:
                 self.send_now(home, work, nbytes)
@@ -52,7 +49,7 @@ class Homeward:
             return
         self._on_their_way[chunk] += 1
         self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._arrived, chunk))
-        while self._on_their_way.total() > _IN_FLIGHT:
+        while self._on_their_way.total() > GRADIENTS_IN_FLIGHT:
             self._carrier.wait_for_one()
 
     def _arrived(self, chunk: Chunk, error: BaseException | None) -> None:

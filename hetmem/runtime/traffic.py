@@ -1,4 +1,4 @@
-"""The one caller of `plan.residency` and `memory.transfer`: brings blocks to tiers, and waits where it must.
+"""Brings blocks to tiers by what `plan.residency` decides, and waits where it must.
 
 It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `carrier`.
 """
@@ -13,7 +13,7 @@ import torch
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.plan.cache import CopyState
+from hetmem.plan.cache import PLACED, CopyState
 from hetmem.plan.commands import Command
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
@@ -28,7 +28,6 @@ from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
 
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
-_PLACED = (CopyState.VALID, CopyState.LOADING)
 
 
 class Traffic:
@@ -171,7 +170,7 @@ class Traffic:
         assert home.block is not None
         if chunk.operand == Role.COMPUTE or home.tier is Tier.DEVICE:
             return
-        if self.residency.state(home.block, Tier.DEVICE) in _PLACED:
+        if self.residency.state(home.block, Tier.DEVICE) in PLACED:
             self.carrier.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
 
     def copy_home_again(self, chunk: Chunk) -> None:
@@ -235,7 +234,7 @@ class Traffic:
         """Whether what `ask_role` asked for is there or needs no more room to come."""
         home = chunk.homes[role]
         return home.tier is not Tier.NVME or (
-            home.block is not None and self.residency.state(home.block, Tier.HOST) in _PLACED
+            home.block is not None and self.residency.state(home.block, Tier.HOST) in PLACED
         )
 
     def asked_role(self, chunk: Chunk, role: Role) -> torch.Tensor:

@@ -15,13 +15,11 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.views import give_away
-from hetmem.plan.cache import CopyState
+from hetmem.plan.cache import PLACED, CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings, storage_references
 from hetmem.runtime.construction import recast
 from hetmem.runtime.traffic import Traffic
-
-_PLACED = (CopyState.VALID, CopyState.LOADING)
 
 
 class Writes:
@@ -66,7 +64,7 @@ class Writes:
             if home.extent is None or home.block is None or chunk in self._traffic.updating:
                 continue
             on_host, on_device = (residency.state(home.block, tier) for tier in (Tier.HOST, Tier.DEVICE))
-            copied = chunk.operand == Role.COMPUTE or on_host is CopyState.VALID or on_device in _PLACED
+            copied = chunk.operand == Role.COMPUTE or on_host is CopyState.VALID or on_device in PLACED
             if copied and not residency.dirty(home.block):
                 self._store.cache_pages(home.extent, fingerprints.offsets(chunk))
 
@@ -147,7 +145,7 @@ class Writes:
         at_home = chunk.flat(Role.PARAM)
         if chunk.operand == Role.COMPUTE:  # which speaks for the device's copy
             return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)
-        if residency.state(home.block, Tier.DEVICE) in _PLACED and fingerprints.differ(chunk, at_home, managed):
+        if residency.state(home.block, Tier.DEVICE) in PLACED and fingerprints.differ(chunk, at_home, managed):
             return True
         if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
             return False
