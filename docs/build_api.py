@@ -47,7 +47,6 @@ FOR_HETMEM = {
         "has_state",
         "number_of",
         "half_stepped",
-        "forget_step",
         "beside_states",
         "load_beside_states",
     ),
