@@ -107,7 +107,8 @@ class Regions:
             self._warned = True
             warnings.warn(
                 f"hetmem: this {type(module).__name__} is not compiled, as its weights take more than 1/{_PART} of the "
-                f"device, or than Budget(device_chunks=…): compile its parts, or the whole model, of which the parts that can be are compiled",
+                f"device, or than Budget(device_chunks=…): compile its parts, or the whole model, of which the parts "
+                f"that can be are compiled",
                 stacklevel=2,
             )
 

@@ -211,7 +211,7 @@ def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> No
 def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
     watched: bool, compiled: Any, tmp_path: Path
 ) -> None:
-    """Blocks of five chunks, thirty in all: a quarter of the device has room for them, and what is set apart has not."""
+    """Blocks of five chunks, thirty in all: a quarter of the device has room for them, what chunks may have has not."""
     torch.manual_seed(0)
     plain = Stack()
     budget = limits(600, tmp_path, device_chunks=24 * CHUNK)
