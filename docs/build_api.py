@@ -17,8 +17,9 @@ TARGET = Path(__file__).with_name("api.md")
 HEAD = """\
 # API reference
 
-Made from the docstrings by `make docs`; do not edit it here. Shorter ways in: [concepts](concepts.md),
-[optimizers](optimizer.md), [tuning](tuning.md), [the report](report.md), [byte formulas](formulas.md).
+Made from the docstrings by `make docs`; do not edit it here. Shorter ways in: [recipes](recipes.md),
+[concepts](concepts.md), [optimizers](optimizer.md), [tuning](tuning.md), [the report](report.md),
+[byte formulas](formulas.md).
 """
 PACKAGES = ("hetmem", "hetmem.optim", "hetmem.errors")
 """Every public name of these is documented."""
@@ -47,7 +48,6 @@ FOR_HETMEM = {
         "has_state",
         "number_of",
         "half_stepped",
-        "forget_step",
         "beside_states",
         "load_beside_states",
     ),

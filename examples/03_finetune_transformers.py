@@ -6,7 +6,7 @@
 
 DIR is what `huggingface_hub.snapshot_download` or `save_pretrained` leaves: a config and weights in safetensors. The
 model is built with its parameters at home from the start and filled file by file, so host memory never holds it twice.
-What is trained is saved so that `from_pretrained` reads it. Needs `transformers`.
+What is trained is saved so that `from_pretrained` reads it. Needs `transformers` ≥ 5.
 """
 
 from __future__ import annotations

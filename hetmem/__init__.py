@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hetmem.planning import plan
     from hetmem.planning.plan import Plan
 
+__version__ = "0.1.0"
+
 __all__ = [
     "FIFO",
     "LRU",

@@ -113,6 +113,11 @@ def manage(
     `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
     module as it was.
     """
+    if isinstance(module, type):
+        raise ManageError(
+            f"expected a torch.nn.Module, got the class {module.__name__}: pass an instance, or decorate it with "
+            f"hetmem.managed(hetmem.Budget(…))"
+        )
     if not isinstance(module, torch.nn.Module):
         raise ManageError(f"expected a torch.nn.Module, got {type(module).__name__}")
     registry.refuse_managed(module)

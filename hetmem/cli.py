@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hetmem
 from hetmem.errors import HetmemError
 from hetmem.units import parse_size
 
@@ -35,6 +36,7 @@ class Subcommand:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr; 130: Ctrl-C."""
     parser = argparse.ArgumentParser(prog="hetmem", description="Train models larger than the accelerator.")
+    parser.add_argument("--version", action="version", version=f"hetmem {hetmem.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for subcommand in SUBCOMMANDS:
         own = commands.add_parser(subcommand.name, help=subcommand.help, description=subcommand.help)
@@ -56,6 +58,8 @@ def _check_output(path: str | None) -> None:
     """Before the work whose result is to be written there, which may take minutes."""
     if path is not None and not Path(path).parent.is_dir():
         raise HetmemError(f"cannot write {path}: there is no directory {Path(path).parent}")
+    if path is not None and Path(path).is_dir():
+        raise HetmemError(f"cannot write {path}: it is a directory, name a file in it")
 
 
 # ---- plan --------------------------------------------------------------------------------------------------------
@@ -65,26 +69,45 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("builder", nargs="?", metavar="MODULE:FUNCTION", help="a function that builds the model")
     model.add_argument("--hf-config", metavar="FILE", help="a Hugging Face config.json of a language model")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a batch (with --hf-config)")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (with --hf-config)")
+    parser.add_argument("--batch", type=int, help="sequences of a batch (with --hf-config); default: 1")
+    parser.add_argument("--sequence", type=int, help="tokens of a sequence (with --hf-config); default: 2048")
     parser.add_argument(
         "--input",
         action="append",
         metavar="SHAPE[:DTYPE]",
-        help="an input of the model, e.g. 4x2048 (int64) or 8x3x224x224:float32; once for each, in order",
+        help="with MODULE:FUNCTION: an input of the model, e.g. 4x2048 (int64) or 8x3x224x224:float32; once for each, "
+        "in order",
     )
-    parser.add_argument("--loss", metavar="MODULE:FUNCTION", help="from the output to a loss, if that is none")
-    parser.add_argument("--hardware", default=None, help="a shipped profile, or a file from `hetmem probe`")
-    parser.add_argument("--set", action="append", metavar="FIGURE=VALUE", help="e.g. nvme_read.bytes_per_second=12GB")
-    parser.add_argument("--device-memory", help="what hetmem may use of the device; default: all of it")
-    parser.add_argument("--host-memory", help="what it may use of the host")
-    parser.add_argument("--nvme", default="0", help="what it may use of a drive")
-    parser.add_argument("--nvme-dir", action="append", help="where, for the saved plan; more than once to take turns")
     parser.add_argument(
-        "--precision", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 for --hf-config"
+        "--loss",
+        metavar="MODULE:FUNCTION",
+        help="with MODULE:FUNCTION: from the output to a loss, if that is none",
     )
-    parser.add_argument("--chunk-bytes", help="default: searched")
-    parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step")
+    parser.add_argument(
+        "--hardware",
+        help="a shipped profile (a100, gh200, h100, h200, l4, rtx4090), or a file from `hetmem probe`; default: h100",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="FIGURE=VALUE",
+        help="change a figure of the profile, e.g. nvme_read.bytes_per_second=12GB; may be repeated",
+    )
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="what hetmem may use of the device, e.g. 20GiB; default: all of it"
+    )
+    parser.add_argument("--host-memory", metavar="SIZE", help="what it may use of the host; default: all of it")
+    parser.add_argument("--nvme", metavar="SIZE", default="0", help="what it may use of a drive; default: nothing")
+    parser.add_argument(
+        "--nvme-dir", metavar="DIR", action="append", help="where, for the saved plan; more than once to take turns"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        help="what operators compute in; default: bfloat16 with --hf-config, else float32",
+    )
+    parser.add_argument("--chunk-bytes", metavar="SIZE", help="of a chunk at home; default: searched")
+    parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step; default: 1")
     parser.add_argument(
         "--checkpointing", action="store_true", help="activations of every repeated layer are computed again"
     )
@@ -139,20 +162,30 @@ def _call(options: argparse.Namespace) -> Any:
     precision = options.precision or ("bfloat16" if options.hf_config else "float32")
     mixed = None if precision == "float32" else getattr(torch, precision)
     if options.hf_config:
-        return planning.hugging_face_call(options.hf_config, options.batch, options.sequence, mixed)
+        if options.input or options.loss:
+            raise planning.PlanError(
+                "--input and --loss go with MODULE:FUNCTION; with --hf-config: --batch, --sequence"
+            )
+        batch = 1 if options.batch is None else options.batch
+        sequence = 2048 if options.sequence is None else options.sequence
+        return planning.hugging_face_call(options.hf_config, batch, sequence, mixed)
+    if options.batch is not None or options.sequence is not None:
+        raise planning.PlanError("--batch and --sequence go with --hf-config; with MODULE:FUNCTION: --input 4x2048")
     if not options.input:
         raise planning.PlanError("say what the model is called with: --input 4x2048, once for each input")
-    batch = tuple(_input(text) for text in options.input)
+    inputs = tuple(_input(text) for text in options.input)
     loss = _function(options.loss) if options.loss else None
-    return planning.Call(_function(options.builder), batch, loss, mixed)
+    return planning.Call(_function(options.builder), inputs, loss, mixed)
 
 
 def _function(name: str) -> Callable[..., Any]:
     from hetmem.planning import PlanError
 
     module, _, attribute = name.partition(":")
-    if not attribute:
-        raise PlanError(f"expected MODULE:FUNCTION, e.g. my_project.model:build, got {name!r}")
+    if not attribute or module.endswith(".py"):
+        raise PlanError(
+            f"expected MODULE:FUNCTION, e.g. my_model:build for the function build in my_model.py here, got {name!r}"
+        )
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -293,7 +326,12 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
         "plan", "Say whether a model fits, and how long a step will take, before running it.", _plan_arguments, _plan
     ),
-    Subcommand("probe", "Measure this machine for `hetmem plan`.", _probe_arguments, _probe),
+    Subcommand(
+        "probe",
+        "Measure this machine, for `hetmem plan --hardware` and hetmem.manage(hardware=…).",
+        _probe_arguments,
+        _probe,
+    ),
     Subcommand("report", "Show a saved report, turn it into a page, or compare two.", _report_arguments, _report),
     Subcommand("top", "Watch the training processes of this user that call hetmem.progress.", _top_arguments, _top),
     Subcommand("bench", "Measure what moves bytes.", _bench_arguments, _bench),

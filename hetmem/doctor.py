@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+import hetmem
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
 from hetmem.memory.cuda import driver_version
@@ -47,7 +48,10 @@ def _versions() -> Finding:
     python = ".".join(map(str, sys.version_info[:3]))
     well = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
     return Finding(
-        "versions", f"Python {python}, torch {torch.__version__}", well, "" if well else "torch >= 2.11 is needed"
+        "versions",
+        f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}",
+        well,
+        "" if well else "torch >= 2.11 is needed",
     )
 
 

@@ -31,6 +31,21 @@ def test_a_model_that_does_not_fit_is_status_one(capsys: pytest.CaptureFixture[s
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hetmem {hetmem.__version__}\n"
+
+
+def test_the_help_names_every_shipped_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"({', '.join(planning.known_profiles())})" in text
+    assert f"default: {planning.DEFAULT_HARDWARE} " in text
+
+
 def scores() -> torch.nn.Module:
     return torch.nn.Linear(64, 8)
 
@@ -120,7 +135,13 @@ def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
         (["plan", "tests.test_planning:Nothing", "--input", "2"], "cannot find tests.test_planning:Nothing"),
         (["plan", MODEL, "--input", "2y3"], "got '2y3'"),
         (["plan", MODEL, "--input", "2x3:int65"], "got '2x3:int65'"),
-        (["plan", "--hf-config", "nowhere.json"], "no such file: nowhere.json"),
+        (["plan", "--hf-config", "some/Model-7B"], "no such file: some/Model-7B; expected the config.json of a model"),
+        (["plan", "--hf-config", "nowhere.json", "--input", "2x3"], "with --hf-config: --batch, --sequence"),
+        (["plan", "--hf-config", "nowhere.json", "--loss", "a:b"], "with --hf-config: --batch, --sequence"),
+        ([*SMALL, "--batch", "8"], "--batch and --sequence go with --hf-config"),
+        ([*SMALL, "--sequence", "8"], "with MODULE:FUNCTION: --input 4x2048"),
+        ([*SMALL, "-o", "tests"], "cannot write tests: it is a directory, name a file in it"),
+        (["plan", "my_model.py:build", "--input", "2"], "my_model:build for the function build in my_model.py here"),
         ([*SMALL, "--nvme", "much"], "--nvme 'much' is not a size"),
     ],
 )

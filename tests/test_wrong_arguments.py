@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.errors import BudgetError, ManageError
+from hetmem.errors import BudgetError, CheckpointError, ManageError, StoreError
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a size as budget": ({"budget": "20GiB"}, r"expected a hetmem\.Budget\(.*\), got '20GiB'"),
@@ -170,6 +170,23 @@ PLANNED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_plan_of_what_cannot_be_run_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         hetmem.plan(lambda: nn.Linear(64, 1), torch.ones(1, 64), **options)
+
+
+def test_a_class_in_place_of_a_model_is_told_of_the_decorator() -> None:
+    with pytest.raises(ManageError, match=r"got the class Linear: pass an instance, or decorate .* hetmem\.managed"):
+        hetmem.manage(nn.Linear, hetmem.Budget())  # type: ignore[type-var]
+
+
+def test_the_name_of_a_model_is_no_path_and_the_way_to_one_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(StoreError, match=r"no file or directory '.*some/Model-7B'.*snapshot_download\(name\)"):
+        hetmem.load_weights(tmp_path / "some/Model-7B", model)
+
+
+@pytest.mark.parametrize("swapped", [hetmem.save, hetmem.load_weights])
+def test_a_path_in_place_of_a_model_is_told_of_the_order(swapped: Callable[..., object], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"expected \(path, model, …\) with a torch\.nn\.Module .* got "):
+        swapped(nn.Linear(4, 4), str(tmp_path / "a.safetensors"))
 
 
 @pytest.mark.parametrize("of", [hetmem.report, hetmem.progress, hetmem.release])

@@ -58,7 +58,7 @@ class ModelState:
 def of_model(model: torch.nn.Module) -> ModelState:
     """What `model` has. Raises `CheckpointError` within a forward or backward of it, and for names that cannot be."""
     if not isinstance(model, torch.nn.Module):
-        raise CheckpointError(f"expected a torch.nn.Module, got {type(model).__name__}")
+        raise CheckpointError(f"expected (path, model, …) with a torch.nn.Module as model, got {type(model).__name__}")
     _refuse_running(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     first: dict[int, str] = {}

@@ -37,7 +37,16 @@ def opened(path: str) -> Iterator[OpenFile]:
             read_at(fd, path, memoryview(length), 0)
         header_nbytes = int.from_bytes(length, "little")
         if not 0 < header_nbytes <= min(nbytes - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path!r} of {nbytes} bytes is no checkpoint, or cut off")
+            pickled = length.startswith((b"PK\x03\x04", b"\x80\x02"))
+            raise CheckpointError(
+                f"{path!r} of {nbytes} bytes is no file of safetensors, or cut off"
+                + (
+                    ": it looks like one of torch.save. Read it with torch.load(path, weights_only=True) and call "
+                    "model.load_state_dict, which writes to a managed model too"
+                    if pickled
+                    else ""
+                )
+            )
         text = bytearray(header_nbytes)
         read_at(fd, path, memoryview(text), 8)
         yield OpenFile(fd, path, bytes(text), 8 + header_nbytes, nbytes - 8 - header_nbytes)

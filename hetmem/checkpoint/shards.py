@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from hetmem.checkpoint.layout import Stored, parse_tensors
 from hetmem.checkpoint.opening import OpenFile, named, opened
-from hetmem.errors import CheckpointError
+from hetmem.errors import CheckpointError, StoreError
 
 _INDEX = ".safetensors.index.json"
 _SHOWN = 5
@@ -48,6 +49,12 @@ def read_names(path: str, rename: Callable[[str], str | None] | None, stack: Exi
 def _files(path: str) -> list[str]:
     if path.endswith(".json"):
         return _indexed(path)
+    if not os.path.exists(path):
+        raise StoreError(
+            errno.ENOENT,
+            f"there is no file or directory {path!r}: expected what save_pretrained leaves, or "
+            f"huggingface_hub.snapshot_download(name), which returns the directory",
+        )
     if not os.path.isdir(path):
         return [path]
     entries = sorted(os.listdir(path))

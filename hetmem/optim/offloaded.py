@@ -217,7 +217,11 @@ class OffloadedOptimizer(Optimizer):
 
     @HELD_BACK
     def forget_step(self) -> None:
-        """What is begun of a step stays as it is, and the next one does not go on from there."""
+        """Give up a step that was begun in a backward (`overlap`) or has failed, in place of calling `step`.
+
+        What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
+        gradients too: `zero_grad()`. Raises the error of a transfer that failed.
+        """
         self.synchronize()
         for stepper in self._steppers.values():
             stepper.forget()

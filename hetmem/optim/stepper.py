@@ -101,8 +101,8 @@ class Stepper:
                 f"a gradient of {managed.name} arrived after its update had begun (overlap="
                 f"{self._optimizer.overlap.value!r}): either step() was not called after the last backward, or this "
                 f"step has more backwards than any before: use overlap='off', or begin with the step that has most "
-                f"(streamed gradients allow one). After a backward that did not end, forget_step() of the optimizer "
-                f"lets it go on from the weights that are updated"
+                f"(streamed gradients allow one). To leave a step out, or after a backward that did not end, call the "
+                f"optimizer's forget_step() and zero_grad(): it goes on from the weights that are updated"
             )
         elif progress is not None:
             self._drop(managed.chunk)  # its norm is of less than all

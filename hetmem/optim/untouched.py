@@ -67,5 +67,6 @@ def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeErro
     names = ", ".join(part.managed.name for part in parts[:3])
     return RuntimeError(
         f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
-        f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, or overlap='off'"
+        f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, change a "
+        f"learning rate behind step() (scheduler.step() too), or set overlap='off'"
     )

@@ -24,7 +24,10 @@ def hugging_face_call(
         ) from error
     path = Path(config_file)
     if not path.is_file():
-        raise PlanError(f"no such file: {path}")
+        raise PlanError(
+            f"no such file: {path}; expected the config.json of a model, as save_pretrained leaves it and "
+            f"huggingface_hub.hf_hub_download(name, 'config.json') fetches it"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:

@@ -23,7 +23,8 @@ from hetmem.runtime.operators import OperatorFaults
 from hetmem.runtime.runtime import Runtime
 
 _PART = 4
-"""A region has at most one part in so many of the device, so that the next one's weights come while it computes."""
+"""A region has at most one part in so many of the device, so that the next one's weights come while it computes, and
+never more than chunks may have of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,14 +99,16 @@ class Regions:
     def _has_room(self, used: list[ManagedParameter]) -> bool:
         memory = self._runtime.memory
         slots = sum(chunk.spec.span for chunk in {managed.chunk for managed in used})
-        return slots * memory.device_pool.slot_bytes * _PART <= memory.device_bytes
+        room = min(memory.device_bytes // _PART, memory.device_chunk_bytes)
+        return slots * memory.device_pool.slot_bytes <= room
 
     def _warn(self, module: torch.nn.Module) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
                 f"hetmem: this {type(module).__name__} is not compiled, as its weights take more than 1/{_PART} of the "
-                f"device: compile its parts, or the whole model, of which the parts that can be are compiled",
+                f"device, or than Budget(device_chunks=…): compile its parts, or the whole model, of which the parts "
+                f"that can be are compiled",
                 stacklevel=2,
             )
 

@@ -301,7 +301,7 @@ def test_a_changed_number_in_the_header_is_seen(saved: Path, other: Run, whole: 
 def test_a_file_that_is_cut_off_is_refused(saved: Path, other: Run, whole: bytes) -> None:
     for keep in (0, 7, 100, 5000, len(whole) - 1):
         saved.write_bytes(whole[:keep])
-        refused(other, saved, CheckpointError, r"cut off|is no checkpoint")
+        refused(other, saved, CheckpointError, r"cut off|is no file of safetensors")
     saved.write_bytes(whole + b"\0")
     refused(other, saved, CheckpointError, r"too long")
 
@@ -317,7 +317,13 @@ def test_a_missing_file_a_directory_and_a_foreign_file_are_refused(tmp_path: Pat
     refused(other, tmp_path / "none", StoreError, r"cannot open the checkpoint '.*none': No such file")
     refused(other, tmp_path, HetmemError, re.escape(str(tmp_path)))
     (tmp_path / "pickle").write_bytes(b"PK" * 5000)
-    refused(other, tmp_path / "pickle", CheckpointError, r"is no checkpoint")
+    refused(other, tmp_path / "pickle", CheckpointError, r"is no file of safetensors, or cut off$")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_torch_save_is_refused_and_the_way_out_is_said(zipped: bool, tmp_path: Path, other: Run) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    refused(other, tmp_path / "model.pt", CheckpointError, r"one of torch\.save.*weights_only=True.*load_state_dict")
 
 
 # ---- disks that fail while it is read --------------------------------------------------------------------------------

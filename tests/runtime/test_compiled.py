@@ -206,6 +206,21 @@ def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> No
     assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == 4
 
 
+@pytest.mark.parametrize("compiled", AS_A_WHOLE)
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
+    watched: bool, compiled: Any, tmp_path: Path
+) -> None:
+    """Blocks of five chunks, thirty in all: a quarter of the device has room for them, what chunks may have has not."""
+    torch.manual_seed(0)
+    plain = Stack()
+    budget = limits(600, tmp_path, device_chunks=24 * CHUNK)
+    managed = manage(copy.deepcopy(plain), budget, tmp_path, **{} if watched else {"device": UnwatchedDevice(0)})
+    backend = Backend()
+    train(plain, managed, compiled(plain, Backend()), compiled(managed, backend))
+    assert watched or (backend.graphs == [5] and backend.calls == 4 * BLOCKS)
+
+
 @pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
