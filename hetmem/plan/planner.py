@@ -30,8 +30,8 @@ or lie elsewhere, which makes steps up to an eighth longer; so it is done only w
 MOST_WASTE = 0.02
 """Of all chunks' bytes; a chunk size that wastes more is no choice unless the default one wastes as much."""
 
-_PREFETCH_WORTH = 0.99
-"""A prefetch distance costs nothing else, so that a hundredth is enough."""
+_CHEAP = 0.99
+"""The same for what costs nothing else, as a prefetch distance: a hundredth is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def search(
     best = first_that_fits(workload, asked, hardware, micro_batches)
     if isinstance(best, NoRoom):
         return None, best
-    for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches):
+    for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches, _shares):
         for setting, worth in vary(workload, best, asked):
             found = judged(workload, setting, hardware, micro_batches)
             if isinstance(found, Candidate) and found.result.seconds < worth * best.result.seconds:
@@ -202,7 +202,19 @@ def _chunk_sizes(workload: Workload, best: Candidate, asked: Setting) -> Variati
 def _prefetches(workload: Workload, best: Candidate, asked: Setting) -> Variations:
     """Copies are fetched farther ahead of their use."""
     if not best.arrangement.ground.resident and any(best.result.bytes.values()):
-        yield replace(best.setting, prefetch=FARTHER), _PREFETCH_WORTH
+        yield replace(best.setting, prefetch=FARTHER), _CHEAP
+
+
+def _shares(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """Fewer homes on the device than it has room for: what lives there is updated there, in the step, while updates by
+    the host may be hidden behind compute, or the host is the faster of the two."""
+    ground = best.arrangement.ground
+    homes = sum(nbytes for roles in best.result.moved_bytes.values() for nbytes in roles.values())
+    if homes and asked.capacities.device_chunk_bytes is None and not ground.resident:
+        copies = ground.slot_bytes * sum(chunk.span for chunk in ground.chunks)
+        for part in (0.0, 0.5):
+            cap = copies + int(part * homes)
+            yield replace(best.setting, capacities=replace(best.setting.capacities, device_chunk_bytes=cap)), _CHEAP
 
 
 def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
@@ -240,7 +252,12 @@ def tuning(best: Candidate, asked: Setting) -> tuple[str, ...]:
     advice = []
     found = best.setting.capacities
     if found.device_chunk_bytes != asked.capacities.device_chunk_bytes:
-        advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): then the whole model stays on the device")
+        why = (
+            "then the whole model stays on the device"
+            if best.arrangement.ground.resident
+            else "then the device updates less of the model and the host more, which is faster"
+        )
+        advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): {why}")
     if found.home_copies is not asked.capacities.home_copies:
         advice.append(f"set Budget(home_copies={found.home_copies})")
     if best.setting.chunk_bytes is not None and best.setting.chunk_bytes != asked.chunk_bytes:

@@ -267,3 +267,23 @@ def test_casts_of_homes_on_the_device_are_computed_there() -> None:
     result = judge(workload(mixed=True), Setting(Capacities(256 * MIB, 0), MIB, updating=how), HARDWARE, 1).result
     assert result.device_updates == 1
     assert result.seconds <= 1.001 * (result.terms["compute"] + result.terms["update"])
+
+
+@pytest.mark.parametrize("overlapped", [True, False], ids=["overlap", "no overlap"])
+def test_homes_stay_off_the_device_where_the_host_updates_them_in_less_time(overlapped: bool) -> None:
+    slow = replace(HARDWARE, device=replace(HARDWARE.device, bytes_per_second=3e9, matrix_flops={"float32": 1e12}))
+    capacities, how = Capacities(50 * MIB, 256 * MIB), Updating(overlapped=overlapped)
+    filled, empty = (
+        judge(workload(16), Setting(room, MIB, updating=how), slow, 1).result
+        for room in (capacities, replace(capacities, device_chunk_bytes=16 * MIB))
+    )
+    assert filled.device_updates > 0 == empty.device_updates
+    decision = decide(workload(16), capacities, slow, chunk_bytes=MIB, updating=how)
+    assert decision.candidate is not None
+    found = decision.candidate.setting.capacities.device_chunk_bytes
+    assert found is not None
+    if overlapped:  # what the host updates is hidden
+        assert found == 16 * MIB and decision.candidate.result.seconds == empty.seconds < filled.seconds
+    else:  # both update at the same time
+        assert found > 16 * MIB and decision.candidate.result.seconds < min(filled.seconds, empty.seconds)
+    assert f"set Budget(device_chunks={found}): then the device updates less of the model" in decision.advice[0]
