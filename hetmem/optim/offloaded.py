@@ -129,6 +129,13 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
+        try:
+            self._step_all()
+        finally:
+            for interception in self._steppers:  # what trails may be another optimizer's
+                interception.segments.rest()
+
+    def _step_all(self) -> None:
         for stepper in self._steppers.values():
             stepper.marks.drop()
         self._arrange_by_use()

@@ -24,7 +24,7 @@ from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
-from tests.runtime.harness import WIDTH, assert_same, loss_of, mlp, pair, streamed, vector_batches
+from tests.runtime.harness import WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 
 BATCHES = vector_batches(4, 4, WIDTH)
 
@@ -174,6 +174,27 @@ def test_after_a_forward_of_a_part_the_rest_is_still_waited_for(placement: str, 
             assert_same(both.plain[0](x), both.managed[0](x), "output of a part")
     for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):
         assert_same(expected.detach(), got.detach(), "parameter")
+
+
+@streamed
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_step_of_another_optimizer_ends_no_waiting(refused: bool, placement: str, tmp_path: Path) -> None:
+    """Nor does one that raises."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    both = twins((plain[0], managed[0]), overlap="forward")
+    others = Twins(plain, managed, *adamws(plain[2], managed[2]))
+    for batch in BATCHES[:2]:
+        for module, optimizers in ((plain, (both.left, others.left)), (managed, (both.right, others.right))):
+            one(module, batch, *optimizers)
+    trail(Twins(plain, managed, both.left, both.right), BATCHES[2])
+    if refused:
+        managed[2].weight.grad = torch.zeros(WIDTH, WIDTH).to_sparse()
+        with pytest.raises(RuntimeError, match="sparse"):
+            others.right.step()
+    else:
+        others.left.step()
+        others.right.step()
+    assert_same(plain[0].weight, managed[0].weight, "weight")
 
 
 def test_a_release_while_updates_trail_leaves_ordinary_parameters(tmp_path: Path) -> None:
