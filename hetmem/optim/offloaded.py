@@ -136,8 +136,6 @@ class OffloadedOptimizer(Optimizer):
                 interception.segments.rest()
 
     def _step_all(self) -> None:
-        for stepper in self._steppers.values():
-            stepper.marks.drop()
         self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()

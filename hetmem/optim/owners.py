@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from hetmem.memory.chunk import ManagedParameter, Role
-from hetmem.runtime.gradients import GradientSink, Watcher
+from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.used_up import updated_by_another
+from hetmem.runtime.watcher import Watcher
 
 
 class Owner(Protocol):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.views import Memory, without_graph
+from hetmem.memory.views import without_graph
 from hetmem.plan.cache import CopyState
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
@@ -22,60 +22,10 @@ from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
 from hetmem.runtime.old_gradients import OldGradients
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
+from hetmem.runtime.watcher import Watcher
 from hetmem.runtime.weak import WeakOnes
 
 _SAMPLES = 1024
-
-
-class Watcher(Protocol):
-    """An optimizer that updates while backward goes on."""
-
-    @property
-    def begins_early(self) -> bool:
-        """Whether it does so."""
-        ...
-
-    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """So many more gradients of `managed` arrive in the backward that begins."""
-
-    def coming(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
-
-    def arrived(self, managed: ManagedParameter) -> None:
-        """It is on its way home: `Homeward.arriving` says whether it is there."""
-
-    def backward_over(self) -> None:
-        """The backward is over, and its gradients are where the user finds them."""
-
-    def recomputed_with(self, managed: ManagedParameter) -> None:
-        """An operator within a backward uses `managed`. Raises if that is not what the forward has used any more."""
-
-    def begun(self) -> Iterable[ManagedParameter]:
-        """Those of which it has begun an update in the present step."""
-        ...
-
-    def updates_on_device(self) -> set[int]:
-        """The `id`s of the parameters that it would update on the device, if their homes were there."""
-        ...
-
-    def settle(self) -> None:
-        """Let nothing be under way."""
-
-    def give_device_back(self) -> None:
-        """Let go of what it has taken of the device beside homes and copies. Waits for what uses that."""
-
-    def place_on_device(self, chunk: Chunk) -> Memory | None:
-        """Memory of the device for the gradients of `chunk`, where its update will read them there; None: they go home.
-        Waits for updates that use such memory."""
-        ...
-
-    def may_move(self, chunk: Chunk) -> bool:
-        """Whether it can follow if the homes of `chunk` move: nobody else holds its states there. Waits for what it
-        reads there itself."""
-        ...
-
-    def moved(self, chunk: Chunk) -> None:
-        """The homes of `chunk` have moved."""
 
 
 class GradientSink:
@@ -259,8 +209,9 @@ class GradientSink:
         home is another chunk's."""
         if chunk not in self._lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
             return
+        shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
         for managed in chunk.parameters:
-            if is_home_gradient(managed):
+            if managed in shown:
                 managed.parameter.grad = None
             managed.grad_home = None
         self._lent.discard(chunk)
@@ -268,6 +219,8 @@ class GradientSink:
             del chunk.homes[Role.GRAD]  # whose place it was, asked for this
         else:
             self.runtime.memory.take_back(chunk, Role.GRAD)
+        for watcher in self.watchers:
+            watcher.used_up(chunk, shown)
 
     def bring_home(self, chunk: Chunk) -> None:
         """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises
