@@ -195,6 +195,7 @@ class Stepper:
         )
 
     def _begin_early(self, chunk: Chunk) -> None:
+        self._runtime.writes.notice_counted(chunk)  # what comes after this is refused
         members = [
             (m, self._groups[id(m.parameter)])
             for m in chunk.parameters
