@@ -127,6 +127,10 @@ class _Waiting:
     def __deepcopy__(self, memo: Any) -> Any:
         return _read(self, "__deepcopy__", memo)
 
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor; torch's own asks nobody."""
+        return _read(self, "as_subclass", cls)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _read(self, "__reduce_ex__", protocol)
 

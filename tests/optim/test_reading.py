@@ -47,6 +47,7 @@ READS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
     "vmap": lambda p: torch.vmap(lambda row: row * 1)(p),
     "a gradient": lambda p: torch.autograd.grad((p * p).sum(), p)[0],
     "copy": lambda p: copy.copy(p).detach(),
+    "another class": lambda p: p.as_subclass(torch.Tensor).detach().clone(),
     "deepcopy": lambda p: copy.deepcopy(p).detach(),
     "pickle": lambda p: pickle.loads(pickle.dumps(p)).detach(),
 }
