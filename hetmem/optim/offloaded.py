@@ -313,7 +313,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
         """`parameter` and what `group` has it keep, which has homes now."""
-        stepper, managed = self._managed(parameter)
+        stepper, managed = self._managed(parameter, loads=True)
         roles = self.rule.roles(group, managed.chunk.dtype)
         stepper.ensure_homes(managed.chunk, roles)
         return managed, roles
@@ -352,7 +352,7 @@ class OffloadedOptimizer(Optimizer):
                     interception.segments.settle()
                     arrange_by_use(interception.runtime)
 
-    def _managed(self, parameter: torch.Tensor) -> tuple[Stepper, ManagedParameter]:
+    def _managed(self, parameter: torch.Tensor, *, loads: bool = False) -> tuple[Stepper, ManagedParameter]:
         for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer
             known = interception.runtime.bindings.by_id.get(id(parameter))
             if known is not None and not interception.removed:
@@ -365,6 +365,11 @@ class OffloadedOptimizer(Optimizer):
                 f"hetmem.manage(model, …) and make {self._name()} again, and load this one's state_dict into it"
             )
         interception, managed = found
+        if not loads and interception not in self._steppers and self.states.shown.get(parameter):
+            raise ManageError(
+                f"{self._name()} has states of {managed.name} from before its model was released and managed again: "
+                f"make it again and load this one's state_dict into it, or call load_state_dict with its own state_dict()"
+            )
         return self._stepper(interception), managed
 
     def _stepper(self, interception: Interception) -> Stepper:
