@@ -368,7 +368,7 @@ class OffloadedOptimizer(Optimizer):
         if not loads and interception not in self._steppers and self.states.shown.get(parameter):
             raise ManageError(
                 f"{self._name()} has states of {managed.name} from before its model was released and managed again: "
-                f"make it again and load this one's state_dict into it, or call load_state_dict with its own state_dict()"
+                f"make it again and load this one's state_dict into it, or load its own state_dict() into itself"
             )
         return self._stepper(interception), managed
 
