@@ -129,8 +129,13 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
-        for stepper in self._steppers.values():
-            stepper.marks.drop()
+        try:
+            self._step_all()
+        finally:
+            for interception in self._steppers:  # what trails may be another optimizer's
+                interception.segments.rest()
+
+    def _step_all(self) -> None:
         self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()
@@ -311,7 +316,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
         """`parameter` and what `group` has it keep, which has homes now."""
-        stepper, managed = self._managed(parameter)
+        stepper, managed = self._managed(parameter, loads=True)
         roles = self.rule.roles(group, managed.chunk.dtype)
         stepper.ensure_homes(managed.chunk, roles)
         return managed, roles
@@ -350,7 +355,7 @@ class OffloadedOptimizer(Optimizer):
                     interception.segments.settle()
                     arrange_by_use(interception.runtime)
 
-    def _managed(self, parameter: torch.Tensor) -> tuple[Stepper, ManagedParameter]:
+    def _managed(self, parameter: torch.Tensor, *, loads: bool = False) -> tuple[Stepper, ManagedParameter]:
         for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer
             known = interception.runtime.bindings.by_id.get(id(parameter))
             if known is not None and not interception.removed:
@@ -363,6 +368,11 @@ class OffloadedOptimizer(Optimizer):
                 f"hetmem.manage(model, …) and make {self._name()} again, and load this one's state_dict into it"
             )
         interception, managed = found
+        if not loads and interception not in self._steppers and self.states.shown.get(parameter):
+            raise ManageError(
+                f"{self._name()} has states of {managed.name} from before its model was released and managed again: "
+                f"make it again and load this one's state_dict into it, or load its own state_dict() into itself"
+            )
         return self._stepper(interception), managed
 
     def _stepper(self, interception: Interception) -> Stepper:

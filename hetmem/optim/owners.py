@@ -17,7 +17,7 @@ from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.used_up import updated_by_another
-from hetmem.runtime.watching import Watcher
+from hetmem.runtime.watcher import Watcher
 
 
 class Owner(Protocol):

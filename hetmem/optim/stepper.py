@@ -35,7 +35,6 @@ from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime.gradients import has_hooks_of_the_user, wait_for_staged_gradients
 from hetmem.runtime.interception import Interception
-from hetmem.runtime.used_up import Marks
 
 if TYPE_CHECKING:
     from hetmem.optim.offloaded import OffloadedOptimizer
@@ -66,7 +65,6 @@ class Stepper:
         """Arrivals after which the backward that runs has no more, where that was counted: see `backwards`."""
         self._progress: dict[Chunk, Progress] = {}
         self._untouched = Untouched(self._passes, self._runtime.writes)
-        self.marks = Marks()
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
@@ -133,7 +131,12 @@ class Stepper:
         if begun and self._optimizer.gradients is Gradients.STREAMED:
             self._untouched.see(self._waiting(chunks))
             with self._runtime.unwatched(), torch.no_grad():
-                self.marks.put(part.managed for progress in begun for part in progress.parts)
+                self._untouched.show(begun)
+
+    def used_up(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
+        """See `Watcher`."""
+        if chunk in self._progress:
+            self._untouched.show_more(parameters)
 
     def _waiting(self, begun: Collection[Chunk]) -> Iterator[tuple[ManagedParameter, dict[str, Any], int]]:
         """See `Untouched.see`: those in chunks that are not in `begun`."""
@@ -192,6 +195,7 @@ class Stepper:
         )
 
     def _begin_early(self, chunk: Chunk) -> None:
+        self._runtime.writes.notice_counted(chunk)  # what comes after this is refused
         members = [
             (m, self._groups[id(m.parameter)])
             for m in chunk.parameters
@@ -214,6 +218,7 @@ class Stepper:
         self._interception.refuse_a_capture("a step")
         self._interception.reset()
         self._interception.segments.begin_step()
+        self._untouched.show_no_more(progress for progress in self._progress.values() if progress.begun)
         self._runtime.writes.look_ahead()
         self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
         with self._remembering_a_failure():
@@ -317,7 +322,6 @@ class Stepper:
 
     def _end(self) -> None:
         self.failed = False
-        self.marks.drop()
         self._untouched.forget()
         for chunk in list(self._progress):
             self._drop(chunk)

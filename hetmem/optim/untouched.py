@@ -9,6 +9,7 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.overlap import Gradients
 from hetmem.optim.passes import Passes
 from hetmem.optim.progress import Part, Progress
+from hetmem.runtime.used_up import Marks, is_as_it_was
 from hetmem.runtime.writes import Writes
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Untouched:
         """Gradients that wait, beside streamed ones that are used up: as the backward left them, after how many
         arrivals."""
         self._checked = False
+        self._marks, self._shows = Marks(), False
 
     def see(self, waiting: Iterable[tuple[ManagedParameter, dict[str, Any], int]]) -> None:
         """The backward is over: `waiting` are parameters with a gradient that nobody has used, their groups, and how
@@ -32,6 +34,26 @@ class Untouched:
             if self._waiting.get(id(managed), (-1,))[0] != count:
                 (part,) = self._passes.parts(managed.chunk, [(managed, group)])
                 self._waiting[id(managed)] = count, self._passes.seen(part)
+
+    def show(self, begun: Iterable[Progress]) -> None:
+        """The backward is over: those streamed gradients of `begun` that are used up are shown as that until the step
+        begins."""
+        self._shows = True
+        self._marks.put(part.managed for progress in begun for part in progress.parts)
+
+    def show_no_more(self, begun: Iterable[Progress]) -> None:
+        """The step begins, and finds no gradients of `begun` that are used up."""
+        for progress in begun if self._shows else ():
+            for part in progress.parts:
+                if not is_as_it_was(part.managed.parameter.grad, part.gradient):  # dropped, or zeroed, by the user
+                    progress.disturbed = True
+        self._shows = False
+        self._marks.drop()
+
+    def show_more(self, parameters: Iterable[ManagedParameter]) -> None:
+        """The gradients of `parameters` have been used up just now."""
+        if self._shows:
+            self._marks.put(parameters)
 
     def check(self, begun: Sequence[Progress], optimizer: OffloadedOptimizer) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then. What a
@@ -59,7 +81,8 @@ class Untouched:
     def forget(self) -> None:
         """The step is over."""
         self._waiting.clear()
-        self._checked = False
+        self._checked = self._shows = False
+        self._marks.drop()
 
 
 def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeError:

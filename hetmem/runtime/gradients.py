@@ -22,7 +22,7 @@ from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
 from hetmem.runtime.old_gradients import OldGradients
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
-from hetmem.runtime.watching import Watcher
+from hetmem.runtime.watcher import Watcher
 from hetmem.runtime.weak import WeakOnes
 
 _SAMPLES = 1024
@@ -213,8 +213,9 @@ class GradientSink:
         home is another chunk's."""
         if chunk not in self._lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
             return
+        shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
         for managed in chunk.parameters:
-            if is_home_gradient(managed):
+            if managed in shown:
                 managed.parameter.grad = None
             managed.grad_home = None
         self._lent.discard(chunk)
@@ -222,6 +223,8 @@ class GradientSink:
             del chunk.homes[Role.GRAD]  # whose place it was, asked for this
         else:
             self.runtime.memory.take_back(chunk, Role.GRAD)
+        for watcher in self.watchers:
+            watcher.used_up(chunk, shown)
 
     def bring_home(self, chunk: Chunk) -> None:
         """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises

@@ -193,6 +193,7 @@ class Interception:
         if not (self.runtime.memory.streams or stands_by):
             return
         if compute.task >= 0:
+            self.runtime.trailing.pause()
             self.runtime.notice_writes_by_hooks()
         if self.runtime.memory.streams:
             with self.runtime.unwatched():
@@ -325,8 +326,8 @@ class Interception:
             here.pop().end()
         if not any(compute.task < 0 for compute in here):
             self.runtime.bindings.go_home()
-            if not in_backward():
-                self.runtime.trailing.resume()
+        if not here:
+            self.runtime.trailing.resume()
 
     def _forget_interrupted(self) -> None:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""

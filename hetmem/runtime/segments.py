@@ -134,7 +134,7 @@ class Segments:
         if self.in_backward or not in_backward():
             return
         self.in_backward = True
-        self._runtime.trailing.pause()
+        self._runtime.trailing.begin_backward()
         self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
@@ -150,6 +150,7 @@ class Segments:
         """The backward, if there was one, is over (also one that raised)."""
         if self.in_backward:
             self.in_backward = False
+            self._runtime.trailing.end_backward()
             with self._runtime.unwatched():
                 self.backward_ended()
             self._runtime.events.end_segment()  # what the user does before the step is no compute

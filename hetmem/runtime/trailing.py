@@ -35,13 +35,15 @@ _WAITING: dict[type, type] = {}
 
 class Trailing:
     """The parameters of one model whose updates go on behind a step. While the model computes they are ordinary ones:
-    operators wait for what they use."""
+    operators wait for what they use. In a backward only what it computes once more is that; hooks of the user are not,
+    nor are those on a thread of autograd's own, while whoever called it waits."""
 
     def __init__(self, chunks: Sequence[Chunk], traffic: Traffic, monitor: DeviceMonitor) -> None:
         self._chunks, self._traffic, self._monitor = chunks, traffic, monitor
         self._marked: dict[int, ManagedParameter] = {}
         self._goes_on = False
         self._thread, self._process = threading.current_thread(), os.getpid()
+        self._backward: int | None = None
 
     def begin(self) -> None:
         """A step returns before all is done."""
@@ -56,6 +58,14 @@ class Trailing:
             for chunk in trailing:
                 for managed in chunk.parameters:
                     self._mark(managed.parameter, managed)
+
+    def begin_backward(self) -> None:
+        """One runs on this thread."""
+        self._backward = threading.get_ident()
+
+    def end_backward(self) -> None:
+        """It does no more."""
+        self._backward = None
 
     def look_again(self) -> None:
         """Somebody has waited for all."""
@@ -76,8 +86,8 @@ class Trailing:
         managed = self._marked.get(id(parameter))
         if managed is None or self._monitor.paused:
             return
-        elsewhere = self._thread is not threading.current_thread() and self._thread.is_alive()
-        if elsewhere or os.getpid() != self._process:
+        here = self._thread is threading.current_thread() or self._backward == threading.get_ident()
+        if (not here and self._thread.is_alive()) or os.getpid() != self._process:
             raise ManageError(
                 f"{managed.name} is read on another thread, or in another process, than that of the step, which "
                 f"returned before all was updated (overlap='forward'): call the optimizer's synchronize() there first"
@@ -116,6 +126,10 @@ class _Waiting:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _read(self, "__deepcopy__", memo)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor; torch's own asks nobody."""
+        return _read(self, "as_subclass", cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _read(self, "__reduce_ex__", protocol)

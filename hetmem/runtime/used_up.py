@@ -17,15 +17,16 @@ _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class UsedUp(torch.Tensor):
-    """The used up gradient of the parameter called `name`. Only `zero_grad` may touch it."""
+    """The used up gradient of the parameter called `name`. Only `zero_grad` may touch it: `hetmem_zeroed` says so."""
 
     hetmem_name: str
+    hetmem_zeroed: bool
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
         """In the shape of `like`, all of it the one `element`."""
         made = torch.Tensor._make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
-        made.hetmem_name = name
+        made.hetmem_name, made.hetmem_zeroed = name, False
         return made
 
     def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str) -> None:
@@ -38,15 +39,22 @@ class UsedUp(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         if func in _ZERO:
+            for leaf in leaves:
+                leaf.hetmem_zeroed = True
             return args[0]
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        name = next((leaf.hetmem_name for leaf in leaves if isinstance(leaf, cls)), "a parameter")
+        name = next((leaf.hetmem_name for leaf in leaves), "a parameter")
         raise RuntimeError(
             f"{func} met the gradient of {name}, which its update has used up during backward "
             f"(gradients='streamed'): nothing can be clipped, scaled or measured any more. To clip, use "
             f"gradients='visible' with max_grad_norm=, or with overlap='off'"
         )
+
+
+def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
+    """Whether `gradient`, which a parameter has, is `used`, or what stands for that once it is used up."""
+    return gradient is used or (isinstance(gradient, UsedUp) and not gradient.hetmem_zeroed)
 
 
 def updated_by_another(name: str) -> str:

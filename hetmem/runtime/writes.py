@@ -83,6 +83,12 @@ class Writes:
         """Whether somebody else has written to `managed` since hetmem last saw it, outside compute."""
         return self._counted(managed) or self._differs(managed.chunk, managed)
 
+    def notice_counted(self, chunk: Chunk) -> None:
+        """Of what torch tells of by itself, since the forward."""
+        for managed in chunk.parameters:
+            if self._counted(managed):
+                self.by_user(managed)
+
     @staticmethod
     def _counted(managed: ManagedParameter) -> bool:
         """Whether torch itself tells of a write."""

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import hetmem
-from tests.optim.stories import Twins, one, overlaps, twins
+from tests.optim.stories import OVERLAPS, Twins, one, overlaps, twins
 from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, streamed, vector_batches
+
+STREAMED_GRADIENTS = {"overlap": "backward", "gradients": "streamed"}
 
 
 @overlaps
@@ -68,6 +70,30 @@ def test_gradients_dropped_before_the_step_are_not_used(
             parameter.grad = None
 
     assert_counts_or_is_refused(drop, twins(pair(mlp, placement, tmp_path), overlap=overlap))
+
+
+@streamed
+@pytest.mark.parametrize("options", [*({"overlap": overlap} for overlap in OVERLAPS), STREAMED_GRADIENTS], ids=str)
+@pytest.mark.parametrize("way", ["in place", "replaced"])
+def test_weights_written_between_a_forward_and_its_backward_count(
+    way: str, options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    """Those that the backward does not need, as torch demands, or where it does not see that."""
+    both = twins(pair(mlp, placement, tmp_path), **options)
+    both.train(vector_batches(2, 4, 64))
+    for batch in vector_batches(3, 4, 64, seed=2):
+        for module, optimizer in both.sides:
+            loss = loss_of(module, batch)
+            for parameter in module.parameters() if way == "replaced" else (module[0].weight, module[2].bias):
+                with torch.no_grad():
+                    if way == "replaced":
+                        parameter.data = parameter.data * 0.5
+                    else:
+                        parameter.mul_(0.5)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    both.assert_same()
 
 
 @streamed

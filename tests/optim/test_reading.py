@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.errors import ManageError, StoreError
@@ -24,7 +26,7 @@ from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
-from tests.runtime.harness import WIDTH, assert_same, loss_of, mlp, pair, streamed, vector_batches
+from tests.runtime.harness import WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 
 BATCHES = vector_batches(4, 4, WIDTH)
 
@@ -45,6 +47,7 @@ READS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
     "vmap": lambda p: torch.vmap(lambda row: row * 1)(p),
     "a gradient": lambda p: torch.autograd.grad((p * p).sum(), p)[0],
     "copy": lambda p: copy.copy(p).detach(),
+    "another class": lambda p: p.as_subclass(torch.Tensor).detach().clone(),
     "deepcopy": lambda p: copy.deepcopy(p).detach(),
     "pickle": lambda p: pickle.loads(pickle.dumps(p)).detach(),
 }
@@ -176,6 +179,62 @@ def test_after_a_forward_of_a_part_the_rest_is_still_waited_for(placement: str, 
         assert_same(expected.detach(), got.detach(), "parameter")
 
 
+@streamed
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_hooks_of_a_backward_read_and_write_what_the_last_step_made(
+    use_reentrant: bool | None, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of the model is met there, between its weights, and after a part was computed once more."""
+    both, read = stepped(placement, tmp_path), []
+    with monkeypatch.context() as patch:
+        update_only_what_is_waited_for(patch)
+        for module, _ in both.sides:
+            seen: list[torch.Tensor] = []
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            hidden = module[0](x) if use_reentrant is None else checkpoint(module[0], x, use_reentrant=use_reentrant)
+            hidden.register_hook(partial(_look, module[2].bias, seen))
+            module[0].bias.register_hook(partial(_look, module[2].weight, seen))
+            x.register_hook(partial(_look, module[4].weight, seen))
+            hidden.square().sum().backward()
+            read.append(seen)
+        assert len(read[0]) == 3
+        for expected, got in zip(*read, strict=True):
+            assert_same(expected, got, "read in a hook")
+    assert_same(both.plain[4].weight, both.managed[4].weight, "weight")
+
+
+def update_only_what_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    free = Updates._is_free
+    patch.setattr(Updates, "_is_free", lambda of, job: of._queue._hastened == job.chunk.spec.index and free(of, job))
+
+
+def _look(parameter: nn.Parameter, seen: list[torch.Tensor], _: torch.Tensor) -> None:
+    seen.append(parameter.detach().clone())
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+@streamed
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_step_of_another_optimizer_ends_no_waiting(refused: bool, placement: str, tmp_path: Path) -> None:
+    """Nor does one that raises."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    both = twins((plain[0], managed[0]), overlap="forward")
+    others = Twins(plain, managed, *adamws(plain[2], managed[2]))
+    for batch in BATCHES[:2]:
+        for module, optimizers in ((plain, (both.left, others.left)), (managed, (both.right, others.right))):
+            one(module, batch, *optimizers)
+    trail(Twins(plain, managed, both.left, both.right), BATCHES[2])
+    if refused:
+        managed[2].weight.grad = torch.zeros(WIDTH, WIDTH).to_sparse()
+        with pytest.raises(RuntimeError, match="sparse"):
+            others.right.step()
+    else:
+        others.left.step()
+        others.right.step()
+    assert_same(plain[0].weight, managed[0].weight, "weight")
+
+
 def test_a_release_while_updates_trail_leaves_ordinary_parameters(tmp_path: Path) -> None:
     both = stepped("nvme", tmp_path)
     hetmem.release(both.managed)
@@ -219,6 +278,22 @@ def test_another_thread_is_told_to_wait_and_may_read_where_the_first_has_ended(t
 
     assert not in_thread(lambda: trail(both, BATCHES[3]))
     both.assert_same()
+
+
+def test_a_hook_of_a_backward_on_another_thread_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = stepped("host", tmp_path)
+    update_only_what_is_waited_for(monkeypatch)
+    seen: list[torch.Tensor] = []
+    both.managed[0].weight.register_hook(partial(_look, both.managed[2].weight, seen))
+
+    def backward_and_read() -> None:
+        both.managed[0](torch.ones(2, WIDTH)).sum().backward()
+        both.managed[4].weight.add_(1)
+
+    (error,) = in_thread(backward_and_read)
+    assert_same(both.plain[2].weight, seen[0], "read in a hook")
+    assert isinstance(error, ManageError), "no backward runs there any more"
+    monkeypatch.undo()
 
 
 def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(

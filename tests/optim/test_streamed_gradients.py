@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,7 @@ def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(
 
 
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
-@pytest.mark.parametrize("way", ["none", "zero", "zero of the module", "release", "forget", "squeeze"])
+@pytest.mark.parametrize("way", ["release", "forget", "squeeze"])
 def test_gradients_that_are_used_up_are_in_nobodys_way(
     way: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,12 +229,6 @@ def test_gradients_that_are_used_up_are_in_nobodys_way(
     plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
     left.step()
     match way:
-        case "none":
-            right.zero_grad()
-        case "zero":
-            right.zero_grad(set_to_none=False)
-        case "zero of the module":
-            managed.zero_grad(set_to_none=False)
         case "release":
             hetmem.release(managed)
         case "forget":
@@ -248,6 +243,48 @@ def test_gradients_that_are_used_up_are_in_nobodys_way(
         for optimizer in (left, right):
             optimizer.zero_grad()
         train_apart(plain, managed, (left, right), vector_batches(2, 4, 64))
+
+
+DROPS: dict[str, Callable[[Any, Any], object]] = {
+    "none": lambda _, optimizer: optimizer.zero_grad(),
+    "one": lambda module, _: setattr(module[2].bias, "grad", None),
+    "zero": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "zero of the module": lambda module, _: module.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("used_up", ["in the backward", "after it", "before what is dropped", "in the step"])
+@pytest.mark.parametrize("way", DROPS)
+def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
+    way: str, used_up: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would make none, or one with zeros."""
+    if used_up == "in the backward":
+        monkeypatch.setattr(Stepper, "backward_over", _finished_before(Stepper.backward_over))
+        _, managed, _, right = used_up_by_backward(tmp_path, overlap)
+    else:
+        plain, managed = pair(mlp, "host", tmp_path)
+        left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+        *before, batch = vector_batches(3, 4, 64)
+        train_apart(plain, managed, (left, right), before)
+        with monkeypatch.context() as patch:
+            patch.setattr(Updates, "_may_open", lambda _: False)
+            loss_of(managed, batch).backward()
+            assert not any(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+    if used_up == "before what is dropped":
+        right.synchronize()
+        assert all(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+    DROPS[way](managed, right)
+    if used_up == "after it":
+        right.synchronize()
+    with pytest.raises(RuntimeError, match="changed after their update had begun"):
+        right.step()
+    right.forget_step()
+    right.zero_grad()
+    loss_of(managed, vector_batches(1, 4, 64)[0]).backward()
+    right.step()
+    assert all(parameter.grad is None for parameter in managed.parameters())
 
 
 def _finished_before(told: Any) -> Any:

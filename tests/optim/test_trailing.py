@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.errors import ManageError
 from hetmem.optim.updates import Job, Updates
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
@@ -21,6 +22,7 @@ from tests.runtime.harness import (
     assert_same,
     assert_same_weights,
     loss_of,
+    manage,
     mlp,
     pair,
     precisions,
@@ -141,6 +143,29 @@ def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_
         group["fused"] = True
     Twins(plain, managed, before.left, later).train(vector_batches(3, 4, 64))
     assert_same_weights(plain, managed)
+
+
+@streamed
+@overlaps
+def test_an_optimizer_of_a_model_that_was_released_and_is_managed_again_says_whose_states_it_has(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """It went on with empty ones."""
+    both = twins(pair(mlp, placement, tmp_path), overlap=overlap)
+    both.train(vector_batches(3, 4, 64))
+    hetmem.release(both.managed)
+    manage(both.managed, placement, tmp_path)
+    for module, _ in both.sides:
+        loss_of(module, vector_batches(1, 4, 64)[0]).backward()
+    for _ in range(2):
+        with pytest.raises(ManageError, match="released and managed again"):
+            both.right.step()
+    both.right.load_state_dict(both.right.state_dict())
+    for _, optimizer in both.sides:
+        optimizer.step()
+        optimizer.zero_grad()
+    both.train(vector_batches(3, 4, 64))
+    both.assert_same()
 
 
 @precisions

@@ -1,4 +1,4 @@
-"""What an optimizer is told of a backward under way, so that it can update meanwhile."""
+"""Who is told of gradients on their way, and of homes that move: what the runtime knows of an optimizer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class Watcher(Protocol):
 
     def backward_over(self) -> None:
         """The backward is over, and its gradients are where the user finds them."""
+
+    def used_up(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
+        """The gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
 
     def recomputed_with(self, managed: ManagedParameter) -> None:
         """An operator within a backward uses `managed`. Raises if that is not what the forward has used any more."""
