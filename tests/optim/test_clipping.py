@@ -129,7 +129,6 @@ def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, place
     assert any(not torch.equal(before[0][name], value) for name, value in module.state_dict().items())
 
 
-@everywhere
 class Joins(nn.Module):
     """`later` is used from the moment at which it `joins`."""
 
@@ -163,6 +162,7 @@ def test_a_trial_that_is_undone_leaves_no_states_where_there_were_none(
         both.assert_same()
 
 
+@everywhere
 @pytest.mark.parametrize("overlap", ["off", "speculative"])
 def test_unscaling_gives_the_bits_of_unscaled_gradients(overlap: str, placement: str, tmp_path: Path) -> None:
     """A power of two: nothing is rounded by it, unless a gradient leaves float32's range."""
