@@ -350,6 +350,8 @@ class Passes:
             recast_all(chunk)
             traffic.end_update(chunk)
         progress.restore_numbers()
+        for part in progress.parts:
+            self._optimizer.states.forget_empty(part.managed)
         progress.begun = False
         self._runtime.statistics.updated_bytes[progress.way] -= progress.nbytes
         self._count_versions(progress)

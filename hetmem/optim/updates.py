@@ -107,30 +107,26 @@ class Updates:
             self._pumping = False
 
     def finish(self) -> None:
-        """Carry everything out, and lend a hand. Raises the error of a transfer or of a task, with nothing under way
-        and what was not begun forgotten."""
+        """Carry everything out, and lend a hand. Raises the error of a transfer or of a task; what could not be begun
+        because of it stays queued."""
         stuck: Job | None = None
-        try:
-            while not self.idle:
-                self.streamed.give_way()
-                self.pump()
-                if self._running:
-                    batch = self._running[0].batch
-                    assert batch is not None
-                    while batch.run_one():
-                        self._traffic.pending.poll()  # what has come meanwhile makes room for more
-                elif not self._traffic.pending.busy() and self._opening:
-                    if not self._traffic.pending.make_way(self):
-                        if self._opening[0] is stuck:
-                            raise self._cannot_open(stuck)
-                        stuck = self._opening[0]
-                        self.give_way()  # a read of it failed earlier: once more
-                    continue
-                if not self.idle:
-                    self._traffic.wait_for_one()
-        except BaseException:
-            self.cancel()
-            raise
+        while not self.idle:
+            self.streamed.give_way()
+            self.pump()
+            if self._running:
+                batch = self._running[0].batch
+                assert batch is not None
+                while batch.run_one():
+                    self._traffic.pending.poll()  # what has come meanwhile makes room for more
+            elif not self._traffic.pending.busy() and self._opening:
+                if not self._traffic.pending.make_way(self):
+                    if self._opening[0] is stuck:
+                        raise self._cannot_open(stuck)
+                    stuck = self._opening[0]
+                    self.give_way()  # a read of it failed earlier: once more
+                continue
+            if not self.idle:
+                self._traffic.wait_for_one()
 
     def wait_for(self, chunk: Chunk) -> None:
         """Nothing computes with `chunk`; what is queued stays so."""
@@ -153,8 +149,12 @@ class Updates:
         self._queue.hasten(chunk.spec.index)
 
     def close(self) -> None:
-        """Carry everything out and end the threads; later work starts new ones."""
-        self.finish()
+        """Carry everything out, or forget it where that fails, and end the threads; later work starts new ones."""
+        try:
+            self.finish()
+        except BaseException:
+            self.cancel()
+            raise
         self._workers.close()
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@ that nothing disturbed."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,22 @@ import hetmem
 from hetmem.errors import StoreError
 from hetmem.optim.scaling import LossScale
 from hetmem.optim.undo import UndoLog
+from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
 from tests.optim.test_graphs import Backwards
-from tests.runtime.harness import adamws, assert_same_weights, loss_of, mlp, pair, token_batches, vector_batches
+from tests.runtime.harness import (
+    adamws,
+    assert_same_states,
+    assert_same_weights,
+    loss_of,
+    mlp,
+    pair,
+    token_batches,
+    vector_batches,
+)
 from tests.runtime.test_share import build, moved, room
 
 
@@ -49,6 +60,37 @@ def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
     training.both()
     training.assert_same()
     hetmem.release(training.managed)
+
+
+@pytest.mark.parametrize("call", range(0, 30, 6))
+@pytest.mark.parametrize("wait", ["synchronize", "state_dict", "forward"])
+def test_what_trails_behind_a_step_and_could_not_be_read_is_updated_for_whoever_waits_again(
+    wait: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forgotten: the error was told once, and later waits found nothing to do."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2, request_bytes=REQUEST_BYTES)
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left, right = adamws(plain, managed, overlap="forward", max_grad_norm=1e9)  # all is updated behind the step
+    waits = {"synchronize": right.synchronize, "state_dict": right.state_dict}
+    batches = vector_batches(4, 8, 64)
+    for number, batch in enumerate(batches):
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss_of(module, batch).backward()
+            with monkeypatch.context() as patch:
+                if number == 2:
+                    patch.setattr(Updates, "_may_open", lambda _: False)
+                optimizer.step()
+        if number == 2:
+            disk.fault = once(call, EIO)
+            wait_for_all = waits.get(wait, partial(managed, *batch))
+            with pytest.raises(StoreError):
+                wait_for_all()
+            wait_for_all()
+        left.zero_grad()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+    hetmem.release(managed)
 
 
 @pytest.mark.parametrize("call", range(0, 66, 12))

@@ -12,8 +12,9 @@ from torch import nn
 
 import hetmem
 from hetmem.optim.kernels import square_sum
+from hetmem.optim.undo import Saved
 from hetmem.optim.workers import WorkerPool
-from tests.optim.stories import OVERLAPS, overlaps
+from tests.optim.stories import OVERLAPS, overlaps, twins
 from tests.runtime.harness import (
     Recipe,
     Tower,
@@ -126,6 +127,39 @@ def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, place
     step(batches[4])
     assert scale.skipped == 1
     assert any(not torch.equal(before[0][name], value) for name, value in module.state_dict().items())
+
+
+class Joins(nn.Module):
+    """`later` is used from the moment at which it `joins`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.later = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.joins = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.later(x) if self.joins else self.first(x)
+
+
+def test_a_trial_that_is_undone_leaves_no_states_where_there_were_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of steps would go on from that of the trial."""
+    both = twins(pair(Joins, "host", tmp_path), overlap="speculative", loss_scale=2.0**4)
+    undone, undo = [], Saved.tasks_to_restore
+    monkeypatch.setattr(Saved, "tasks_to_restore", lambda *args: undone.append(args) or undo(*args))
+    for number, batch in enumerate(vector_batches(5, 4, 64)):
+        both.plain.joins = both.managed.joins = number >= 2
+        for module, optimizer in both.sides:
+            loss = loss_of(module, batch)
+            loss = both.right.scale(loss) if module is both.managed else loss
+            overflows = number == 2
+            (loss * torch.inf if overflows else loss).backward()
+            if module is both.managed or not overflows:
+                optimizer.step()
+            optimizer.zero_grad()
+        assert bool(undone) == (number >= 2)
+        both.assert_same()
 
 
 @everywhere

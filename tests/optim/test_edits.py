@@ -108,6 +108,45 @@ def test_weights_written_before_the_step_count(overlap: str, placement: str, tmp
 
 
 @overlaps
+@pytest.mark.parametrize("option", ["lr", "betas", "betas in place"])
+def test_options_that_change_before_the_step_count(option: str, overlap: str, tmp_path: Path) -> None:
+    """The norm has been summed up with the old ones."""
+    both = twins(pair(mlp, "host", tmp_path), overlap=overlap, max_grad_norm=1e9)
+    for _, optimizer in both.sides:
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    *before, batch = vector_batches(4, 4, 64)
+    both.train(before)
+    for module, optimizer in both.sides:
+        loss_of(module, batch).backward()
+        (group,) = optimizer.param_groups
+        if option == "betas in place":
+            group["betas"][0] = 0.5
+        else:
+            group.update({"lr": {"lr": 3e-3}, "betas": {"betas": (0.5, 0.9)}}[option])
+    both.left.step()
+    if overlap == "speculative":  # its updates were made on trial
+        with pytest.raises(RuntimeError, match=r"hyper-parameters .* changed after their update had begun"):
+            both.right.step()
+    else:
+        both.right.step()
+        both.assert_same()
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+def test_the_norm_is_of_a_gradient_in_which_one_element_was_written(overlap: str, tmp_path: Path) -> None:
+    both = twins(pair(mlp, "host", tmp_path), overlap=overlap, max_grad_norm=1e9)
+    *before, batch = vector_batches(4, 4, 64)
+    both.train(before)
+    for module, _ in both.sides:
+        loss_of(module, batch).backward()
+        module[2].weight.grad[1, 2] = 100.0
+    for _, optimizer in both.sides:
+        optimizer.step()
+    assert both.right.grad_norm == pytest.approx(100.0, rel=1e-2)
+    both.assert_same()
+
+
+@overlaps
 def test_a_learning_rate_in_a_tensor_of_one_element_changes_in_place(overlap: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, "host", tmp_path)
     rates = [torch.tensor([1e-2]), torch.tensor([1e-2])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import threading
 import time
@@ -308,6 +309,36 @@ def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(
     assert_same(parameters_to_vector(both.plain.parameters()), parameters_to_vector(both.managed.parameters()), "all")
     both.right.synchronize()
     both.assert_same()
+
+
+def test_another_process_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread goes on in a fork: it would wait for ever."""
+    both = stepped("host", tmp_path)
+    own = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: own + 1)
+        with pytest.raises(ManageError, match="in another process"):
+            both.managed[0].weight + 1
+    both.assert_same()
+
+
+@streamed
+def test_who_waits_for_one_optimizer_has_not_waited_for_another(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    layers = ((plain[0], managed[0]), (plain[4], managed[4]))
+    first, second = (adamws(*both, overlap="forward") for both in layers)
+    losses = [loss_of(module, BATCHES[0]) for module in (plain, managed)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "_may_open", lambda _: False)
+        for loss, optimizers in zip(losses, zip(first, second, strict=True), strict=True):
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    first[1].synchronize()
+    for expected, got in layers:
+        assert_same(expected.weight, got.weight.detach().clone(), "weight")
 
 
 def test_what_is_updated_and_still_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

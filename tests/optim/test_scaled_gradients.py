@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.optim.progress import as_sampled, sample_of
 from hetmem.optim.updates import Updates
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import adamw, one, overlaps, twins, with_gradients
@@ -191,3 +192,14 @@ def test_gradients_left_for_the_step_beside_streamed_ones_are_not_written_to_in_
             return
         right.step()
         assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("at", [0, 4, 4996])
+def test_a_gradient_that_is_zero_nearly_everywhere_is_seen_where_it_is_not(at: int) -> None:
+    """As an embedding's is: elsewhere nothing tells of a scaling."""
+    gradient = torch.zeros(5000)
+    gradient[at] = -3.0
+    sample = sample_of(gradient)
+    assert sample is not None
+    assert as_sampled([(sample, gradient)]) == [True]
+    assert as_sampled([(sample, gradient * 0.5)]) == [False]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from hetmem.runtime import registry
+from hetmem.runtime.precision import compute_dtypes
 from tests.runtime.harness import (
     CHUNK,
     WIDTH,
@@ -229,3 +230,9 @@ def test_normalisation_over_batches_computes_in_float32_beside_sixteen_bits(
     assert {found for name, found in computes.items() if not name.startswith("norm.")} == {dtype}
     for name, buffer in modules[0].named_buffers():
         assert_same(buffer, dict(modules[1].named_buffers())[name], name)
+
+
+def test_norms_compute_in_float32_only_beside_running_statistics() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
+    dtypes = compute_dtypes(module, dict(module.named_parameters()), torch.bfloat16)
+    assert dtypes == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
