@@ -278,6 +278,7 @@ class Stepper:
         self._runtime.statistics.steps += updated
         self._runtime.after_step()
         if self._trails:
+            self._updates.owe()
             self._runtime.trailing.begin()
 
     def synchronize(self) -> None:

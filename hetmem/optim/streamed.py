@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -208,10 +208,15 @@ class StreamedUpdates:
             raise error
         self._ended()
 
-    def cancel(self) -> None:
-        """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""
-        while self._queue:
-            job = self._queue.popleft()
+    def jobs(self) -> Iterator[Job]:
+        """What is queued or under way."""
+        yield from self._queue
+        yield from (one.job for one in self._running)
+
+    def cancel(self, *, owed: bool) -> None:
+        """As `Updates.cancel`."""
+        for job in [job for job in self._queue if owed or not job.owed]:
+            self._queue.remove(job)
             self._traffic.end_update(job.chunk)
             job.done(False)
         while self._running or self._tails:

@@ -63,6 +63,8 @@ class Job:
     had_copy: bool = False
     batch: Batch | None = None
     began: float = 0.0
+    owed: bool = False
+    """Whether it is of a step that has ended, so that nobody will ask for it again."""
 
 
 class Updates:
@@ -153,23 +155,38 @@ class Updates:
         try:
             self.finish()
         except BaseException:
-            self.cancel()
+            self.cancel(owed=True)
             raise
         self._workers.close()
 
-    def cancel(self) -> None:
-        """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""
+    def owe(self) -> None:
+        """The step that asked for what is queued or under way has ended."""
+        for job in (*self._queue, *self._opening, *self._running, *self.streamed.jobs()):
+            job.owed = True
+
+    def cancel(self, *, owed: bool = False) -> None:
+        """Forget what was not begun, what steps before this one owe only if `owed`, and wait for what was; errors are
+        dropped, as one is on its way already."""
         self.give_way()
-        self.streamed.cancel()
+        self.streamed.cancel(owed=owed)
+        stay = []
         while self._queue:
             job = self._queue.pop()
+            if job.owed and not owed:
+                stay.append(job)
+                continue
             if job.writes:
                 self._traffic.end_update(job.chunk)
             job.done(False)
         while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
-        self._traffic.pending.forget(self)
+        for job in stay:
+            self._queue.add(job)
+        if self.idle:
+            self._traffic.pending.forget(self)
+        else:
+            self._traffic.pending.keep(self)
 
     def _next(self) -> Callable[[], None] | None:
         """What can be done now: a job can open, or run; None if there is nothing."""

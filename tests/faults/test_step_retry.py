@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import hetmem
 from hetmem.errors import StoreError
@@ -88,6 +89,48 @@ def test_what_trails_behind_a_step_and_could_not_be_read_is_updated_for_whoever_
                 wait_for_all()
             wait_for_all()
         left.zero_grad()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+    hetmem.release(managed)
+
+
+class Branches(nn.Module):
+    """Two of equal layers, of which a forward takes the first, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = True
+        self.left, self.right = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.left(x) + (self.right(x) if self.both else 0)
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, managed = pair(Branches, placement, tmp_path)
+    left, right = adamws(plain, managed, overlap="forward")
+    is_free = Updates._is_free
+    held = {registry.of_parameter(parameter)[1].chunk for parameter in managed.right.parameters()}
+    batches = vector_batches(4, 8, 64)
+    for number, batch in enumerate(batches):
+        for module, optimizer in ((plain, left), (managed, right)):
+            module.both = number < 3
+            if number == 2 and module is managed:
+                monkeypatch.setattr(Updates, "_is_free", lambda self, job: job.chunk not in held and is_free(self, job))
+            module(*batch).backward()
+            if number == 3 and module is managed:
+                right.param_groups[0]["lr"] *= 2
+                with pytest.raises(RuntimeError, match="changed after their update had begun"):
+                    right.step()
+                right.param_groups[0]["lr"] /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+    monkeypatch.undo()
+    right.synchronize()
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
     hetmem.release(managed)
