@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,14 +305,17 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
 
 
 class Failing:
-    """Makes the transfers of a class fail: all from the `first` on, `times` of them."""
+    """Makes the transfers of a class fail: all from the `first` on, `times` of them, each when `told` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: Any, first: int, times: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kind: Any, first: int, times: int, told: threading.Event | None = None
+    ) -> None:
         self.seen, original = 0, kind.__call__
 
         def call(work: Any) -> None:
             self.seen += 1
             if first <= self.seen < first + times:
+                assert told is None or told.wait(60)
                 raise RuntimeError("the link has failed")
             original(work)
 
