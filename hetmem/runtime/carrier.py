@@ -89,6 +89,15 @@ class Carrier:
         assert finished is not None
         self._note(finished)
 
+    def wait_while(self, under_way: Callable[[], bool]) -> None:
+        """Wait for what was begun, as long as it is `under_way`. What fails of it is raised at the end."""
+        while under_way():
+            try:
+                self.wait_for_one()
+            except Exception:
+                self.wait_while(under_way)
+                raise
+
     def mark_use(self, slot: int) -> None:
         """What compute does with the copy in `slot` has been asked for by now."""
         self._compute_marks[slot] = self._engine.mark()

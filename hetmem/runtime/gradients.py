@@ -150,11 +150,15 @@ class GradientSink:
             watcher.backward_over()
 
     def arrive(self) -> None:
-        """Everything that was sent is at home, also on NVMe."""
-        runtime = self.runtime
-        runtime.traffic.gradients.wait()
-        homes = [chunk.homes[Role.GRAD] for chunk in runtime.chunks if Role.GRAD in chunk.homes]
-        runtime.traffic.wait_until_written(homes)
+        """Everything that was sent is at home, also on NVMe; what fails is raised when the rest is."""
+        traffic = self.runtime.traffic
+        homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
+        try:
+            traffic.gradients.wait()
+        except Exception:
+            traffic.wait_until_written(homes)
+            raise
+        traffic.wait_until_written(homes)
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""

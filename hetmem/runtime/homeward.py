@@ -65,6 +65,5 @@ class Homeward:
         return chunk in self._on_their_way
 
     def wait(self) -> None:
-        """Every gradient has arrived at home."""
-        while self._on_their_way:
-            self._carrier.wait_for_one()
+        """Every gradient has arrived at home, or its error is raised when all others have."""
+        self._carrier.wait_while(lambda: bool(self._on_their_way))

@@ -136,10 +136,7 @@ class Traffic:
 
     def _mark_use(self, block: int) -> None:
         """Also of a copy that was superseded while it was in use: what comes to lie there must not come too early."""
-        if not self.engine.ordered:
-            return
-        slot = self.residency.slot_taken(block, Tier.DEVICE)
-        if slot >= 0:
+        if self.engine.ordered and (slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:
             self.carrier.mark_use(slot)
 
     def limit_device(self, slots: int, *, before: int) -> None:
@@ -268,15 +265,20 @@ class Traffic:
                 self.execute(self.residency.settle(home.block))
 
     def wait_until_written(self, homes: Iterable[Home]) -> None:
-        """Write the dirty ones among `homes` to NVMe, and wait for that."""
+        """Write the dirty ones among `homes` to NVMe, and wait for that. Where one fails its error comes when no other is
+        being written: nobody meets half of a home, or has what he writes to it overwritten."""
         blocks = [home.block for home in homes if home.tier is Tier.NVME and home.block is not None]
         for block in blocks:
             self.execute(self.residency.settle(block))
-        for block in blocks:
-            while self.residency.dirty(block):
-                if not self.residency.writing(block):  # its write has just failed
-                    self.execute(self.residency.settle(block))
-                self.wait_for_one()
+        try:
+            for block in blocks:
+                while self.residency.dirty(block):
+                    if not self.residency.writing(block):  # its write has just failed
+                        self.execute(self.residency.settle(block))
+                    self.wait_for_one()
+        except Exception:
+            self.carrier.wait_while(lambda: any(map(self.residency.writing, blocks)))
+            raise
 
     def superseded(self, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
         """The home of `role` was written to directly: no copy of it may be used any more, but perhaps the device's."""
@@ -346,9 +348,8 @@ class Traffic:
 
     def let_go_of_copy(self, chunk: Chunk) -> None:
         """End the use of `hold_copy`."""
-        block = chunk.operand_block
-        assert block is not None
-        self.release(block, Tier.DEVICE)
+        assert chunk.operand_block is not None
+        self.release(chunk.operand_block, Tier.DEVICE)
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """No other thread writes parameters, or reads gradients, of `chunk`."""

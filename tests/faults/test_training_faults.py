@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -249,3 +251,31 @@ def test_what_was_added_up_before_a_fault_in_backward_stays_in_the_gradients(tra
     for before, after, parameter in zip(*expected, training.managed.parameters(), strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, before) or torch.equal(parameter.grad, after)
+
+
+def test_gradients_are_whole_when_the_error_of_a_write_comes(training: Training) -> None:
+    """Another one was still being written: who read it met half of it, and what he wrote to it was overwritten."""
+    first, second = next(training.batches), next(training.batches)
+    loss_of(training.managed, first).backward()
+    for batch in (first, second):
+        loss_of(training.plain, batch).backward()
+    loss = loss_of(training.managed, second)
+    failed = threading.Event()
+    writes = iter(range(1 << 30))
+
+    def fault(verb: str, offset: int, nbytes: int) -> int:
+        if verb != "write":
+            return nbytes
+        if next(writes) == 5:  # one in the middle: others come late
+            failed.set()
+            return EIO(verb, offset, nbytes)
+        if failed.is_set():
+            time.sleep(0.05)
+        return nbytes
+
+    training.disk.fault = fault
+    with pytest.raises(StoreError, match="cannot write"):
+        loss.backward()
+    training.disk.fault = healthy
+    for left, right in zip(training.plain.parameters(), training.managed.parameters(), strict=True):
+        assert right.grad is not None and torch.equal(left.grad, right.grad)
