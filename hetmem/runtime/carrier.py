@@ -91,12 +91,12 @@ class Carrier:
 
     def wait_while(self, under_way: Callable[[], bool]) -> None:
         """Wait for what was begun, as long as it is `under_way`. What fails of it is raised at the end."""
-        while under_way():
-            try:
+        try:
+            while under_way():
                 self.wait_for_one()
-            except Exception:
-                self.wait_while(under_way)
-                raise
+        except Exception:
+            self.wait_while(under_way)
+            raise
 
     def mark_use(self, slot: int) -> None:
         """What compute does with the copy in `slot` has been asked for by now."""

@@ -265,8 +265,8 @@ class Traffic:
                 self.execute(self.residency.settle(home.block))
 
     def wait_until_written(self, homes: Iterable[Home]) -> None:
-        """Write the dirty ones among `homes` to NVMe, and wait for that. Where one fails its error comes when no other is
-        being written: nobody meets half of a home, or has what he writes to it overwritten."""
+        """Write the dirty ones among `homes` to NVMe, and wait for that. Where one fails its error comes when no other
+        is being written: nobody meets half of a home, or has what he writes to it overwritten."""
         blocks = [home.block for home in homes if home.tier is Tier.NVME and home.block is not None]
         for block in blocks:
             self.execute(self.residency.settle(block))
