@@ -18,7 +18,7 @@ from tests.runtime.harness import PLACEMENTS, Tower, manage, token_batches, vect
 
 __all__ = ["cuda"]  # a fixture
 
-ARRIVED = "carrier.wait_for_one < carrier.wait_while < homeward.wait: take"
+ARRIVED = "carrier.wait_for_one < homeward.wait < gradients.arrive: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "carrier.wait_for_one < updates.finish < stepper._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
@@ -36,7 +36,7 @@ ON_NVME = {
 }
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
-    "carrier.wait_for_one < carrier.wait_while < homeward.wait",
+    "carrier.wait_for_one < homeward.wait < gradients._send",
     "progress.sample_of",
     "progress.bits_at",
     "tiles.as_array",
