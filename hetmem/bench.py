@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from hetmem.measuring import ordinary_torch
+
 ELEMENTS = 16 << 20
 ROUNDS = 21
 PAIRS = (
@@ -80,6 +82,7 @@ class Way:
     link_bytes: int  # that cross, or within one memory are read and written
 
 
+@ordinary_torch()
 def transfers(elements: int = ELEMENTS, rounds: int = ROUNDS) -> Transfers:
     """Measure. Takes some seconds, and on a GPU about a minute; needs some 10 bytes an element on either side."""
     if elements < 1 or rounds < 1:

@@ -152,8 +152,11 @@ def keep_ways(*, quick: bool = False) -> str:
     if not kernels.native:
         return f"ways across the link: torch's operators only ({kernels.reason})"
     best = measure_ways(device, kernels, _WAY_ELEMENTS // (16 if quick else 1))
-    path = ways.save_ways(best, torch.cuda.get_device_name(device.torch_device), driver_version())
-    return f"weights by {best.weights.value}, gradients by {best.gradients.value}, {best.blocks} blocks: kept in {path}"
+    try:
+        kept = f"kept in {ways.save_ways(best, torch.cuda.get_device_name(device.torch_device), driver_version())}"
+    except OSError as error:
+        kept = f"not kept, as the cache cannot be written to ({error})"
+    return f"weights by {best.weights.value}, gradients by {best.gradients.value}, {best.blocks} blocks: {kept}"
 
 
 def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7) -> ways.Ways:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,12 +90,21 @@ class Budget:
 
 
 def cache_directory() -> Path:
-    """What hetmem keeps between runs: below XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetmem"
+    """What hetmem keeps between runs: below XDG_CACHE_HOME, by default ~/.cache.
+
+    Raises FileNotFoundError where this user has no home, as in a container that runs as any number.
+    """
+    said = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(said) if said else Path.home() / ".cache") / "hetmem"
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            errno.ENOENT, "nobody says where the home of this user is: set XDG_CACHE_HOME"
+        ) from error
 
 
 def kernel_cache_directory() -> Path:
-    """Where compiled kernels are kept."""
+    """Where compiled kernels are kept. Raises as `cache_directory` does."""
     return cache_directory() / "kernels"
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hetmem.api import manage, release
 from hetmem.config import Budget
+from hetmem.measuring import ordinary_torch
 from hetmem.optim.adamw import AdamW
 from hetmem.plan.hardware import ThreadCosts
 from hetmem.plan.layout import PAGE_ELEMENTS
@@ -66,6 +67,7 @@ class Overheads:
         return solved(*(model.result() for model in self._models))
 
 
+@ordinary_torch()
 def measure(rounds: int = 15) -> ThreadCosts:
     """The costs, of `rounds` steps of each model."""
     overheads = Overheads()

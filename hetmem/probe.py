@@ -17,6 +17,7 @@ from statistics import median
 
 import torch
 
+from hetmem.measuring import ordinary_torch
 from hetmem.memory import disks
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import Extent, NvmeStore
@@ -35,6 +36,7 @@ _BOTH_WAYS_BYTES = 4 * MIB
 _DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 2), (4 * MIB, 4), (4 * MIB, 8), (16 * MIB, 1), (16 * MIB, 2), (16 * MIB, 4))
 
 
+@ordinary_torch()
 def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> HardwareProfile:
     """A profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
 

@@ -22,7 +22,9 @@ LAYERS = {
     **dict.fromkeys(("memory",), 3),  # holds and moves, by kernels too
     **dict.fromkeys(("runtime",), 4),  # runs
     **dict.fromkeys(("optim", "checkpoint", "report", "distributed"), 5),  # trains, saves, tells
-    **dict.fromkeys(("planning", "overheads", "probe", "bench", "bench_device", "doctor"), 6),  # plans and measures
+    **dict.fromkeys(
+        ("planning", "overheads", "probe", "measuring", "bench", "bench_device", "doctor"), 6
+    ),  # plans, measures
     **dict.fromkeys(("api", "cli", "__main__", "__init__"), 6),  # what users call
 }
 OPEN_LAYERS = {0, 6}  # plain modules that may know each other; the parts of any other layer may not

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 import hetmem.probe
+from hetmem.bench import transfers
 from hetmem.errors import HetmemError
 from hetmem.memory.disks import settings_for
 from hetmem.plan.hardware import HardwareProfile
@@ -26,6 +29,25 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     assert {s.depth for s in profile.disk_samples} == {1, 2, 4, 8}
     assert profile.nvme_both_ways_bytes_per_second > 0
     assert "measured by hetmem probe" in profile.sources["all"]
+
+
+@pytest.mark.parametrize("default", ["float64", "meta", "no_grad"])
+def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path) -> None:
+    """Nor is it lost."""
+    with ExitStack() as around:
+        if default == "float64":
+            torch.set_default_dtype(torch.float64)
+            around.callback(torch.set_default_dtype, torch.float32)
+        else:
+            around.enter_context(torch.device("meta") if default == "meta" else torch.no_grad())
+        assert probe(tmp_path, quick=True).host.memory_bytes > 0
+        assert len(transfers(elements=1 << 12, rounds=1).rows) > 0
+        made = torch.ones(1)
+        assert (made.dtype is torch.float64, made.is_meta, torch.is_grad_enabled()) == (
+            default == "float64",
+            default == "meta",
+            default != "no_grad",
+        )
 
 
 def test_a_whole_probe_keeps_how_to_ask_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,13 @@ Knows torch's modules and optimizers. Must not know files, nor where the memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.checkpoint.values import Encoder
@@ -139,6 +140,16 @@ def _strides(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dic
         for shapes in [{value.shape for value in state.get(number, {}).values() if isinstance(value, torch.Tensor)}]
         if shapes - {parameter.shape, torch.Size()}
     }
+
+
+def cannot_fill(name: str, tensor: torch.Tensor) -> Iterator[str]:
+    """Why values cannot be loaded into `tensor`, which the model has as `name`; nothing if they can."""
+    if tensor.is_meta:
+        yield f"{name} is on the meta device in the model, without memory to load into"
+    elif tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        yield f"{name} is no dense tensor in the model, but a {type(tensor).__name__} of {tensor.layout}"
+    elif any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        yield f"{name} is expanded in the model, so that elements share memory: give the model a clone() of it"
 
 
 def strides_of(tensor: torch.Tensor) -> list[int]:

@@ -65,9 +65,13 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
             raise
     finally:
         os.close(fd)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    failure = f"{path!r} is the new one, but a power failure may bring the earlier one back"
     try:
-        _flush(folder, f"{path!r} is the new one, but a power failure may bring the earlier one back")
+        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:  # who may write to a directory may not always read it
+        raise _failure(error, failure) from error
+    try:
+        _flush(folder, failure)
     finally:
         os.close(folder)
 

@@ -21,6 +21,7 @@ import torch
 from hetmem.checkpoint.contents import (
     ModelState,
     Streaming,
+    cannot_fill,
     name_numbers,
     of_model,
     parameter_names,
@@ -158,8 +159,7 @@ def _match_model(state: ModelState, header: Header) -> Targets:
 
 
 def _differences(name: str, stored: Stored, tensor: torch.Tensor) -> Iterator[str]:
-    if tensor.is_meta:
-        yield f"{name} is on the meta device in the model, without memory to load into"
+    yield from cannot_fill(name, tensor)
     theirs, mine = (stored.shape, stored.dtype), (tuple(tensor.shape), tensor.dtype)
     if theirs != mine:
         yield f"{name} is {theirs[0]} of {theirs[1]} in the checkpoint and {mine[0]} of {mine[1]} in the model"

@@ -71,7 +71,7 @@ class Encoder:
         )
 
     def _item(self, key: Any, value: Any, place: str) -> list[Any]:
-        return [self.encode(key, f"key of {place}"), self.encode(value, f"{place}:{key}")]
+        return [self.encode(key, f"{place}:key"), self.encode(value, f"{place}:{key}")]
 
     def _store(self, tensor: torch.Tensor, place: str) -> str:
         name, count = place if ":" in place else f"{place}:", 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hetmem.checkpoint.contents import ModelState, of_model
+from hetmem.checkpoint.contents import ModelState, cannot_fill, of_model
 from hetmem.checkpoint.declared import Declared
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.loading import partly_loaded
@@ -167,8 +167,7 @@ def _values(made: _Made) -> tuple[object, ...]:
 
 def _differences(made: _Made, tensor: torch.Tensor, rounding: bool) -> Iterator[str]:
     name = made.name
-    if tensor.is_meta:
-        yield f"{name} is on the meta device in the model, without memory to load into"
+    yield from cannot_fill(name, tensor)
     if made.shape != tuple(tensor.shape):
         of = "" if made.merge is None else f", made of {shown(made.merge.conversion.names)}"
         yield f"{name} has the shape {made.shape} in the files{of}, and {tuple(tensor.shape)} in the model"

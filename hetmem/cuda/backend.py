@@ -111,6 +111,7 @@ class CupyBackend:
         if found is None:
             capability = torch.cuda.get_device_capability(device)
             path = compiled(source, nvrtc.target(10 * capability[0] + capability[1]), self._cache_directory)
+            self._cache_directory = path.parent  # another one, where this cannot be written
             found = self._kernels[key] = self._cupy.RawModule(path=str(path)).get_function(kernel)
         return found
 
@@ -123,10 +124,18 @@ def compiled(source: str, architecture: str, cache_directory: Path) -> Path:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     suffix = "ptx" if architecture.startswith("compute_") else "cubin"
     path = cache_directory / f"{Path(source).stem}-{architecture}-{digest}.{suffix}"
-    if not path.exists():
+    if not _exists(path):
         code, _ = nvrtc.compile_source(text, source, headers, architecture)
         path = _write(path, code)
     return path
+
+
+def _exists(path: Path) -> bool:
+    """Not what this user may not look at: a home can be somebody else's."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _write(path: Path, code: bytes) -> Path:
@@ -135,11 +144,23 @@ def _write(path: Path, code: bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, code)
     except OSError:
-        own = tempfile.mkdtemp(prefix="hetmem-kernels-")
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
-        path = Path(own) / path.name
+        path = _own_directory() / path.name
         write_whole(path, code)
     return path
+
+
+def _own_directory() -> Path:
+    """A new one, until the process ends."""
+    own = tempfile.mkdtemp(prefix="hetmem-kernels-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return Path(own)
+
+
+def _cache_directory() -> Path:
+    try:
+        return kernel_cache_directory()
+    except OSError:  # no home
+        return _own_directory()
 
 
 @cache
@@ -151,7 +172,7 @@ def backend(cache_directory: Path | None = None) -> Backend:
     if not torch.cuda.is_available():
         return TorchBackend("torch sees no GPU")
     try:
-        home = CupyBackend(cache_directory or kernel_cache_directory())
+        home = CupyBackend(cache_directory or _cache_directory())
         nvrtc.library()
     except (ImportError, nvrtc.CompileError) as error:
         return TorchBackend(f"{type(error).__name__}: {error}")

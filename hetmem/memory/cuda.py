@@ -266,6 +266,7 @@ class CudaStreams:
         self._base.record(torch.cuda.current_stream(device))
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
+        self._asked: weakref.WeakKeyDictionary[torch.cuda.Event, float] = weakref.WeakKeyDictionary()
 
     def mark(self) -> torch.cuda.Event:
         """An event on the current stream, or behind all streams where there are several."""
@@ -288,6 +289,7 @@ class CudaStreams:
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(event)
+            self._asked[start] = time.perf_counter()
             start.record(stream)
             try:
                 work()
@@ -311,9 +313,11 @@ class CudaStreams:
         event.synchronize()
 
     def when(self, event: torch.cuda.Event) -> float:
-        """From the time that lies between an earlier event and this one on the GPU."""
+        """From the time that lies between an earlier event and this one on the GPU, whose clock goes apart from the
+        host's, seconds a day: no event passes before it is asked for, nor later than now."""
         milliseconds: float = self._base.elapsed_time(event)
         seconds = self._base_seconds + milliseconds / 1e3
-        if milliseconds > _REBASE_MILLISECONDS:
-            self._base, self._base_seconds = event, seconds
-        return seconds
+        known = min(max(seconds, self._asked.get(event, seconds)), time.perf_counter())
+        if known != seconds or milliseconds > _REBASE_MILLISECONDS:
+            self._base, self._base_seconds = event, known
+        return known

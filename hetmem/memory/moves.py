@@ -53,9 +53,11 @@ class Staging:
         return sum(buffer.memory.numel() for buffer in self._buffers)
 
     def take(self, stream: torch.cuda.Stream) -> _Buffer:
-        """The next buffer; work on `stream` from now on comes after its last use."""
+        """The next buffer; work on `stream`, which is current, comes after its last use from now on."""
         if not self._buffers:
             self._buffers = [_Buffer(PIECE_BYTES, self._device) for _ in range(_BUFFERS)]
+            for buffer in self._buffers:  # of memory that this stream may have given back and be still working on
+                buffer.free.record(stream)
         self._turn = (self._turn + 1) % _BUFFERS
         buffer = self._buffers[self._turn]
         stream.wait_event(buffer.free)

@@ -44,18 +44,18 @@ class Ways:
 
 
 def ways_file() -> Path:
-    """Where measurements are kept."""
+    """Where measurements are kept. Raises FileNotFoundError where this user has no home."""
     return cache_directory() / "ways.json"
 
 
 def load_ways(device_name: str, driver: str, path: Path | None = None) -> Ways:
     """What was measured for a GPU called `device_name` under `driver`, else the defaults. Never raises for a file that
     is not there or not one of ours: it is a cache."""
-    found = _read(path or ways_file()).get(_key(device_name, driver))
+    found = _read(path).get(_key(device_name, driver))
     try:
         known: Mapping[str, Any] = dict(found or {})
         return Ways(Way(known["weights"]), Way(known["gradients"]), max(1, int(known["blocks"])), str(known["source"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return Ways()
 
 
@@ -72,10 +72,10 @@ def _key(device_name: str, driver: str) -> str:
     return f"{device_name}, driver {driver}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path | None) -> dict[str, Any]:
     """The entries of the file; none if it cannot be read or is of another version."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads((path or ways_file()).read_text(encoding="utf-8"))
         return dict(data["entries"]) if data["version"] == VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -21,7 +21,7 @@ from hetmem.plan.placement import Capacities
 from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Workload
 from hetmem.planning.huggingface import hugging_face_call
-from hetmem.planning.modeltrace import Builder, Call, checkpointed, divided, joined, trace, trace_real
+from hetmem.planning.modeltrace import Builder, Call, checkpointed, divided, joined, trace, trace_real, traced
 from hetmem.planning.plan import Plan, PlanError, plan_of
 from hetmem.planning.profiles import known_profiles, load_profile
 from hetmem.planning.results import Results
@@ -102,6 +102,7 @@ def plan(
     )
 
 
+@torch.inference_mode(False)  # nor under no_grad: a plan is of a backward, too
 def plan_within(
     call: Call,
     capacities: Capacities,
@@ -209,7 +210,7 @@ def _variants(
     visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
     kept = "checkpoint the activations of every layer (a third more compute)"
     ways: list[tuple[str, str, Callable[..., Workload | None]]]
-    ways = [("", "divide", checkpointed if checkpointing else trace)]
+    ways = [("", "divide", checkpointed if checkpointing else traced)]
     if light is not None and not checkpointing:
         yield Variant("checkpoint", kept, lambda: light, micro_batches)
         ways.append((f"{kept}, and ", "divide and checkpoint", checkpointed))

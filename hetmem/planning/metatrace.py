@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.plan.workload import Event, Kind, Phase, Work, Workload
+from hetmem.planning.batches import rows_and_tokens
 from hetmem.planning.results import Cost, Results
 from hetmem.runtime.precision import compute_dtypes, specs
 
@@ -144,7 +145,7 @@ class _Tracer:
             self._mixed is not None,
             buffers,
             tuple(event.closed() for event in self._events),
-            *_rows_and_tokens(args, kwargs),
+            *rows_and_tokens((args, kwargs)),
             self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
         )
 
@@ -386,9 +387,3 @@ def _attention(
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
-
-
-def _rows_and_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    rows = max((tensor.shape[0] for tensor in tensors), default=1)
-    return rows, max((tensor.numel() for tensor in tensors if not tensor.dtype.is_floating_point), default=rows)

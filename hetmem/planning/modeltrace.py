@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hetmem.plan.workload import Workload
+from hetmem.planning.batches import rows_of
 from hetmem.planning.metatrace import trace_step
 from hetmem.planning.plan import PlanError
 from hetmem.planning.realmemory import RefuseRealMemory
@@ -45,6 +46,14 @@ def trace_real(call: Call) -> Workload:
     Takes the memory of that, with parameters as operators see them. Tensors of the batch without values are zeros.
     """
     return _run(call, _build(call.build_model, "cpu"), None, "cpu")
+
+
+def traced(call: Call, results: Results | None = None) -> Workload | None:
+    """As `trace`; None if the model refuses the call."""
+    try:
+        return trace(call, results)
+    except PlanError:
+        return None
 
 
 def checkpointed(call: Call, results: Results | None = None) -> Workload | None:
@@ -91,7 +100,7 @@ def joined(call: Call, parts: int) -> Call:
 
 def _with_rows(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
     """`change` what has as many rows as the batch."""
-    rows = max((leaf.shape[0] for leaf in tree_leaves(call.batch) if _has_rows(leaf)), default=0)
+    rows = rows_of(call.batch, 0)
     return replace(
         call,
         batch=tree_map(lambda leaf: change(leaf) if _has_rows(leaf) and leaf.shape[0] == rows else leaf, call.batch),
@@ -140,10 +149,11 @@ def _run(call: Call, model: nn.Module, results: Results | None, device: str = "m
 
 
 def _on(value: Any, device: str) -> Any:
-    """A tensor on `device`; what was on `meta` is zeros elsewhere."""
+    """A tensor on `device`, beside the user's; what was on `meta` is zeros elsewhere."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.to(device)
+    there = torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.detach().to(device)
+    return there.detach().requires_grad_(value.requires_grad)
 
 
 def _hint(error: Exception, operator: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

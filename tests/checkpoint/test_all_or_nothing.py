@@ -120,6 +120,36 @@ def test_another_model_is_refused_by_the_name_of_its_parameter(
     assert equal(before, run.module.state_dict())
 
 
+FILLED = {
+    "expanded": (lambda: torch.arange(4.0).view(4, 1).expand(4, 5), "mask is expanded in the model"),
+    "sparse": (lambda: torch.ones(4, 5).to_sparse(), r"mask is no dense tensor in the model, but a Tensor of .*sparse"),
+}
+
+
+@pytest.mark.parametrize(("buffer", "match"), FILLED.values(), ids=FILLED)
+@pytest.mark.parametrize("load", [hetmem.load, hetmem.load_weights])
+def test_what_cannot_take_values_is_refused_before_any_is_loaded(
+    load: Callable[[Path, nn.Module], object], buffer: Callable[[], torch.Tensor], match: str, tmp_path: Path
+) -> None:
+    saved, module = nn.Linear(3, 3), nn.Linear(3, 3)
+    saved.register_buffer("mask", torch.ones(4, 5))
+    module.register_buffer("mask", buffer())
+    hetmem.save(tmp_path / "c", saved)
+    before = module.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=match):
+        load(tmp_path / "c", module)
+    assert same_bits(before, module.weight)
+
+
+def test_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    saved, module = nn.Linear(3, 3), nn.Linear(3, 3)
+    saved.register_buffer("ids", torch.arange(3).view(1, 3))
+    module.register_buffer("ids", torch.zeros(3, dtype=torch.long).as_strided((1, 3), (0, 1)))
+    hetmem.save(tmp_path / "c", saved)
+    hetmem.load(tmp_path / "c", module)
+    assert module.ids.tolist() == [[0, 1, 2]]
+
+
 def test_tied_weights_that_differ_in_the_checkpoint_are_refused(saved: Path, tmp_path: Path) -> None:
     run = start(tmp_path, "plain", lambda module: torch.optim.AdamW(module.parameters()), seed=2)
     tied = copy.deepcopy(run.module)

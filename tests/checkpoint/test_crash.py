@@ -246,3 +246,20 @@ def test_a_directory_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot write '.*/none/c\.partial': No such file or directory"):
         hetmem.save(tmp_path / "none" / "c", model(2))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_may_be_written_and_not_read_has_the_new_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = os.open
+
+    def unreadable(name: str, flags: int, *more: int) -> int:
+        if flags & os.O_DIRECTORY:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return opens(name, flags, *more)
+
+    monkeypatch.setattr(os, "open", unreadable)
+    with pytest.raises(StoreError, match=r"c' is the new one, but a power failure .*: Permission denied") as caught:
+        hetmem.save(path, model(2), extra="extra")
+    assert caught.value.errno == errno.EACCES
+    assert value_of(path) == 2

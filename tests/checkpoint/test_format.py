@@ -211,6 +211,8 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         hetmem.save(tmp_path / "c", module, extra={"a": [1, lambda: None]})
     with pytest.raises(CheckpointError, match=r"cannot save extra → file, a _io\.BytesIO"):
         hetmem.save(tmp_path / "c", module, extra={"file": io.BytesIO()})
+    with pytest.raises(CheckpointError, match=r"cannot save extra → key, a builtins\.type"):
+        hetmem.save(tmp_path / "c", module, extra={int: 1})
     with pytest.raises(CheckpointError, match=r"cannot save extra → o, a numpy\.ndarray"):
         hetmem.save(tmp_path / "c", module, extra={"o": np.array([object()])})
     module.register_buffer("sparse", torch.eye(2).to_sparse())
@@ -227,7 +229,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         hetmem.save(tmp_path / "c", nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0))
     with pytest.raises(CheckpointError, match=r"expected a torch\.optim\.Optimizer, got int"):
         hetmem.save(tmp_path / "c", nn.Linear(2, 2), 3)
-    with pytest.raises(CheckpointError, match=r"expected a torch\.nn\.Module, got dict"):
+    with pytest.raises(CheckpointError, match=r"with a torch\.nn\.Module as model, got dict"):
         hetmem.save(tmp_path / "c", {})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(CheckpointError, match=r"cannot save extra:n: a NestedTensor is made of several"):
@@ -252,6 +254,14 @@ def test_parameters_and_extra_of_one_name_do_not_meet(tmp_path: Path) -> None:
     extra["x"]["1"] = torch.tensor(5)
     hetmem.save(tmp_path / "c", module, extra=extra)
     assert same(hetmem.load(tmp_path / "c", module), extra)
+
+
+def test_tensors_that_are_keys_come_back(tmp_path: Path) -> None:
+    extra = {torch.ones(2): 1, torch.zeros(3): {torch.arange(2): "x"}}
+    hetmem.save(tmp_path / "c", nn.Linear(2, 2), extra=extra)
+    found = hetmem.load(tmp_path / "c", nn.Linear(2, 2))
+    assert [key.tolist() for key in found] == [[1, 1], [0, 0, 0]]
+    assert [key.tolist() for key in list(found.values())[1]] == [[0, 1]]
 
 
 class WithExtraState(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,6 +125,20 @@ def test_the_backend_says_why_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> No
     found = backend.__wrapped__()
     assert (found.name, found.native) == ("torch", False)
     assert "ModuleNotFoundError: import of cupy halted" in found.reason
+
+
+def test_without_a_home_kernels_are_kept_until_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    given: list[Path] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: given.append(cache))
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert backend.__wrapped__().native
+    assert given[0].is_dir() and not list(given[0].iterdir())
 
 
 def test_the_backend_says_that_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from hetmem.cuda import backend, nvrtc
 from tests.cuda.shim import GPP, SOURCES, cuda_sources, kernel_names
@@ -110,6 +114,35 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = backend.compiled("cast.cu", "sm_90", tmp_path / "file" / "kernels")
     assert path.read_bytes() == compiled("cast.cu", "sm_90")[0]
+
+
+def test_a_cache_that_nobody_may_look_into_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", forbidden)  # as its directory's owner is somebody else
+    monkeypatch.setattr(Path, "mkdir", forbidden)
+    path = backend.compiled("cast.cu", "sm_90", tmp_path / "kernels")
+    assert path.read_bytes() == compiled("cast.cu", "sm_90")[0]
+
+
+def test_a_source_is_compiled_once_where_the_cache_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def compile_source(text: str, name: str, *_: object) -> tuple[bytes, str]:
+        asked.append(name)
+        return b"code", ""
+
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="0", RawModule=Mock()))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    home = backend.CupyBackend(tmp_path / "file" / "kernels")
+    for kernel in ("cast_f32_bf16", "cast_f32_f16", "cast_f32_bf16"):
+        home._kernel(0, "cast.cu", kernel)
+    assert asked == ["cast.cu"]
 
 
 def test_an_error_carries_the_log() -> None:

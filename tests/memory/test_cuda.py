@@ -13,6 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
+from hetmem.memory import cuda as cuda_module
 from hetmem.memory.compute import ComputeStreams
 from hetmem.memory.cuda import CudaDevice, CudaStreams
 from hetmem.memory.device_pool import DevicePool
@@ -150,7 +151,24 @@ def test_without_a_gpu_or_with_a_wrong_index_the_user_is_told(cuda: FakeCuda, mo
         CudaDevice()
 
 
-def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda) -> None:
+class Clock:
+    """The host's, which stands still."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(cuda_module, "time", found)
+    return found
+
+
+def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda, clock: Clock) -> None:
     """CUDA says them in a float32 of milliseconds: after a day that would be 8 ms apart."""
     streams = streams_of_cpu()
     start, end = streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
@@ -161,8 +179,27 @@ def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda) -> None:
         now = Event(enable_timing=True)
         now.record()
         now.last.at = start.at + second
+        clock.now = base + second + 1.0
         assert streams.when(now) == pytest.approx(base + second, abs=1e-2)
         assert float(torch.tensor(streams._base.elapsed_time(now))) < 1e6
+
+
+@pytest.mark.parametrize("drift", [-1e-4, 1e-4])
+def test_times_are_the_host_s_though_the_gpu_s_clock_is_another(cuda: FakeCuda, clock: Clock, drift: float) -> None:
+    """A ten-thousandth is nine seconds a day: the report would show copies in other steps than theirs."""
+    streams = streams_of_cpu()
+    assert streams._base.last is not None
+    streams._base.last.at = 1.0
+    for asked in range(10, 90_000, 10):
+        clock.now = asked
+        start, end = streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
+        streams.wait(end)
+        for event, seconds in ((start, asked + 0.001), (end, asked + 0.002)):
+            event.last.at = 1.0 + seconds * (1.0 + drift)
+        clock.now = asked + 0.003
+        began, ended = streams.when(start), streams.when(end)
+        assert (began, ended) == pytest.approx((asked + 0.001, asked + 0.002), abs=0.003)
+        assert drift > 0 or ended - began == pytest.approx(0.001, abs=1e-5)
 
 
 def test_a_mark_is_behind_every_stream_that_was_seen_to_compute(cuda: FakeCuda) -> None:

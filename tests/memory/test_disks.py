@@ -150,7 +150,7 @@ def test_without_a_home_there_is_no_cache_and_no_error(tmp_path: Path, monkeypat
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(FileNotFoundError, match="set XDG_CACHE_HOME"):
         cache_directory()
     assert disks.settings_for(str(tmp_path)) == DEFAULT
     assert disks.remember(str(tmp_path), SAMPLES) == (FOUND, None)

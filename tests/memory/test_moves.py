@@ -211,6 +211,18 @@ def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda, inwa
         assert torch.equal(target, source.to(target.dtype))
 
 
+def test_the_memory_of_a_buffer_may_have_been_in_use_on_the_stream_that_made_it(cuda: FakeCuda) -> None:
+    """torch's allocator hands memory out again on its stream before that is done with it, and on no other."""
+    staging, first, other, ran = moves.Staging(torch.device("cpu")), Stream(), Stream(), list[str]()
+    first.ask(lambda: ran.append("what had the memory before"))
+    with torch.cuda.stream(first):
+        one = staging.take(first)
+    with torch.cuda.stream(other):
+        assert staging.take(other) is not one
+    other.synchronize()
+    assert ran == ["what had the memory before"]
+
+
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
 def test_kernels_reach_only_into_memory_that_is_page_locked(
     cuda: FakeCuda, libraries: dict[str, Path], ways: Ways

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(tmp_path: Path) ->
         '{"version": 1, "entries": 3}',
         '{"version": 1, "entries": {"H1, driver 1.0": 3}}',
         '{"version": 1, "entries": {"H1, driver 1.0": {"weights": "by hand"}}}',
+        '{"version": 1, "entries": {"H1, driver 1.0": {"weights": "kernel", "gradients": "kernel", "blocks": 1e999}}}',
+        "[" * 100_000,
     ],
 )
 def test_a_file_that_is_not_ours_counts_as_none_and_is_replaced(text: str, tmp_path: Path) -> None:
@@ -49,6 +52,18 @@ def test_a_file_that_is_not_ours_counts_as_none_and_is_replaced(text: str, tmp_p
     assert load_ways("H1", "1.0", path) == Ways()
     save_ways(MEASURED, "H1", "1.0", path)
     assert load_ways("H1", "1.0", path) == MEASURED
+
+
+def homeless() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_without_a_home_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert load_ways("H1", "1.0") == Ways()
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
+        save_ways(MEASURED, "H1", "1.0")
 
 
 def test_unmeasured_weights_come_by_the_copy_engine_and_gradients_leave_by_a_kernel() -> None:
@@ -113,3 +128,8 @@ def test_what_a_probe_measures_the_next_run_takes(
     said = bench_device.keep_ways(quick=True)
     assert said.endswith(f"kept in {ways_file()}")
     assert CpuCuda(measured=True).moves.ways.source.startswith("measured: weights ")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert re.search(
+        r"\d+ blocks: not kept, as the cache cannot be written to \(.*Not a dir", bench_device.keep_ways(quick=True)
+    )
