@@ -208,15 +208,23 @@ class StreamedUpdates:
             raise error
         self._ended()
 
+    def forget(self, chunk: Chunk) -> None:
+        """Nothing that is queued of `chunk`, whose gradients were to come to host memory, is carried out."""
+        for job in [job for job in self._queue if job.chunk is chunk]:
+            self._queue.remove(job)
+            self._dismiss(job)
+
     def cancel(self) -> None:
         """Forget what was not begun, and wait for what was; errors are dropped, as one is on its way already."""
         while self._queue:
-            job = self._queue.popleft()
-            self._traffic.end_update(job.chunk)
-            job.done(False)
+            self._dismiss(self._queue.popleft())
         while self._running or self._tails:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
+
+    def _dismiss(self, job: Job) -> None:
+        self._traffic.end_update(job.chunk)
+        job.done(False)
 
     def _begin(self, job: Job, slot: Slot) -> None:
         chunk = job.chunk

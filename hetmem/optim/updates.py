@@ -137,6 +137,12 @@ class Updates:
         while any(job.chunk is chunk for job in self._running) or self.streamed.works_on(chunk):
             self._traffic.wait_for_one()
 
+    def forget(self, chunk: Chunk) -> None:
+        """Nothing that is queued of `chunk` is carried out."""
+        for job in [job for job in self._queue if job.chunk is chunk]:
+            self._dismiss(self._queue.take(job))
+        self.streamed.forget(chunk)
+
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
         nothing."""
@@ -162,14 +168,16 @@ class Updates:
         self.give_way()
         self.streamed.cancel()
         while self._queue:
-            job = self._queue.pop()
-            if job.writes:
-                self._traffic.end_update(job.chunk)
-            job.done(False)
+            self._dismiss(self._queue.pop())
         while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
         self._traffic.pending.forget(self)
+
+    def _dismiss(self, job: Job) -> None:
+        if job.writes:
+            self._traffic.end_update(job.chunk)
+        job.done(False)
 
     def _next(self) -> Callable[[], None] | None:
         """What can be done now: a job can open, or run; None if there is nothing."""
