@@ -14,13 +14,18 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.errors import BudgetError, StoreError
+from hetmem.memory.chunk import Role
 from hetmem.memory.device import SimDevice
 from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.nvme import NvmeStore
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
+from hetmem.runtime.runtime import Runtime
 from tests.runtime.harness import (
     BATCHES,
+    Recipe,
     adamws,
     assert_same_states,
     assert_same_weights,
@@ -29,8 +34,12 @@ from tests.runtime.harness import (
     pair,
     same_bits,
     streamed,
+    token_batches,
+    train_both,
 )
 from tests.runtime.lazy_device import LazyDevice
+from tests.runtime.test_share import build as share_build
+from tests.runtime.test_share import moved, room
 
 
 def linked() -> SimDevice:
@@ -159,3 +168,54 @@ def test_no_update_is_made_with_a_gradient_that_did_not_arrive(
         right.step()
         right.zero_grad()
     hetmem.release(managed)
+
+
+def test_a_read_that_the_store_refuses_is_reported_like_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was waited for: nobody else knew of it."""
+    _, managed = pair(mlp, "nvme", tmp_path)
+    traffic = registry.of_module(managed).runtime.traffic
+    once = Once(monkeypatch, NvmeStore, "read", no_thread, main=False)
+    once.arm(1)
+    chunk = registry.of_module(managed).runtime.chunks[0]
+    traffic.ask_role(chunk, Role.PARAM, load=True)
+    with pytest.raises(RuntimeError, match="new thread"):
+        traffic.wait_for_one()
+    assert not traffic.pending.busy()
+    traffic.unask_role(chunk, Role.PARAM)
+    assert torch.equal(traffic.open_role(chunk, Role.PARAM, load=True), chunk.flat(Role.PARAM))
+    traffic.close_role(chunk, Role.PARAM, dirty=False)
+
+
+def test_chunks_are_put_in_order_by_the_step_after_one_that_failed_in_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, managed = pair(mlp, "nvme", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters())
+    once = Once(monkeypatch, Runtime, "forget_copies", lambda: StoreError(5, "Input/output error"), main=False)
+    orders: list[bool] = []
+    monkeypatch.setattr(
+        "hetmem.optim.offloaded.arrange_by_use", lambda runtime: (runtime.forget_copies(), orders.append(True))
+    )
+    loss_of(managed, BATCHES[0]).backward()
+    once.arm(1)
+    with pytest.raises(StoreError):
+        optimizer.step()
+    assert not orders
+    optimizer.step()
+    optimizer.step()
+    assert orders == [True]
+
+
+def test_a_role_for_which_host_memory_has_no_room_is_not_left_on_the_device_either(tmp_path: Path) -> None:
+    plain, managed = pair(share_build, room("host", None, tmp_path), tmp_path)
+    train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=adamws(plain, managed))
+    memory = registry.of_module(managed).runtime.memory
+    assert moved(managed)
+    taken, role = memory.device_home_bytes, Role("another")
+    memory.host_pool.reserve(memory.host_pool.free_bytes)
+    with pytest.raises(BudgetError):
+        memory.reserve(memory.chunks, role)
+    assert memory.device_home_bytes == taken
+    assert not any(role in chunk.homes for chunk in memory.chunks)
