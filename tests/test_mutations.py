@@ -34,7 +34,7 @@ class Mutation:
 MUTATIONS = {
     "skip a write-back to NVMe": Mutation(
         "memory/transfer.py",
-        "self._submit(tag, self._nvme().write(extent, source), Link.NVME_WRITE, len(source))",
+        "self._submit(tag, partial(self._nvme().write, extent, source), Link.NVME_WRITE, len(source))",
         "self._finished.put(Finished(tag))",
         BITS + "test_the_least_staging_gives_the_same_bits[fp32]",
     ),

@@ -69,8 +69,8 @@ class StreamCopier:
     def start(self, job: Job, after: Sequence[Any]) -> None:
         """What leaves the device is behind all compute so far, as something just computed it."""
         self._not_asked.discard(job.tag)
-        marks = [*after, self._streams.mark()] if job.link is Link.DEVICE_TO_HOST else list(after)
         try:
+            marks = [*after, self._streams.mark()] if job.link is Link.DEVICE_TO_HOST else list(after)
             start, end = self._streams.enqueue(job.link, marks, job.work)
         except Exception as error:  # nothing was asked for (out of memory for a cast, say)
             self._not_asked.add(job.tag)

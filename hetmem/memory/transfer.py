@@ -61,7 +61,7 @@ class Copier(Protocol):
     ordered: bool
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
-        """Begin `job` once the marks in `after` are passed. It is reported when it is over."""
+        """Begin `job` once the marks in `after` are passed. It is reported when it is over, also if it cannot begin."""
 
     def now(self, job: Job) -> None:
         """Carry `job` out, behind all compute so far, and wait for it."""
@@ -109,8 +109,12 @@ class ThreadCopier:
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
         """On the link's thread; all compute is over when it is asked for here, so there is nothing to come after."""
-        future = self._threads[job.link].submit(self.now, job)
         finished = self._finished
+        try:
+            future = self._threads[job.link].submit(self.now, job)
+        except RuntimeError as error:  # no thread can be started
+            finished(Finished(job.tag, error))
+            return
         future.add_done_callback(lambda ended: finished(Finished(job.tag, ended.exception())))
 
     def now(self, job: Job) -> None:
@@ -213,11 +217,11 @@ class TransferEngine:
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""
-        self._submit(tag, self._nvme().read(extent, into), Link.NVME_READ, len(into))
+        self._submit(tag, partial(self._nvme().read, extent, into), Link.NVME_READ, len(into))
 
     def write(self, tag: Any, extent: Extent, source: memoryview) -> None:
         """Write host memory to `extent` on NVMe."""
-        self._submit(tag, self._nvme().write(extent, source), Link.NVME_WRITE, len(source))
+        self._submit(tag, partial(self._nvme().write, extent, source), Link.NVME_WRITE, len(source))
 
     def anything_over(self) -> bool:
         """Whether `take` may have something to give. Asked at each use of a weight, where there is mostly nothing."""
@@ -298,8 +302,13 @@ class TransferEngine:
         if self.observe is not None:
             self.observe(job.link, job.tag, start, end, job.nbytes)
 
-    def _submit(self, tag: Any, future: Future[Any], link: Link, nbytes: int) -> None:
+    def _submit(self, tag: Any, begin: Callable[[], Future[Any]], link: Link, nbytes: int) -> None:
         start, finished = time.perf_counter(), self._finished
+        try:
+            future = begin()
+        except Exception as error:  # no thread can be started, say: whoever waits for it is told
+            finished.put(Finished(tag, error))
+            return
 
         def done(ended: Future[Any]) -> None:
             if self.observe is not None:

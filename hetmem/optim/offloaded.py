@@ -349,11 +349,11 @@ class OffloadedOptimizer(Optimizer):
         """Before the first update: chunks in order of use, as the first forward showed it."""
         for interception in list(self._steppers):
             if not interception.arranged and interception.runtime.memory.streams:
-                interception.arranged = True
                 if not any(managed.parameter in self.states.shown for managed in interception.runtime.parameters):
                     interception.reset()
                     interception.segments.settle()
                     arrange_by_use(interception.runtime)
+                interception.arranged = True  # a step that failed before is tried again
 
     def _managed(self, parameter: torch.Tensor, *, loads: bool = False) -> tuple[Stepper, ManagedParameter]:
         for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer

@@ -118,6 +118,11 @@ class Stepper:
             self._begin_early(managed.chunk)
         self._updates.pump()
 
+    def lost(self, chunk: Chunk) -> None:
+        """See `Watcher`. What is queued of `chunk` waits for its gradients, and nothing of it is begun."""
+        self._updates.forget(chunk)
+        self._drop(chunk)
+
     def backward_over(self) -> None:
         """See `Watcher`. Some streamed gradients are used up: whoever clips them is told there and then, and whoever
         clips the others, by a wrong norm, in the step."""

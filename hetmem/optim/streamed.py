@@ -213,15 +213,24 @@ class StreamedUpdates:
         yield from self._queue
         yield from (one.job for one in self._running)
 
+    def forget(self, chunk: Chunk) -> None:
+        """Nothing that is queued of `chunk`, whose gradients were to come to host memory, is carried out."""
+        for job in [job for job in self._queue if job.chunk is chunk]:
+            self._queue.remove(job)
+            self._dismiss(job)
+
     def cancel(self, *, owed: bool) -> None:
         """As `Updates.cancel`."""
         for job in [job for job in self._queue if owed or not job.owed]:
             self._queue.remove(job)
-            self._traffic.end_update(job.chunk)
-            job.done(False)
+            self._dismiss(job)
         while self._running or self._tails:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
+
+    def _dismiss(self, job: Job) -> None:
+        self._traffic.end_update(job.chunk)
+        job.done(False)
 
     def _begin(self, job: Job, slot: Slot) -> None:
         chunk = job.chunk

@@ -135,6 +135,12 @@ class Updates:
         while any(job.chunk is chunk for job in self._running) or self.streamed.works_on(chunk):
             self._traffic.wait_for_one()
 
+    def forget(self, chunk: Chunk) -> None:
+        """Nothing that is queued of `chunk` is carried out."""
+        for job in [job for job in self._queue if job.chunk is chunk]:
+            self._dismiss(self._queue.take(job))
+        self.streamed.forget(chunk)
+
     def give_way(self) -> bool:
         """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
         nothing."""
@@ -174,10 +180,8 @@ class Updates:
             job = self._queue.pop()
             if job.owed and not owed:
                 stay.append(job)
-                continue
-            if job.writes:
-                self._traffic.end_update(job.chunk)
-            job.done(False)
+            else:
+                self._dismiss(job)
         while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
@@ -187,6 +191,11 @@ class Updates:
             self._traffic.pending.forget(self)
         else:
             self._traffic.pending.keep(self)
+
+    def _dismiss(self, job: Job) -> None:
+        if job.writes:
+            self._traffic.end_update(job.chunk)
+        job.done(False)
 
     def _next(self) -> Callable[[], None] | None:
         """What can be done now: a job can open, or run; None if there is nothing."""

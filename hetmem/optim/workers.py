@@ -171,6 +171,8 @@ class WorkerPool:
         """
         batch = Batch(tasks, after)
         self._share(batch, min(max(1, self.threads - 1), len(tasks)))
+        if not self._workers:  # no thread could be started: nobody else would run them
+            batch.drain()
         return batch
 
     def close(self) -> None:
@@ -195,5 +197,8 @@ class WorkerPool:
             for index in range(1, max(2, self.threads)):
                 name = f"hetmem-worker-{index}"
                 worker = threading.Thread(target=_serve, args=(self._batches, self._cores), name=name, daemon=True)
-                worker.start()
+                try:
+                    worker.start()
+                except RuntimeError:  # a limit of threads: whoever joins does the work
+                    return
                 self._workers.append(worker)

@@ -117,17 +117,24 @@ class Carrier:
         done here and now where nothing is gained by another thread.
 
         What follows from a command that is done at once goes behind the commands that were given with it: otherwise
-        a slot could be filled before the drop of what it held.
+        a slot could be filled before the drop of what it held. All are begun, also if one fails, as each is waited for;
+        then the first error is raised.
         """
         self._commands.extend((command, command.block == urgent) for command in commands)
         if self._executing:
             return
+        first: BaseException | None = None
         self._executing = True
         try:
             while self._commands:
-                self._carry_out(*self._commands.popleft())
+                try:
+                    self._carry_out(*self._commands.popleft())
+                except Exception as error:  # noqa: PERF203 - each may fail
+                    first = first or error
         finally:
             self._executing = False
+        if first is not None:
+            raise first
 
     def order_compute_after(self, block: int) -> bool:
         """Order compute behind the copy of `block` that is on its way to the device; False if that cannot be."""

@@ -23,7 +23,7 @@ from hetmem.runtime.old_gradients import OldGradients
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
 from hetmem.runtime.watcher import Watcher
-from hetmem.runtime.weak import WeakOnes
+from hetmem.runtime.weak import WeakOnes, weakly
 
 _SAMPLES = 1024
 
@@ -47,6 +47,7 @@ class GradientSink:
         self._before: dict[int, Any] = {}
         self._taken: dict[int, torch.Tensor | None] = {}
         self._old = OldGradients()
+        runtime.traffic.gradients.lost = weakly(self.lost)
 
     def install(self, managed: ManagedParameter) -> None:
         """Hook `managed`, once, as soon as it requires a gradient."""
@@ -117,6 +118,11 @@ class GradientSink:
                 self.arrive()
             for watcher in self.watchers:
                 watcher.arrived(managed)
+
+    def lost(self, chunk: Chunk) -> None:
+        """A gradient of `chunk` was sent and did not arrive."""
+        for watcher in self.watchers:
+            watcher.lost(chunk)
 
     def recompute_with(self, used: list[ManagedParameter]) -> None:
         """A part of the forward is computed once more within a backward, with `used`."""

@@ -28,6 +28,8 @@ class Homeward:
     def __init__(self, engine: TransferEngine, pending: Pending, carrier: Carrier, close: Close) -> None:
         self._engine, self._pending, self._carrier, self._close = engine, pending, carrier, close
         self._on_their_way: Counter[Chunk] = Counter()
+        self.lost: Callable[[Chunk], None] = lambda chunk: None
+        """Called if a gradient of a chunk was sent and did not arrive."""
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
@@ -58,6 +60,7 @@ class Homeward:
             del self._on_their_way[chunk]
         self._close(chunk, Role.GRAD, dirty=True)
         if error is not None:
+            self.lost(chunk)
             raise error
 
     def arriving(self, chunk: Chunk) -> bool:

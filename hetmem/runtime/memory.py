@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory import views
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.device import Device
@@ -86,10 +86,16 @@ class Memory:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, or `DeviceOutOfMemoryError` where the others
         are on the device, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
-        self._reserve_on_device([chunk for chunk in chunks if self.resident or chunk.moved], role)
+        on_device = [chunk for chunk in chunks if self.resident or chunk.moved]
+        self._reserve_on_device(on_device, role)
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
         sizes = [chunk.home_nbytes(role) for chunk in chunks]
-        tiers = place(sizes, self._room(), f"{role.name} of {len(chunks)} chunks")
+        try:
+            tiers = place(sizes, self._room(), f"{role.name} of {len(chunks)} chunks")
+        except BudgetError:
+            for chunk in on_device:
+                self._unsettle(chunk, role)
+            raise
         self._place(role, list(zip(chunks, sizes, tiers, strict=True)))
 
     def _reserve_on_device(self, chunks: list[Chunk], role: Role) -> None:

@@ -26,6 +26,9 @@ class Watcher(Protocol):
     def arrived(self, managed: ManagedParameter) -> None:
         """It is on its way home: `Homeward.arriving` says whether it is there."""
 
+    def lost(self, chunk: Chunk) -> None:
+        """A gradient of `chunk` did not get home, which is raised in the backward: no update may read it."""
+
     def backward_over(self) -> None:
         """The backward is over, and its gradients are where the user finds them."""
 
