@@ -268,27 +268,28 @@ class Updates:
             raise error from again
 
     def _close(self, job: Job, *, failed: bool) -> None:
-        """Give everything back. What was half computed in staging is dropped: its home is as it was."""
-        with self._runtime.unwatched(), without_graph():
-            self._give_back(job, failed=failed)
-            job.done(not failed)
-
-    def _give_back(self, job: Job, *, failed: bool) -> None:
+        """Give everything back, the last thing first, and all of it whatever raises: somebody waits for each."""
         traffic, chunk = self._traffic, job.chunk
-        if job.copy is not None:
-            traffic.let_go_of_copy(chunk)
-        job.opened, job.copy = {}, None
-        for role in job.roles:
-            changed = job.writes and role is not Role.GRAD
-            traffic.close_role(chunk, role, dirty=changed and not failed)
-            if changed and failed:
-                traffic.superseded(chunk, role)
-        if failed and Role.COMPUTE in job.roles:
-            recast_all(chunk)  # parameters may be what they were, and their copies not
-        if job.writes:
-            traffic.end_update(chunk, renew=job.had_copy and not job.keeps_copy)
-            if not failed:
-                traffic.settle(chunk.homes[role] for role in job.roles)
+        with self._runtime.unwatched(), without_graph(), contextlib.ExitStack() as back:
+            back.callback(job.done, not failed)
+            if job.writes and not failed:
+                back.callback(traffic.settle, [chunk.homes[role] for role in job.roles])
+            if job.writes:
+                back.callback(traffic.end_update, chunk, renew=job.had_copy and not job.keeps_copy)
+            if failed and Role.COMPUTE in job.roles:
+                back.callback(recast_all, chunk)  # parameters may be what they were, and their copies not
+            for role in reversed(job.roles):
+                back.callback(self._close_role, job, role, failed=failed)
+            if job.copy is not None:
+                back.callback(traffic.let_go_of_copy, chunk)
+            job.opened, job.copy = {}, None
+
+    def _close_role(self, job: Job, role: Role, *, failed: bool) -> None:
+        """What was half computed in staging is dropped: its home is as it was."""
+        changed = job.writes and role is not Role.GRAD
+        self._traffic.close_role(job.chunk, role, dirty=changed and not failed)
+        if changed and failed:
+            self._traffic.superseded(job.chunk, role)
 
     def _cannot_open(self, job: Job) -> CapacityError:
         """Nothing is under way that could make room for `job`."""

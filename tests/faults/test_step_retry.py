@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hetmem.optim.scaling import LossScale
 from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
+from hetmem.runtime.traffic import Traffic
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
@@ -131,6 +133,38 @@ def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(
             optimizer.zero_grad()
     monkeypatch.undo()
     right.synchronize()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+    hetmem.release(managed)
+
+
+@pytest.mark.parametrize("call", range(0, 24, 3))
+@pytest.mark.parametrize("overlap", ["off", "backward"])
+def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
+    overlap: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left, right = adamws(plain, managed, overlap=overlap)
+    close, calls = Traffic.close_role, iter(range(1 << 30))
+
+    def closed(*args: Any, **keywords: Any) -> None:
+        close(*args, **keywords)
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("for what comes in its place")
+
+    for number, batch in enumerate(vector_batches(4, 8, 64)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        with monkeypatch.context() as patch:
+            if number == 2:
+                patch.setattr(Traffic, "close_role", closed)
+            try:
+                right.step()
+            except torch.OutOfMemoryError:
+                right.step()
+        for optimizer in (left, right):
+            optimizer.zero_grad()
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
     hetmem.release(managed)
