@@ -106,8 +106,8 @@ MUTATIONS = {
     ),
     "read gradients before they have arrived": Mutation(
         "runtime/homeward.py",
-        "        while self._on_their_way:\n            self._carrier.wait_for_one()\n",
-        "        pass\n",
+        "self._carrier.wait_while(lambda: bool(self._on_their_way))",
+        "pass",
         "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
     ),
     "round the 16-bit copy down": Mutation(
@@ -250,8 +250,9 @@ MUTATIONS = {
     ),
     "give a slot away although compute still uses a superseded copy there": Mutation(
         "runtime/traffic.py",
-        "if slot >= 0:",
-        "if self.residency.state(block, Tier.DEVICE) in _PLACED:",
+        "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:",
+        "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0"
+        " and self.residency.state(block, Tier.DEVICE) in PLACED:",
         "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "move homes back while squares of their gradients are summed up": Mutation(
