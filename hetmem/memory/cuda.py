@@ -313,8 +313,8 @@ class CudaStreams:
         event.synchronize()
 
     def when(self, event: torch.cuda.Event) -> float:
-        """From the time that lies between an earlier event and this one on the GPU, whose clock goes apart from the
-        host's, seconds a day: no event passes before it is asked for, nor later than now."""
+        """From the time that lies between an earlier event and this one on the GPU, whose clock need not go as the
+        host's: no event passes before it is asked for, nor later than now."""
         milliseconds: float = self._base.elapsed_time(event)
         seconds = self._base_seconds + milliseconds / 1e3
         known = min(max(seconds, self._asked.get(event, seconds)), time.perf_counter())
