@@ -164,8 +164,9 @@ class Cache:
         """`schedule` is what comes next."""
         self.schedule = schedule
         self.moved()
-        self._demand.renew()
-        self._ahead.renew()
+        for cache in (self,) if self._farther is None else (self, self._farther):
+            cache._demand.renew()
+            cache._ahead.renew()
 
     def reach(self, blocks: tuple[int, ...]) -> None:
         """A use of `blocks` begins. Next uses change for what was waited for in vain, and for what was skipped."""
@@ -183,12 +184,36 @@ class Cache:
         if last < first:
             first, last = last, first
         self.moved()
-        self._changed.update(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
+        changed = set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
+        self._changed |= changed
+        if self._farther is not None:
+            self._farther._changed |= changed
 
     def meet(self, block: int) -> None:
         """`block` of the use just reached is there, and in use from now on."""
         self.schedule.met.add(block)
         self._ranked.add(block)
+
+    def needed(self, block: int) -> int:
+        """When a copy of `block` here is of use next, NEVER if that is not known: a use of the schedule; by the clock
+        of both tiers in host staging, where the device is fed from it too, unless it has a copy already."""
+        schedule, nearer = self.schedule, self._nearer
+        at = schedule.next_use(block)
+        if nearer is None:
+            return at
+        here = schedule.time(at)
+        if block in nearer.copies:
+            return here
+        there = nearer.schedule
+        return min(here, there.time(there.next_use(block)))
+
+    def clock(self) -> int:
+        """What `needed` says of a use that begins now."""
+        schedule, nearer = self.schedule, self._nearer
+        if nearer is None:
+            return schedule.position
+        here, there = schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position)
+        return max((at for at in (here, there) if at < NEVER), default=0)
 
     def missing(self, lookahead: int, most: int) -> list[int]:
         """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
@@ -257,8 +282,8 @@ class Cache:
     def _disturb(self, where: Cache) -> None:
         """On `where` copies may be given up that perhaps could not be before."""
         if self._rest is not None and self._rest[2] is where:
-            lowest, next_use = self._rest[3], where.schedule.next_use
-            if any(next_use(block) >= lowest for block in where._changed):
+            lowest, needed = self._rest[3], where.needed
+            if any(needed(block) >= lowest for block in where._changed):
                 self._rest = None
 
     # ---- what to give up ---------------------------------------------------------------------------------------
@@ -370,9 +395,7 @@ class Cache:
         copy = self.copies.get(block)
         if copy is None or copy.uses or copy.writing or (copy.state is not VALID and copy.state is not STALE):
             return None
-        next_use = self.schedule.next_use(block)
-        if next_use != NEVER and self._nearer is not None and block in self._nearer.copies:
-            next_use = NEVER - 1
+        next_use = self.schedule.next_use(block) if self._nearer is None else self.needed(block)
         if self._by_next_use:  # as the policy would, without asking it
             return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
         facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
@@ -382,7 +405,8 @@ class Cache:
         copy = self.copies.get(block)
         if copy is None or copy.uses or copy.dirty or (copy.state is not VALID and copy.state is not STALE):
             return None  # what is written is dirty
-        return self.schedule.next_use(block), -copy.last_use, -copy.number, block
+        next_use = self.schedule.next_use(block) if self._nearer is None else self.needed(block)
+        return next_use, -copy.last_use, -copy.number, block
 
     def check(self) -> None:
         """Raise `AssertionError` where copies and slots disagree."""

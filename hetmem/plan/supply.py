@@ -29,6 +29,7 @@ class Supply:
         self._at_once = at_once
         self._waiting: list[tuple[Tier, int]] = []
         self._suspended: set[int] = set()
+        self._fed = False  # whether the device is fed from staging
         self._too_large: dict[Tier, int] = {}
         """By tier, so many slots in a row were not to be had for a request a moment ago: nor are they for the next."""
 
@@ -99,6 +100,7 @@ class Supply:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
+        self._fed = True
         if staged is None:
             staged = staging.add(block, Copy(WAITING))
         elif staged.state is STALE:
@@ -138,8 +140,13 @@ class Supply:
     def _look(self, cache: Cache, commands: list[Command]) -> None:
         """As `prefetch`, where that may begin something."""
         most = self._at_once - cache.loading
+        if self._fed and cache.tier is DEVICE:
+            most += self._at_once  # and what is read into staging for it
         missing = cache.missing(self._lookahead, most)
         if not missing:
+            return
+        if self._fed and cache.tier is HOST and cache.needed(missing[0]) > cache.clock() + 2 * self._lookahead:
+            cache.rest(None, None)  # the device is fed before
             return
         moves, full = cache.moves(), None
         for block in missing:
@@ -165,11 +172,14 @@ class Supply:
         if source is HOST and home is NVME:
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
+            self._fed = True
             if staged is None:
                 tier, cache, source = HOST, staging, NVME
             elif staged.state is not VALID:
                 return None
-        slot = self._make_room(cache, self._blocks[block].span, commands, cache.schedule.next_use(block))
+        if cache.loading >= self._at_once:
+            return None
+        slot = self._make_room(cache, self._blocks[block].span, commands, cache.needed(block))
         if slot is None:
             return cache
         copy = cache.add(block, Copy(WAITING, last_use=self._ledger.tick))
@@ -216,7 +226,7 @@ class Supply:
             if not cache.writing or cache.writing_slots(span) < span:
                 victims = cache.victims(span, spared)
             else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
-                victims = cache.harmless_victims(span, cache.schedule.position + 2 * self._lookahead, spared)
+                victims = cache.harmless_victims(span, cache.clock() + 2 * self._lookahead, spared)
         if not victims:
             return None
         dirty = [block for block in victims if cache.copies[block].dirty]

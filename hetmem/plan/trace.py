@@ -62,14 +62,23 @@ class SegmentTrace:
 
 class Uses:
     """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. Those at
-    the indices `overwritten` write their blocks without reading them, so that nothing is prefetched for them. Made
-    once for all schedules of the same uses; O(uses)."""
+    the indices `overwritten` write their blocks without reading them, so that nothing is prefetched for them. `times`
+    says when each comes, on a clock that the uses of another tier have too; one round takes `period`. Made once for all
+    schedules of the same uses; O(uses)."""
 
-    __slots__ = ("blocks", "overwritten", "places", "positions")
+    __slots__ = ("blocks", "overwritten", "period", "places", "positions", "times")
 
-    def __init__(self, uses: Sequence[tuple[int, ...]], overwritten: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        uses: Sequence[tuple[int, ...]],
+        overwritten: Collection[int] = (),
+        times: Sequence[int] | None = None,
+        period: int | None = None,
+    ) -> None:
         self.blocks = tuple(uses)
         self.overwritten = frozenset(overwritten)
+        self.times = range(len(self.blocks)) if times is None else times
+        self.period = len(self.blocks) if period is None else period
         self.positions: dict[int, list[int]] = {}
         self.places: dict[tuple[int, ...], list[int]] = {}
         for index, blocks in enumerate(self.blocks):
@@ -112,6 +121,14 @@ class Schedule:
         self._passed_over: set[int] = set()
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
         self._positions, self._places = known.positions, known.places
+        self._times, self._period = known.times, known.period
+
+    def time(self, at: int) -> int:
+        """When the use number `at`, counted as `position` is, comes on the clock of `Uses`; NEVER if that is NEVER."""
+        if at >= NEVER or not self._count:
+            return NEVER
+        lap, inside = divmod(at, self._count)
+        return lap * self._period + self._times[inside]
 
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
@@ -282,11 +299,38 @@ class TraceBook:
         """The uses of `chain`, which starts with `key`, on the device and in host staging; kept as long as it is."""
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
-            device = Uses([moment.blocks for trace in chain for moment in trace.moments])
             starts = accumulate((len(trace.host_blocks) for trace in chain), initial=0)
+            device_times, host_times, period = _times(chain)
+            device = Uses([moment.blocks for trace in chain for moment in trace.moments], (), device_times, period)
             host = Uses(
                 [(block,) for trace in chain for block in trace.host_blocks],
                 [start + at for trace, start in zip(chain, starts, strict=False) for at in trace.overwritten],
+                host_times,
+                period,
             )
             known = self._uses[key] = chain, device, host
         return known[1], known[2]
+
+
+def _times(chain: Sequence[SegmentTrace]) -> tuple[list[int], list[int], int]:
+    """When each use of `chain` comes: those on the device, those in host staging; and how long one round takes.
+
+    The clock counts blocks that are used anew, on either tier, which is about how many have to be moved till then. In a
+    segment that uses both tiers each is spread evenly over it: nobody knows how the two will be interleaved.
+    """
+    device: list[int] = []
+    host: list[int] = []
+    began = 0
+    for trace in chain:
+        before: tuple[int, ...] = ()
+        turns, at_turn = 0, []
+        for moment in trace.moments:
+            at_turn.append(turns)
+            turns += sum(block not in before for block in moment.blocks)
+            before = moment.blocks
+        there = len(trace.host_blocks)
+        length = turns + there
+        device.extend(began + turn * length // max(turns, 1) for turn in at_turn)
+        host.extend(began + at * length // max(there, 1) for at in range(there))
+        began += length
+    return device, host, began
