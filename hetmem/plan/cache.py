@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -95,6 +95,7 @@ class Cache:
         self._beside = self  # where copies for this tier come from, if that is a cache too
         self._added = 0
         self._present_until = 0
+        self._fed_until = 0
         self._changed: set[int] = set()
         self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
@@ -122,7 +123,12 @@ class Cache:
 
     def remove(self, block: int) -> Copy:
         """There is no copy of `block` here any more; returns what was."""
-        self._present_until = min(self._present_until, self.schedule.next_use(block))
+        next_use = self.schedule.next_use(block)
+        if next_use < self._present_until:
+            self._present_until = next_use
+        fed = self if self._nearer is None else self._nearer
+        if fed._fed_until:
+            fed._fed_until = min(fed._fed_until, fed.schedule.next_use(block))
         self._moves += 1
         self._freed += 1
         copy = self.copies.pop(block)
@@ -133,7 +139,7 @@ class Cache:
 
     def moved(self) -> None:
         """What comes next here may be something else now."""
-        self._present_until = 0
+        self._present_until = self._fed_until = 0
         self._moves += 1
 
     def turned(self) -> None:
@@ -250,6 +256,21 @@ class Cache:
         elif not missing:
             self.rest(None, None)
         return missing
+
+    def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool], lookahead: int) -> int | None:
+        """The first block that the next `lookahead` uses read and that is neither here nor `staged`, of those that come
+        through staging. What was looked at is not looked at again until something of it is given up."""
+        schedule, copies = self.schedule, self.copies
+        start, end = max(schedule.position, self._fed_until), schedule.horizon(lookahead)
+        if start >= end:
+            return None
+        for at, blocks in enumerate(schedule.between(start, end), start):
+            for block in blocks:
+                if block not in copies and block not in staged and comes_from_there(block):
+                    self._fed_until = at
+                    return block
+        self._fed_until = end
+        return None
 
     # ---- rest --------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from hetmem.plan.commands import Command
 from hetmem.plan.ledger import Ledger
 from hetmem.plan.trace import DEVICE, HOST, NVME, Tier
 
+_FED_AHEAD = 4  # times the lookahead of the device: more of what is staged then is given up again before it is used
+
 
 class Supply:
     """Brings blocks in: what is asked for, and what the next `lookahead` uses miss, while fewer than `at_once` loads
@@ -29,7 +31,7 @@ class Supply:
         self._at_once = at_once
         self._waiting: list[tuple[Tier, int]] = []
         self._suspended: set[int] = set()
-        self._fed = False  # whether the device is fed from staging
+        self._feeding = False  # whether the device was ever fed from staging
         self._too_large: dict[Tier, int] = {}
         """By tier, so many slots in a row were not to be had for a request a moment ago: nor are they for the next."""
 
@@ -100,7 +102,7 @@ class Supply:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
-        self._fed = True
+        self._feeding = True
         if staged is None:
             staged = staging.add(block, Copy(WAITING))
         elif staged.state is STALE:
@@ -140,22 +142,23 @@ class Supply:
     def _look(self, cache: Cache, commands: list[Command]) -> None:
         """As `prefetch`, where that may begin something."""
         most = self._at_once - cache.loading
-        if self._fed and cache.tier is DEVICE:
-            most += self._at_once  # and what is read into staging for it
         missing = cache.missing(self._lookahead, most)
-        if not missing:
-            return
-        if self._fed and cache.tier is HOST and cache.needed(missing[0]) > cache.clock() + 2 * self._lookahead:
-            cache.rest(None, None)  # the device is fed before
+        feeding = self._feeding and cache.tier is DEVICE
+        if not missing and not feeding:
             return
         moves, full = cache.moves(), None
+        if self._feeding and not feeding and cache.needed(missing[0]) > cache.clock() + 2 * self._lookahead:
+            missing = []  # the device is fed before
+        if feeding:
+            full = self._feed(cache, commands)
         for block in missing:
-            full = self._prefetch(block, cache, commands)
-            if full is not None:
+            waits_for = self._prefetch(block, cache, commands)
+            if waits_for is not None:
+                full = waits_for
                 break
         if cache.moves() == moves:
             all_seen = full is None and len(missing) < most
-            cache.rest(None if all_seen else missing[0], full)
+            cache.rest(None if all_seen or not missing else missing[0], full)
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
@@ -164,28 +167,44 @@ class Supply:
             self._prefetch(block, cache, commands)
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> Cache | None:
-        """Bring in `block`, which is missing in `cache`; returns where that has to wait for something, if it has to."""
+        """Bring in `block`, which is missing in `cache`; returns where that has to wait for room, if it has to."""
         tier, home = cache.tier, self._blocks[block].home
         if home <= tier or (tier is DEVICE and block in self._suspended):
             return None
-        source = HOST if tier is DEVICE else NVME
-        if source is HOST and home is NVME:
+        if tier is DEVICE and home is NVME:
+            self._feeding = True
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
-            self._fed = True
             if staged is None:
-                tier, cache, source = HOST, staging, NVME
-            elif staged.state is not VALID:
+                return self._bring_in(block, NVME, staging, commands) if staging.loading < self._at_once else None
+            if staged.state is not VALID:
                 return None
-        if cache.loading >= self._at_once:
-            return None
+        return self._bring_in(block, HOST if tier is DEVICE else NVME, cache, commands)
+
+    def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> Cache | None:
+        """Fetch `block` from `source` into `cache`; returns `cache` if it has no room."""
         slot = self._make_room(cache, self._blocks[block].span, commands, cache.needed(block))
         if slot is None:
             return cache
         copy = cache.add(block, Copy(WAITING, last_use=self._ledger.tick))
-        self._ledger.place(block, tier, copy, slot)
-        self._ledger.fetch(block, source, tier, copy, commands)
+        self._ledger.place(block, cache.tier, copy, slot)
+        self._ledger.fetch(block, source, cache.tier, copy, commands)
         return None
+
+    def _feed(self, device: Cache, commands: list[Command]) -> Cache | None:
+        """Read from NVMe what the device uses next and has not, farther ahead than the device itself has room for: the
+        disk works while that computes on what it has. Returns host staging if that has no room."""
+        staging = self._caches[HOST]
+        while staging.loading < self._at_once:
+            block = device.unfed(staging.copies, self._is_on_nvme, _FED_AHEAD * self._lookahead)
+            if block is None:
+                break
+            if self._bring_in(block, NVME, staging, commands) is not None:
+                return staging
+        return None
+
+    def _is_on_nvme(self, block: int) -> bool:
+        return self._blocks[block].home is NVME
 
     # ---- room --------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,9 @@ def scan_waits(cache: ComparedCache) -> bool:
         schedule.uses[at % len(schedule.uses)] for at in range(schedule.position, schedule.horizon(supply._lookahead))
     ]
     missing = dict.fromkeys(block for blocks in uses for block in blocks if block not in cache.copies)
+    feeds = supply._feeding and cache.tier is Tier.HOST
+    if feeds and missing and scan_needed(cache, next(iter(missing))) > cache.clock() + 2 * supply._lookahead:
+        return True
     for block in list(missing)[: max(0, supply._at_once - cache.loading)]:
         home = cache._blocks[block].home
         if home <= cache.tier or (cache.tier is Tier.DEVICE and block in supply._suspended):
@@ -88,16 +91,27 @@ def scan_waits(cache: ComparedCache) -> bool:
             if staged is not None and staged.state is not CopyState.VALID:
                 continue
             where = cache if staged is not None else cache._farther
+            if where.loading >= supply._at_once:
+                continue
         return not scan_room(where, block)
     return True
 
 
 def scan_room(cache: Cache, block: int) -> bool:
     """Whether `block` gets a place without harm."""
-    span, needed_at = cache._blocks[block].span, cache.schedule.next_use(block)
+    span, needed_at = cache._blocks[block].span, scan_needed(cache, block)
     if cache.slots.used + span <= cache.limit and cache.slots.find(span) is not None:
         return True
     return needed_at < NEVER and bool(scan_victims(cache, span, scan_harmless(cache, needed_at)))
+
+
+def scan_needed(cache: Cache, block: int) -> int:
+    """When a copy in `cache` is of use next."""
+    nearer = cache._nearer
+    if nearer is None:
+        return cache.schedule.next_use(block)
+    asked = [cache] if block in nearer.copies else [cache, nearer]
+    return min(at.schedule.time(at.schedule.next_use(block)) for at in asked)
 
 
 def scan_idle(cache: Cache) -> Ranks:
@@ -105,10 +119,9 @@ def scan_idle(cache: Cache) -> Ranks:
     ranks = {}
     for block, copy in cache.copies.items():
         if copy.idle:
-            next_use = cache.schedule.next_use(block)
-            if next_use != NEVER and cache._nearer is not None and block in cache._nearer.copies:
-                next_use = NEVER - 1
-            ranks[block] = cache._policy.rank(CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty))
+            ranks[block] = cache._policy.rank(
+                CopyFacts(scan_needed(cache, block), copy.last_use, copy.fetched, copy.dirty)
+            )
     return ranks
 
 
@@ -119,7 +132,7 @@ def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
     for block, copy in cache.copies.items():
         if copy.dirty:
             continue
-        coming = schedule.next_use(block)
+        coming = scan_needed(cache, block)
         if waits and (coming < needed_at or (copy.uses and block in now)):
             awaited = max(awaited, schedule.next_use(block, needed_at))
         elif coming > needed_at and copy.idle:

@@ -158,10 +158,18 @@ def test_a_request_for_the_device_reloads_a_stale_staged_copy() -> None:
 
 def test_staged_copies_that_the_device_holds_too_go_first() -> None:
     r = residency(NVME, NVME, NVME, device=1, host=2)
+    assert r.expect(DEVICE, Schedule([(0,), (1,)], barrier=0)) == []
+    visit(r, 1, HOST)
+    visit(r, 0, DEVICE)
+    assert r.acquire(2, HOST) == [Drop(0, HOST, 1), read(2, 1)], "although the device uses 0 before 1"
+
+
+def test_a_use_in_host_memory_counts_for_what_the_device_holds_too() -> None:
+    r = residency(NVME, NVME, NVME, device=1, host=2)
     assert r.expect(HOST, Schedule([(0,), (1,), (2,)])) == []
     visit(r, 1, HOST)
     visit(r, 0, DEVICE)
-    assert r.acquire(2, HOST) == [Drop(0, HOST, 1), read(2, 1)], "although staging uses 0 before 1"
+    assert r.acquire(2, HOST) == [Drop(1, HOST, 0), read(2, 0)], "0 would be read again, and sooner"
 
 
 def test_two_requests_do_not_take_staging_from_each_other() -> None:
