@@ -232,17 +232,15 @@ def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int 
     half = len(trace.uses) // 2
     segments = (trace.uses[:half], trace.uses[half:])
     events, began = 0, 0.0
-    known: dict[int, tuple[Uses, Uses]] = {}  # as `TraceBook` keeps them
+    known: dict[int, Uses] = {}  # as `TraceBook` keeps them
     for step in range(steps):
         if step == 1:
             events, began = traffic.events, time.process_time()
         for now, later in (segments, segments[::-1]):
             if id(now) not in known:
-                staged = [(block,) for use in now + later for block in use] if nvme else []
-                known[id(now)] = Uses(now + later), Uses(staged)
-            device, host = known[id(now)]
-            traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(device, segment=len(now))))
-            traffic.execute(traffic.residency.expect(Tier.HOST, Schedule(host)))
+                known[id(now)] = Uses(now + later)
+            traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(known[id(now)], segment=len(now))))
+            traffic.execute(traffic.residency.expect(Tier.HOST, Schedule()))
             for blocks in now:
                 traffic.poll()
                 traffic.residency.reach(blocks, Tier.DEVICE)

@@ -254,8 +254,18 @@ class Cache:
         if seen_all:
             self._present_until = schedule.present_until(copies, max(start, end), lookahead + _FURTHER)
         elif not missing:
-            self.rest(None, None)
+            self.rest(schedule.position)
         return missing
+
+    def quiet_until(self, lookahead: int, can_come: Callable[[int], bool]) -> int:
+        """Up to this use nothing that is missing and `can_come` now gets among the next `lookahead`, if nothing moves."""
+        schedule, copies = self.schedule, self.copies
+        start, end = schedule.horizon(lookahead), schedule.horizon(lookahead + _FURTHER)
+        for at, blocks in enumerate(schedule.between(start, end), start):
+            for block in blocks:
+                if block not in copies and can_come(block):
+                    return at - lookahead
+        return schedule.position + _FURTHER
 
     def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool], lookahead: int) -> int | None:
         """The first block that the next `lookahead` uses read and that is neither here nor `staged`, of those that come
@@ -278,10 +288,9 @@ class Cache:
         """Another number after whatever may change what is missing here, or where it comes from."""
         return self._moves + self._beside._moves
 
-    def rest(self, first: int | None, where: Cache | None) -> None:
+    def rest(self, until: int, where: Cache | None = None) -> None:
         """Nothing could be begun: all that may be is on its way; or there is no room on `where` for what comes next.
-        `first` is the first block that is missing; None if what the next use brings into sight may be begun."""
-        until = self.schedule.position if first is None else self.schedule.next_use(first)
+        That holds up to the use `until`."""
         self._rest = until, self.moves(), where, 0 if where is None else where._lowest
 
     def at_rest(self, lookahead: int) -> bool:

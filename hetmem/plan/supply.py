@@ -156,9 +156,14 @@ class Supply:
             if waits_for is not None:
                 full = waits_for
                 break
-        if cache.moves() == moves:
-            all_seen = full is None and len(missing) < most
-            cache.rest(None if all_seen or not missing else missing[0], full)
+        if cache.moves() != moves:
+            return
+        if missing and (full is not None or len(missing) >= most):
+            cache.rest(cache.schedule.next_use(missing[0]), full)
+        elif feeding and self._caches[HOST].loading < self._at_once:
+            cache.rest(cache.schedule.position, full)
+        else:
+            cache.rest(cache.quiet_until(self._lookahead, self._can_come if cache.tier is DEVICE else self._is_on_nvme))
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
@@ -202,6 +207,13 @@ class Supply:
             if self._bring_in(block, NVME, staging, commands) is not None:
                 return staging
         return None
+
+    def _can_come(self, block: int) -> bool:
+        """Whether a prefetch can do something for `block`, which is not on the device; `_feed` aside."""
+        if self._blocks[block].home is not NVME or not self._feeding:
+            return True
+        staged = self._caches[HOST].copies.get(block)
+        return staged is not None and staged.state is VALID
 
     def _is_on_nvme(self, block: int) -> bool:
         return self._blocks[block].home is NVME
