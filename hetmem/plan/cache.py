@@ -117,8 +117,9 @@ class Cache:
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
         self._moves += 1
-        if self._farther is not None:
-            self._farther._ranked.add(block)
+        farther = self._farther
+        if farther is not None and block in farther.copies:
+            farther._ranked.add(block)
         return copy
 
     def remove(self, block: int) -> Copy:
@@ -133,8 +134,9 @@ class Cache:
         self._freed += 1
         copy = self.copies.pop(block)
         self.touch(block)
-        if self._farther is not None:
-            self._farther._ranked.add(block)
+        farther = self._farther
+        if farther is not None and block in farther.copies:
+            farther._ranked.add(block)
         return copy
 
     def moved(self) -> None:
@@ -260,12 +262,12 @@ class Cache:
     def quiet_until(self, lookahead: int, can_come: Callable[[int], bool]) -> int:
         """Up to this use nothing that is missing and `can_come` now gets among the next `lookahead`, if nothing moves."""
         schedule, copies = self.schedule, self.copies
-        start, end = schedule.horizon(lookahead), schedule.horizon(lookahead + _FURTHER)
+        start, end = schedule.horizon(lookahead), schedule.horizon(2 * lookahead)
         for at, blocks in enumerate(schedule.between(start, end), start):
             for block in blocks:
                 if block not in copies and can_come(block):
                     return at - lookahead
-        return schedule.position + _FURTHER
+        return schedule.position + lookahead
 
     def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool], lookahead: int) -> int | None:
         """The first block that the next `lookahead` uses read and that is neither here nor `staged`, of those that come
