@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
@@ -34,3 +35,15 @@ class StepResult:
         """The same as one of many steps: what one leaves to be written behind it, the next ones wait for, so that none
         is shorter than any resource is busy for it."""
         return replace(self, seconds=max(self.seconds, *self.terms.values()))
+
+    @classmethod
+    def mean(cls, steps: Sequence[StepResult]) -> StepResult:
+        """The last of `steps`, with the times and bytes of a link that they have in the mean."""
+        last, count = steps[-1], len(steps)
+        return replace(
+            last,
+            seconds=sum(step.seconds for step in steps) / count,
+            stall_seconds=sum(step.stall_seconds for step in steps) / count,
+            terms={name: sum(step.terms[name] for step in steps) / count for name in last.terms},
+            bytes={name: round(sum(step.bytes[name] for step in steps) / count) for name in last.bytes},
+        )
