@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hetmem.errors import ManageError
+from hetmem.errors import DeviceAccessError, ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import exchange, hook_forwards, skipped
 from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
@@ -210,7 +210,7 @@ class Interception:
             if error is None and self._goes_on_after(module, frame):
                 return
             with HELD_BACK:
-                if type(error) is RuntimeError and raised_in_call(error, module):
+                if type(error) in (RuntimeError, DeviceAccessError) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
                 if self._regions.runs_around(frame):
                     return
@@ -238,6 +238,7 @@ class Interception:
         measured = compute.operators is not None
         self._end(compute)
         if compute.task < 0:
+            self.runtime.notice_writes_without_versions()
             self._saved.watch_functions(output)
             if measured:
                 self.runtime.monitor.watch_backward(output)

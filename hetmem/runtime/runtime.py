@@ -141,19 +141,31 @@ class Runtime:
         `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: those that
         it may itself have written to without counting one.
         """
+        first: BaseException | None = None
         with self.unwatched():
             self.bindings.unbind(used)
             for managed in used:
-                if managed.parameter._version != managed.version:
-                    self.writes.by_operator(managed)
-                elif managed in writes:
-                    self.writes.compare(managed)
-                if self.bindings.held(managed) and id(managed) not in self._held:
-                    self._held[id(managed)] = managed
-                    if untracked:
-                        self._untracked.add(id(managed))
-                else:
-                    self.traffic.release(param_block(managed), Tier.DEVICE)
+                try:
+                    self._end_use_of(managed, untracked=untracked, may_be_written=managed in writes)
+                except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
+                    first = first or error
+        if first is not None:
+            raise first
+
+    def _end_use_of(self, managed: ManagedParameter, *, untracked: bool, may_be_written: bool) -> None:
+        try:
+            if managed.parameter._version != managed.version:
+                self.writes.by_operator(managed)
+            elif may_be_written:
+                self.writes.compare(managed)
+        finally:
+            held, key = self.bindings.held(managed), id(managed)
+            if held and untracked:
+                self._untracked.add(key)
+            if held and key not in self._held:
+                self._held[key] = managed
+            else:
+                self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def end_region(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
@@ -210,6 +222,12 @@ class Runtime:
         if self._held:
             self._notice_writes(self.writes.by_operator)
 
+    def notice_writes_without_versions(self) -> None:
+        """A forward is over: what it wrote last to views that count no versions goes home before anybody reads that."""
+        if self._untracked:
+            with self.unwatched():
+                self._let_go()
+
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
         self._notice_writes(self.writes.by_user)
@@ -243,7 +261,7 @@ class Runtime:
             return
         for key, managed in list(self._held.items()):
             if id(managed) in self._untracked:
-                self.writes.compare(managed)
+                self.writes.by_view(managed)
             if not self.bindings.held(managed):
                 del self._held[key]
                 self._untracked.discard(id(managed))

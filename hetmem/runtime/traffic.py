@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hetmem.errors import StateError
+from hetmem.errors import CapacityError, StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.cache import PLACED, CopyState
@@ -105,6 +105,7 @@ class Traffic:
             self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
         start = time.perf_counter() if missing else 0.0
         commands = self._acquire(block, tier, load=load)
+        refused: CapacityError | None = None
         try:
             if commands:
                 self.execute(commands, urgent=block)
@@ -114,10 +115,13 @@ class Traffic:
                 if tier is Tier.DEVICE and self.carrier.order_compute_after(block):
                     break
                 if not self.pending.go_on():
-                    raise self.residency.withdraw(block, tier)
+                    refused = self._withdraw(block, tier)
+                    break
         except BaseException:
             self._abandon(block, tier)
             raise
+        if refused is not None:  # others may use it, or wait for it: those uses are theirs
+            raise refused
         self._tell_of(block, tier)
         if missing:
             self._events.faults.append(Fault(start, block, time.perf_counter() - start))
@@ -160,6 +164,14 @@ class Traffic:
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
         return self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+
+    def copy_counts(self, chunk: Chunk) -> bool:
+        """Whether the copy on the device is what operators see, or will be before any that is asked for from now on."""
+        block = chunk.operand_block
+        state = None if block is None else self.residency.state(block, Tier.DEVICE)
+        if block is None or state is not CopyState.LOADING:
+            return state is CopyState.VALID
+        return self.carrier.order_compute_after(block)
 
     def copy_equals_home(self, chunk: Chunk) -> None:
         """The copy on the device, if there is one, has just come to say what the newest copy in host memory says."""
@@ -211,13 +223,18 @@ class Traffic:
         return self.carrier.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
-        """Begin what `open_role` does, and do not wait: see `role_is_there`."""
+        """Begin what `open_role` does, and do not wait: see `role_is_there`. Nothing is asked for if this raises."""
         home = chunk.homes[role]
         if home.tier is Tier.NVME:
             assert home.block is not None
             self._tracer.host_use(home.block, reads=load)
             self.residency.reach((home.block,), Tier.HOST)
-            self.execute(self._acquire(home.block, Tier.HOST, load=load))
+            commands = self._acquire(home.block, Tier.HOST, load=load)
+            try:
+                self.execute(commands)
+            except BaseException:
+                self._abandon(home.block, Tier.HOST)
+                raise
 
     def role_is_there(self, chunk: Chunk, role: Role) -> bool:
         """Whether what `ask_role` asked for has come, and `asked_role` has it."""
@@ -343,7 +360,12 @@ class Traffic:
         if copy is not None:
             block = chunk.operand_block
             assert block is not None
-            self.execute(self.residency.acquire(block, Tier.DEVICE))
+            commands = self.residency.acquire(block, Tier.DEVICE)
+            try:
+                self.execute(commands)  # of what comes ahead
+            except BaseException:
+                self.let_go_of_copy(chunk)
+                raise
         return copy
 
     def let_go_of_copy(self, chunk: Chunk) -> None:
@@ -374,11 +396,14 @@ class Traffic:
     def _abandon(self, block: int, tier: Tier) -> None:
         state = self.residency.state(block, tier)
         if state is CopyState.WAITING:
-            self._unfetched.discard((block, tier))
-            self.residency.withdraw(block, tier)
+            self._withdraw(block, tier)
         elif state is not None and self.residency.uses(block, tier):
             self._tell_of(block, tier)
             self.release(block, tier)
+
+    def _withdraw(self, block: int, tier: Tier) -> CapacityError:
+        self._unfetched.discard((block, tier))
+        return self.residency.withdraw(block, tier)
 
     def _acquire(self, block: int, tier: Tier, *, load: bool) -> list[Command]:
         if not load and self.residency.state(block, tier) is None:
