@@ -44,6 +44,13 @@ class Overlap(str, Enum):
     FORWARD = "forward"
 
 
+def advice(gradients: Gradients) -> str:
+    """What lets gradients of a parameter come after those that its update was begun with."""
+    if gradients is Gradients.VISIBLE:
+        return "use overlap='off'"
+    return "use gradients='visible', with which a chunk waits for as many gradients as it had in the steps before"
+
+
 _ChoiceT = TypeVar("_ChoiceT", Overlap, Gradients)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 
@@ -275,13 +275,15 @@ class Runtime:
         self._ended = None
 
     def after_step(self) -> None:
-        """The weights are new: plan for what usually follows, and start to fetch for it."""
+        """The weights are new: plan for what usually follows, and start to fetch for it. A step that is over must not
+        look as if it had failed: what cannot be fetched ahead is asked for again, or refused, where it is used."""
         self.room.look_at_allocator()
         self.tracer.end()
         self.events.end_segment()
         self._ended = STEP
         if (follower := self.tracer.book.follower(STEP)) is not None:
-            self.expect(follower)
+            with suppress(Exception):
+                self.expect(follower)
 
 
 def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.plan.trace import STEP
 from hetmem.runtime import registry
+from hetmem.runtime.runtime import Runtime
 from tests.optim.stories import Twins, adamw, halves, one, overlaps, small, trailing, twins
 from tests.runtime.harness import (
     assert_same,
@@ -273,3 +275,31 @@ def test_an_optimizer_that_is_refused_takes_no_parameter_from_the_one_before(pla
     right.zero_grad()
     one(plain, batch, left)
     assert_same_weights(plain, managed)
+
+
+@streamed
+@overlaps
+def test_a_step_of_two_models_is_over_for_both_though_nothing_can_be_fetched_ahead(
+    overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raised when the first was done, and the step that was repeated updated that again."""
+    pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
+    left = adamw([p for plain, _ in pairs for p in plain.parameters()])
+    right = hetmem.AdamW([p for _, managed in pairs for p in managed.parameters()], lr=1e-2, overlap=overlap)
+    failed: list[Any] = []
+
+    def expect(runtime: Runtime, key: Any) -> None:
+        if key != STEP:
+            failed.append(key)
+            raise RuntimeError("no memory for what comes next")
+
+    for batch in vector_batches(4, 4, 64):
+        for which, optimizer in ((0, left), (1, right)):
+            sum(loss_of(both[which], batch) for both in pairs).backward()
+            with monkeypatch.context() as patched:
+                patched.setattr(Runtime, "expect", expect)
+                optimizer.step()
+            optimizer.zero_grad()
+        for plain, managed in pairs:
+            assert_same_weights(plain, managed)
+    assert failed

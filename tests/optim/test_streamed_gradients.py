@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.memory.chunk import Role
@@ -20,7 +21,9 @@ from hetmem.runtime import registry
 from hetmem.runtime.used_up import UsedUp
 from tests.optim.stories import one
 from tests.runtime.harness import (
+    BATCHES,
     WIDTH,
+    Recipe,
     Tower,
     adamws,
     assert_same,
@@ -36,6 +39,7 @@ from tests.runtime.harness import (
     reference,
     streamed,
     token_batches,
+    train_both,
     vector_batches,
 )
 
@@ -365,3 +369,29 @@ def test_a_backward_of_two_forwards_is_updated_when_all_of_it_has_arrived(
             optimizer.step()
             optimizer.zero_grad()
         assert_same_weights(*both)
+
+
+class Again(nn.Module):
+    """One block in several checkpoints, each of which has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.before = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+@streamed
+def test_a_block_of_several_checkpoints_is_refused_and_trains_as_is_said_there(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(Again, placement, tmp_path)
+    _, right = adamws(plain, managed, **STREAMED)
+    with pytest.raises(RuntimeError, match=r"block\.weight .* after its update had begun .*use gradients='visible'"):
+        loss_of(managed, BATCHES[0]).backward()
+    del right
+    plain, managed = pair(Again, placement, tmp_path)
+    optimizers = adamws(plain, managed, **{**STREAMED, "gradients": "visible"})
+    train_both(plain, managed, BATCHES, Recipe(steps=4), optimizers=optimizers)

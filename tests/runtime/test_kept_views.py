@@ -1,4 +1,4 @@
-"""`weight.data` within a forward is the weight and counts no versions: what is written there goes home, at once, and who
+"""`weight.data` within a forward is the weight, and counts no versions: what is written there goes home at once, and who
 only keeps it changes nothing."""
 
 from __future__ import annotations
