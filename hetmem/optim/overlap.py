@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hetmem.errors import ManageError
 
@@ -44,9 +44,13 @@ class Overlap(str, Enum):
     FORWARD = "forward"
 
 
-def advice(gradients: Gradients) -> str:
-    """What lets gradients of a parameter come after those that its update was begun with."""
-    if gradients is Gradients.VISIBLE:
+class _Optimizer(Protocol):
+    gradients: Gradients
+
+
+def advice(optimizer: _Optimizer) -> str:
+    """How gradients of a parameter may come after those with which `optimizer` has begun its update."""
+    if optimizer.gradients is Gradients.VISIBLE:
         return "use overlap='off'"
     return "use gradients='visible', with which a chunk waits for as many gradients as it had in the steps before"
 

@@ -1,5 +1,5 @@
-"""`weight.data` within a forward is the weight, and counts no versions: what is written there goes home at once, and who
-only keeps it changes nothing."""
+"""`weight.data` within a forward is the weight, and counts no versions: what is written there goes home at once, and a
+module that only keeps it changes nothing."""
 
 from __future__ import annotations
 
