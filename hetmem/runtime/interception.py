@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hetmem.errors import DeviceAccessError, ManageError
+from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import exchange, hook_forwards, skipped
 from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
@@ -30,7 +30,7 @@ from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import Segments, in_backward, signature
 from hetmem.runtime.share import ResidentShare
-from hetmem.runtime.strangers import explain, raised_in_call
+from hetmem.runtime.strangers import explain, is_of_torch, raised_in_call
 from hetmem.runtime.surroundings import refuse_a_surrounding
 
 
@@ -210,7 +210,7 @@ class Interception:
             if error is None and self._goes_on_after(module, frame):
                 return
             with HELD_BACK:
-                if type(error) in (RuntimeError, DeviceAccessError) and raised_in_call(error, module):
+                if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
                 if self._regions.runs_around(frame):
                     return

@@ -84,6 +84,8 @@ class Runtime:
         with self.unwatched():
             self.traffic.pending.poll()
             self.expect(key)
+            if key != STEP:
+                self._renew_what_is_held()
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
@@ -266,6 +268,16 @@ class Runtime:
                 del self._held[key]
                 self._untracked.discard(id(managed))
                 self.traffic.release(param_block(managed), Tier.DEVICE)
+
+    def _renew_what_is_held(self) -> None:
+        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward:
+        what it shows becomes what the weight is by now."""
+        self._let_go()
+        for managed in list(self._held.values()):
+            if not self.traffic.copy_counts(managed.chunk):
+                block = param_block(managed)
+                self._acquire_device(managed, block, f"a kept view of {managed.name}")
+                self.traffic.release(block, Tier.DEVICE)
 
     def relearn(self) -> None:
         """Chunks hold other parameters now: what was traced is void."""

@@ -100,3 +100,46 @@ def test_what_is_written_to_data_is_at_home_when_the_forward_is_over(
     for step in range(3):
         assert_same(plain(BATCHES[step][0]), managed(BATCHES[step][0]), f"forward {step}")
         assert_same_weights(plain, managed, f"forward {step}")
+
+
+VIEWS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "turned": lambda weight: weight.T,
+    "detached": lambda weight: weight.detach().T,
+    "data": lambda weight: weight.data.T,
+}
+
+
+class Caches(nn.Module):
+    """Makes a view of its weight once, and uses that from then on."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.view, self.cached = view, torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.cached.numel():
+            self.cached = VIEWS[self.view](self.layer.weight)
+        y: torch.Tensor = self.other(x @ self.cached)
+        return y if self.view == "turned" else y + self.layer(x)
+
+
+@everywhere
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_a_module_keeps_shows_the_weight_as_it_is(
+    view: str, overlap: str, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(lambda: Caches(view), placement, tmp_path)
+    optimizers = adamws(plain, managed, overlap=overlap)
+    for step in range(4):
+        losses = [loss_of(module, BATCHES[step]) for module in (plain, managed)]
+        assert_same(*losses, f"step {step} loss")
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():  # and what the user writes
+            for module in (plain, managed):
+                module.layer.weight.mul_(0.9)
+        assert_same_weights(plain, managed, f"step {step}")
