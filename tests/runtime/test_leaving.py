@@ -473,3 +473,26 @@ def test_a_copy_that_fails_leaves_all_of_a_chunk_where_it_was(
     for optimizer in optimizers:
         optimizer.step()
     assert_same_weights(plain, managed)
+
+
+def test_gradients_that_are_parts_of_a_buffer_of_the_user_s_stay_so(tmp_path: Path) -> None:
+    """What is written to the buffer reaches them. So their chunks stay where they are, and others leave."""
+    plain, managed = modules = pair(build, room(None), tmp_path)
+    optimizers = optimizers_of(plain, managed)
+    buffers: list[torch.Tensor] = []
+    for module in modules:
+        parts = [p for block in module.blocks[:2] for p in block.parameters()]
+        buffers.append(torch.zeros(sum(p.numel() for p in parts)))
+        for parameter, part in zip(parts, buffers[-1].split([p.numel() for p in parts]), strict=True):
+            parameter.grad = part.view_as(parameter)
+    for batch in [*token_batches(1), *token_batches(3, rows=24)]:
+        losses = [loss_of(module, batch) for module in modules]
+        assert_same(*losses, "loss")
+        for loss, optimizer, buffer in zip(losses, optimizers, buffers, strict=True):
+            loss.backward()
+            buffer.mul_(0.5)
+            optimizer.step()
+            buffer.zero_()
+        assert_same_weights(plain, managed)
+    assert not memory_of(managed).resident
+    assert tiers(managed) == {Tier.HOST, Tier.DEVICE}
