@@ -140,8 +140,8 @@ class ResidentShare:
         return storage_references(managed.home) > managed.home_references
 
     def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
-        """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device. One that is a part
-        of somebody's buffer would be so no more."""
+        """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device. Not if it is a
+        part of somebody's buffer: it would be so no more."""
         if Role.GRAD in chunk.homes or self._runtime.memory.gradient_place(chunk) is None or is_shared(gradient):
             return False
         return gradient.layout is torch.strided and gradient.dtype is chunk.dtype and not gradient.requires_grad

@@ -15,7 +15,9 @@ import hetmem
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.plan.cache import CopyState
-from hetmem.plan.trace import Tier
+from hetmem.plan.commands import Drop
+from hetmem.plan.residency import Residency
+from hetmem.plan.trace import DEVICE, HOST, NVME
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
 from tests.runtime.harness import BATCHES, WIDTH, adamws, assert_same_weights, loss_of, manage, mlp, pair
@@ -36,23 +38,22 @@ def in_use(module: nn.Module) -> list[str]:
     runtime = runtime_of(module)
     assert not runtime.holds_copies()
     residency = runtime.traffic.residency
-    tiers = (Tier.DEVICE, Tier.HOST)
+    tiers = (DEVICE, HOST)
     return [residency.blocks[b].label for tier in tiers for b in residency.resident(tier) if residency.uses(b, tier)]
 
 
 @contextmanager
-def fails_once(owner: Any, name: str, at: int = 0, *, after: bool = False) -> Iterator[None]:
-    """The call number `at` of `owner.name` raises OSError, `after` it has done what it does or before."""
+def fails_once(owner: Any, name: str, at: int = 0) -> Iterator[None]:
+    """The call number `at` of `owner.name` raises OSError, and does nothing."""
     original: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        result = original(*args, **kwargs) if after or calls != at + 1 else None
         if calls == at + 1:
             raise OSError("it has failed")
-        return result
+        return original(*args, **kwargs)
 
     setattr(owner, name, call)
     try:
@@ -110,7 +111,7 @@ def test_who_is_refused_takes_back_his_own_wait_and_nobody_else_s(tmp_path: Path
     with pytest.raises(CapacityError):
         traffic.open_role(chunk, role, load=True)
     residency, block = traffic.residency, block_of(chunk, role)
-    assert (residency.state(block, Tier.HOST), residency.uses(block, Tier.HOST)) == (CopyState.WAITING, 1)
+    assert (residency.state(block, HOST), residency.uses(block, HOST)) == (CopyState.WAITING, 1)
     for one in opened:
         traffic.close_role(*one, dirty=False)
     traffic.pending.drain()
@@ -119,16 +120,34 @@ def test_who_is_refused_takes_back_his_own_wait_and_nobody_else_s(tmp_path: Path
     assert not in_use(managed)
 
 
+@pytest.fixture
+def something_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each use, ahead of what comes next."""
+    acquire = Residency.acquire
+    monkeypatch.setattr(Residency, "acquire", lambda *args, **kwargs: acquire(*args, **kwargs) or [Drop(0, HOST, 0)])
+
+
+@pytest.mark.usefixtures("something_begins")
 def test_a_role_is_asked_for_or_not(tmp_path: Path) -> None:
-    """What else begins then may fail to begin: the use that somebody else has stays, and there is no other."""
+    """What else begins then may fail to begin."""
     managed = manage(mlp(), "nvme", tmp_path)
     hetmem.AdamW(managed.parameters())
     traffic, chunk = runtime_of(managed).traffic, runtime_of(managed).chunks[0]
-    traffic.open_role(chunk, Role.PARAM, load=True)
-    with fails_once(traffic, "execute", after=True), pytest.raises(OSError, match="has failed"):
-        traffic.ask_role(chunk, Role.PARAM, load=True)
-    assert traffic.residency.uses(block_of(chunk), Tier.HOST) == 1
-    traffic.close_role(chunk, Role.PARAM, dirty=False)
+    with fails_once(traffic._uses, "_execute"), pytest.raises(OSError, match="has failed"):
+        traffic.ask_role(chunk, Role.PARAM, load=False)
+    assert not in_use(managed)
+    assert traffic.residency.state(block_of(chunk), HOST) is None
+
+
+@pytest.mark.usefixtures("something_begins")
+def test_a_copy_that_is_held_for_an_update_is_let_go_of_where_that_cannot_begin(tmp_path: Path) -> None:
+    managed = manage(mlp(), "host", tmp_path)
+    with torch.no_grad():
+        managed[0](*BATCHES[0])
+    traffic = runtime_of(managed).traffic
+    found = [chunk for chunk in runtime_of(managed).chunks if traffic.device_copy(chunk) is not None]
+    with fails_once(traffic._uses, "_execute"), pytest.raises(OSError, match="has failed"):
+        traffic.hold_copy(found[0])
     assert not in_use(managed)
 
 
@@ -143,25 +162,15 @@ def test_an_update_that_cannot_ask_for_all_it_needs_asks_for_nothing(at: int, tm
     runtime = runtime_of(managed)
     runtime.traffic.pending.drain()
     for chunk in runtime.chunks:  # whoever else uses what it would ask for
-        if chunk.homes[Role.PARAM].tier is Tier.NVME:
+        if chunk.homes[Role.PARAM].tier is NVME:
             traffic.open_role(chunk, Role.PARAM, load=True)
             other = chunk
             break
     with fails_once(traffic, "ask_role", at), pytest.raises(OSError, match="has failed"):
         right.step()
-    assert traffic.residency.uses(block_of(other), Tier.HOST) == 1
+    assert traffic.residency.uses(block_of(other), HOST) == 1
     traffic.close_role(other, Role.PARAM, dirty=False)
     assert not in_use(managed)
     left.step()
     right.step()
     assert_same_weights(plain, managed)
-
-
-def test_a_copy_that_is_held_for_an_update_is_let_go_of_where_that_cannot_begin(tmp_path: Path) -> None:
-    managed = manage(mlp(), "host", tmp_path)
-    managed(*BATCHES[0])
-    traffic = runtime_of(managed).traffic
-    found = [chunk for chunk in runtime_of(managed).chunks if traffic.device_copy(chunk) is not None]
-    with fails_once(traffic, "execute"), pytest.raises(OSError, match="has failed"):
-        traffic.hold_copy(found[0])
-    assert not in_use(managed)
