@@ -15,6 +15,7 @@ from tests.runtime.harness import (
     WIDTH,
     adamws,
     assert_same,
+    assert_same_grads,
     assert_same_weights,
     everywhere,
     loss_of,
@@ -59,6 +60,20 @@ def test_data_that_a_module_keeps_undoes_no_update(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert_same_weights(plain, managed, f"step {step}")
+
+
+@everywhere
+def test_what_the_user_writes_at_home_is_not_undone_by_data_that_a_module_keeps(placement: str, tmp_path: Path) -> None:
+    """Between a forward and its backward, which compares the one with the other."""
+    plain, managed = pair(Keeps, placement, tmp_path)
+    for step in range(2):
+        losses = [loss_of(module, BATCHES[step]) for module in (plain, managed)]
+        for module, loss in zip((plain, managed), losses, strict=True):
+            module.layer.weight.data.mul_(0.5)
+            loss.backward()
+        assert_same(*losses, f"step {step} loss")
+        assert_same_grads(plain, managed, f"step {step}")
         assert_same_weights(plain, managed, f"step {step}")
 
 
