@@ -64,7 +64,7 @@ MUTATIONS = {
     ),
     "forget who holds a weight after its operator": Mutation(
         "runtime/runtime.py",
-        "if self.bindings.held(managed) and id(managed) not in self._held:",
+        "if held and key not in self._held:",
         "if False:",
         "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept",
     ),
@@ -249,10 +249,10 @@ MUTATIONS = {
         "tests/runtime/test_user_writes.py::test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward",
     ),
     "give a slot away although compute still uses a superseded copy there": Mutation(
-        "runtime/traffic.py",
-        "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:",
-        "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0"
-        " and self.residency.state(block, Tier.DEVICE) in PLACED:",
+        "runtime/uses.py",
+        "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0:",
+        "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0"
+        " and self._residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
         "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "move homes back while squares of their gradients are summed up": Mutation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from hetmem.errors import ManageError
 
@@ -42,6 +42,17 @@ class Overlap(str, Enum):
     BACKWARD = "backward"
     SPECULATIVE = "speculative"
     FORWARD = "forward"
+
+
+class _Optimizer(Protocol):
+    gradients: Gradients
+
+
+def advice(optimizer: _Optimizer) -> str:
+    """How gradients of a parameter may come after those with which `optimizer` has begun its update."""
+    if optimizer.gradients is Gradients.VISIBLE:
+        return "use overlap='off'"
+    return "use gradients='visible', with which a chunk waits for as many gradients as it had in the steps before"
 
 
 _ChoiceT = TypeVar("_ChoiceT", Overlap, Gradients)

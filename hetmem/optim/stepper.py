@@ -24,7 +24,7 @@ import torch
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.views import Memory
 from hetmem.optim.kept import KeptGradients
-from hetmem.optim.overlap import Gradients, Overlap
+from hetmem.optim.overlap import Gradients, Overlap, advice
 from hetmem.optim.owners import ends_with_its_optimizer, owners_of
 from hetmem.optim.passes import Members, Passes
 from hetmem.optim.places import UpdatePlaces
@@ -98,9 +98,9 @@ class Stepper:
             raise RuntimeError(
                 f"a gradient of {managed.name} arrived after its update had begun (overlap="
                 f"{self._optimizer.overlap.value!r}): either step() was not called after the last backward, or this "
-                f"step has more backwards than any before: use overlap='off', or begin with the step that has most "
-                f"(streamed gradients allow one). To leave a step out, or after a backward that did not end, call the "
-                f"optimizer's forget_step() and zero_grad(): it goes on from the weights that are updated"
+                f"step has more backwards than any before: {advice(self._optimizer)}, or begin with the step that has "
+                f"most (streamed gradients allow one). To leave a step out, or after a backward that did not end, call "
+                f"the optimizer's forget_step() and zero_grad(): it goes on from the weights that are updated"
             )
         elif progress is not None:
             self._drop(managed.chunk)  # its norm is of less than all
@@ -160,7 +160,7 @@ class Stepper:
         if progress is not None and progress.begun and not self.failed:
             raise RuntimeError(
                 f"{managed.name} is used by a recomputation within backward after its update had begun (overlap="
-                f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: use overlap='off'"
+                f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: {advice(self._optimizer)}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------

@@ -217,9 +217,18 @@ class Updates:
         return not under_way and not self._traffic.gradients.arriving(job.chunk)
 
     def _open(self, job: Job) -> None:
-        self._opening.append(self._queue.take(job))
-        for role, load in job.roles.items():
-            self._traffic.ask_role(job.chunk, role, load=load)
+        self._queue.take(job)
+        asked: list[Role] = []
+        try:
+            for role, load in job.roles.items():
+                self._traffic.ask_role(job.chunk, role, load=load)
+                asked.append(role)
+        except BaseException:
+            for role in asked:
+                self._traffic.unask_role(job.chunk, role)
+            self._queue.add(job)
+            raise
+        self._opening.append(job)
 
     def _is_open(self, job: Job) -> bool:
         return all(self._traffic.role_is_there(job.chunk, role) for role in job.roles)

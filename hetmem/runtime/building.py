@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetmem.config import Limits
 from hetmem.memory.nvme import NvmeStore
+from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.construction import is_lazy
 
 _state = threading.local()
@@ -57,6 +58,7 @@ class Building:
             or parameter.device.type != "cpu"
             or parameter.numel() == 0
             or is_lazy(parameter)
+            or is_shared(parameter)  # of two that are one in memory none goes elsewhere: `collect` sees what they are
             or not torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
         ):
             return

@@ -14,7 +14,8 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.trace import Tier
 
 _SAMPLES = 16  # of each parameter, at least, if it has as many; of a home on NVMe one, as each may be an access of it
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element, what its bits are read as."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,4 +82,4 @@ class Fingerprints:
 
 def _bits(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """As integers a NaN equals itself, and 0 is not -0."""
-    return values.view(_INTEGERS.get(values.itemsize, values.dtype)).index_select(0, index)
+    return values.view(INTEGERS.get(values.itemsize, values.dtype)).index_select(0, index)

@@ -227,6 +227,7 @@ class GradientSink:
         for managed in chunk.parameters:
             if managed in shown:
                 managed.parameter.grad = None
+            self._old.leave_to_the_user(managed, others=int(managed in used))
             managed.grad_home = None
         self._lent.discard(chunk)
         if chunk.homes[Role.GRAD].tier is Tier.DEVICE:

@@ -30,7 +30,7 @@ from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import Segments, in_backward, signature
 from hetmem.runtime.share import ResidentShare
-from hetmem.runtime.strangers import explain, raised_in_call
+from hetmem.runtime.strangers import explain, is_of_torch, raised_in_call
 from hetmem.runtime.surroundings import refuse_a_surrounding
 
 
@@ -210,7 +210,7 @@ class Interception:
             if error is None and self._goes_on_after(module, frame):
                 return
             with HELD_BACK:
-                if type(error) is RuntimeError and raised_in_call(error, module):
+                if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
                 if self._regions.runs_around(frame):
                     return
@@ -238,6 +238,7 @@ class Interception:
         measured = compute.operators is not None
         self._end(compute)
         if compute.task < 0:
+            self.runtime.notice_writes_without_versions()
             self._saved.watch_functions(output)
             if measured:
                 self.runtime.monitor.watch_backward(output)

@@ -195,7 +195,7 @@ class Memory:
 
     def leave_device(self) -> None:
         """The model is whole on the device no more: each home there has a place in host memory that it may go back to,
-        as if it had moved from there, and so have gradients, if `gradient_place` is asked for it."""
+        as if it had moved from there, and so have gradients: see `gradient_place`."""
         for chunk in self.chunks:
             for role in _roles_away(chunk):
                 away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
@@ -207,12 +207,12 @@ class Memory:
         self.moved_bytes = self.device_home_bytes
         self.pins.append(self.device.pin(self.host_pool.mapping))
 
-    def keeps_gradient_place(self, chunk: Chunk) -> bool:
-        """Whether `gradient_place` has one for `chunk`."""
-        return chunk in self._gradient_places
-
     def gradient_place(self, chunk: Chunk) -> Home | None:
-        """The place in host memory that gradients of `chunk` never had, once; None if there is none."""
+        """The place in host memory that gradients of `chunk` never had yet; None if there is none."""
+        return self._gradient_places.get(chunk)
+
+    def take_gradient_place(self, chunk: Chunk) -> Home | None:
+        """`gradient_place`, which is somebody's from now on."""
         return self._gradient_places.pop(chunk, None)
 
     def idle_bytes(self, non_model_bytes: int) -> int:

@@ -27,9 +27,10 @@ class OldGradients:
     def __init__(self) -> None:
         self.warned = False
 
-    def leave_to_the_user(self, managed: ManagedParameter) -> None:
-        """The home of the gradient of `managed`, which stands in no `p.grad`, is about to be overwritten."""
-        if managed.grad_home is None or not managed.numel or not is_kept(managed):
+    def leave_to_the_user(self, managed: ManagedParameter, *, others: int = 0) -> None:
+        """The home of the gradient of `managed`, which stands in no `p.grad`, is about to be overwritten. `others`: how
+        often hetmem itself refers to it elsewhere, as the update that has used it does."""
+        if managed.grad_home is None or not managed.numel or not is_kept(managed, others=others):
             return
         if is_shared(managed.grad_home) and not self.warned:
             self.warned = True
@@ -43,7 +44,7 @@ class OldGradients:
         managed.grad_home = None
 
 
-def is_kept(managed: ManagedParameter) -> bool:
+def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
     """Whether somebody else has the home of the gradient of `managed`, which stands in no `p.grad`, or a view of it."""
-    home_is_held = sys.getrefcount(managed.grad_home) > _REFERENCES
+    home_is_held = sys.getrefcount(managed.grad_home) > _REFERENCES + others
     return managed.grad_home is not None and (home_is_held or is_shared(managed.grad_home))

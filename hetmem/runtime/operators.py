@@ -226,7 +226,7 @@ class OperatorFaults:
             if managed is not None:
                 if managed not in used:
                     used.append(managed)
-            elif type(value) in (list, tuple):
+            elif isinstance(value, (list, tuple)):  # or one with names
                 self._find(value, used)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:

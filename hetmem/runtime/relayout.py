@@ -7,7 +7,7 @@ a byte more. Moves values; the layout itself is `plan.layout`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,9 +33,10 @@ def arrange_by_use(runtime: Runtime) -> bool:
     if runtime.traffic.updating or any(home.written for chunk in runtime.chunks for home in chunk.homes.values()):
         return False  # an update was begun in the backward: it is of a chunk as it is now, or has states there
     movable = [chunk for chunk in runtime.chunks if Role.GRAD in chunk.homes and len(_scratch(chunk)) >= _SCRATCH]
-    groups: dict[str, list[Chunk]] = {}
+    groups: dict[Hashable, list[Chunk]] = {}
     for chunk in (chunk for chunk in movable if chunk.spec.span == 1):
-        groups.setdefault(chunk.spec.group, []).append(chunk)
+        states = frozenset(role for role in chunk.homes if role.is_state)  # not all chunks may have the same optimizer
+        groups.setdefault((chunk.spec.group, states), []).append(chunk)
     plans = [(chunks, _plan(runtime, chunks)) for chunks in groups.values()]
     moves = [(chunks, plan) for chunks, plan in plans if plan is not None]
     held = any(_is_held(managed) for chunks, _ in moves for chunk in chunks for managed in chunk.parameters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 import torch
 
@@ -84,6 +84,8 @@ class Runtime:
         with self.unwatched():
             self.traffic.pending.poll()
             self.expect(key)
+            if key != STEP:
+                self._renew_what_is_held()
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
@@ -141,19 +143,31 @@ class Runtime:
         `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: those that
         it may itself have written to without counting one.
         """
+        first: BaseException | None = None
         with self.unwatched():
             self.bindings.unbind(used)
             for managed in used:
-                if managed.parameter._version != managed.version:
-                    self.writes.by_operator(managed)
-                elif managed in writes:
-                    self.writes.compare(managed)
-                if self.bindings.held(managed) and id(managed) not in self._held:
-                    self._held[id(managed)] = managed
-                    if untracked:
-                        self._untracked.add(id(managed))
-                else:
-                    self.traffic.release(param_block(managed), Tier.DEVICE)
+                try:
+                    self._end_use_of(managed, untracked=untracked, may_be_written=managed in writes)
+                except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
+                    first = first or error
+        if first is not None:
+            raise first
+
+    def _end_use_of(self, managed: ManagedParameter, *, untracked: bool, may_be_written: bool) -> None:
+        try:
+            if managed.parameter._version != managed.version:
+                self.writes.by_operator(managed)
+            elif may_be_written:
+                self.writes.compare(managed)
+        finally:
+            held, key = self.bindings.held(managed), id(managed)
+            if held and untracked:
+                self._untracked.add(key)
+            if held and key not in self._held:
+                self._held[key] = managed
+            else:
+                self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def end_region(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
@@ -210,6 +224,12 @@ class Runtime:
         if self._held:
             self._notice_writes(self.writes.by_operator)
 
+    def notice_writes_without_versions(self) -> None:
+        """A forward is over: what it wrote last to views that count no versions goes home before anybody reads that."""
+        if self._untracked:
+            with self.unwatched():
+                self._let_go()
+
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
         self._notice_writes(self.writes.by_user)
@@ -243,11 +263,21 @@ class Runtime:
             return
         for key, managed in list(self._held.items()):
             if id(managed) in self._untracked:
-                self.writes.compare(managed)
+                self.writes.by_view(managed)
             if not self.bindings.held(managed):
                 del self._held[key]
                 self._untracked.discard(id(managed))
                 self.traffic.release(param_block(managed), Tier.DEVICE)
+
+    def _renew_what_is_held(self) -> None:
+        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward:
+        what it shows becomes what the weight is by now."""
+        self._let_go()
+        for managed in list(self._held.values()):
+            if not self.traffic.copy_counts(managed.chunk):
+                block = param_block(managed)
+                self._acquire_device(managed, block, f"a kept view of {managed.name}")
+                self.traffic.release(block, Tier.DEVICE)
 
     def relearn(self) -> None:
         """Chunks hold other parameters now: what was traced is void."""
@@ -257,13 +287,15 @@ class Runtime:
         self._ended = None
 
     def after_step(self) -> None:
-        """The weights are new: plan for what usually follows, and start to fetch for it."""
+        """The weights are new: plan for what usually follows, and start to fetch for it. A step that is over must not
+        look as if it had failed: what cannot be fetched ahead is asked for again, or refused, where it is used."""
         self.room.look_at_allocator()
         self.tracer.end()
         self.events.end_segment()
         self._ended = STEP
         if (follower := self.tracer.book.follower(STEP)) is not None:
-            self.expect(follower)
+            with suppress(Exception):
+                self.expect(follower)
 
 
 def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:

@@ -182,7 +182,7 @@ class SavedTensors:
         if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
             return device
         with self._runtime.unwatched():
-            base = device if packed.dtype == device.dtype else device.view(packed.dtype)
+            base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
             tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
             tensor = torch.conj(tensor) if packed.conj else tensor
             return torch._neg_view(tensor) if packed.neg else tensor
@@ -241,6 +241,11 @@ def _is_view_of_copy(tensor: torch.Tensor, managed: ManagedParameter) -> bool:
     if tensor is managed.parameter or managed.device is None:
         return False
     return tensor.untyped_storage().data_ptr() == managed.device.untyped_storage().data_ptr()
+
+
+def _flat(device: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
+    """All elements of `device`, the copy of `managed`: a view of another dtype needs them one beside the other."""
+    return torch.as_strided(device, (managed.numel,), (1,))
 
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:

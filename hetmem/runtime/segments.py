@@ -19,6 +19,9 @@ from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.runtime import Runtime
 
 _PASSED_THROUGH = ("hetmem.runtime.backwards", "hetmem.runtime.differentiated")
+_FORWARDS = 32
+"""Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
+calls no backward, has any number."""
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
@@ -119,7 +122,8 @@ class Segments:
         tracer = self._runtime.tracer
         if tracer.key is not None and tracer.key == self._backward_key():
             self._pending = ()
-        self._pending = (*self._pending, key) if torch.is_grad_enabled() else self._pending
+        if torch.is_grad_enabled() and len(self._pending) <= _FORWARDS:
+            self._pending = (*self._pending, key)
         measured = tracer.must_measure(key) or self._runtime.sanitize
         backward = self._backward_key()
         if torch.is_grad_enabled() and tracer.must_measure(backward):
@@ -167,4 +171,4 @@ class Segments:
         self._runtime.begin_segment(STEP, measured=False)
 
     def _backward_key(self) -> Hashable:
-        return ("backward", self._pending)
+        return ("backward", self._pending if len(self._pending) <= _FORWARDS else _FORWARDS)

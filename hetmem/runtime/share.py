@@ -140,14 +140,15 @@ class ResidentShare:
         return storage_references(managed.home) > managed.home_references
 
     def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
-        """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device."""
-        if Role.GRAD in chunk.homes or not self._runtime.memory.keeps_gradient_place(chunk):
+        """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device. Not if it is a
+        part of somebody's buffer: it would be so no more."""
+        if Role.GRAD in chunk.homes or self._runtime.memory.gradient_place(chunk) is None or is_shared(gradient):
             return False
         return gradient.layout is torch.strided and gradient.dtype is chunk.dtype and not gradient.requires_grad
 
     def _has_a_way_back(self, chunk: Chunk) -> bool:
         if Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].away is None:
-            place = self._runtime.memory.gradient_place(chunk)
+            place = self._runtime.memory.take_gradient_place(chunk)
             if place is not None:
                 place.block = chunk.homes[Role.GRAD].block
                 chunk.homes[Role.GRAD].away = place
@@ -182,31 +183,42 @@ class ResidentShare:
         for role, home in chunk.homes.items():
             if home.away is not None:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
-        for role in list(chunk.homes):
+        gradients = self._gradients_sent(chunk)
+        for role in list(chunk.homes):  # from here on nothing is copied that could fail
             self._runtime.memory.move_back(chunk, role)
-        self._take_gradients(chunk)
+        self._take_gradients(chunk, gradients)
         self._moved.remove(chunk)
         self._went_back += self._may_go_back
         self._may_go_back = False
         self._settle(chunk)
         traffic.copy_equals_home(chunk)
 
-    def _take_gradients(self, chunk: Chunk) -> None:
-        """Gradients that were autograd's own, as long as all was on the device, come along."""
+    def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:
+        """Gradients that were autograd's own, as long as all was on the device, which are in their place now too."""
         place = self._runtime.memory.gradient_place(chunk)
+        if place is None:
+            return []
+        flat, sent = chunk.over(Role.GRAD, place.memory), []
+        for managed in chunk.parameters:
+            gradient = managed.parameter.grad
+            if gradient is not None and not isinstance(gradient, UsedUp):
+                home = managed.shaped(managed.part(flat))
+                self._runtime.traffic.engine.copy_now(
+                    Link.DEVICE_TO_HOST, partial(_copy, home, gradient.detach()), home.nbytes
+                )
+                sent.append((managed, gradient))
+        return sent
+
+    def _take_gradients(self, chunk: Chunk, sent: list[tuple[ManagedParameter, torch.Tensor]]) -> None:
+        """They come along."""
+        place = self._runtime.memory.take_gradient_place(chunk)
         if place is None:
             return
         chunk.homes[Role.GRAD] = place
         self._runtime.traffic.register_home(chunk, Role.GRAD)
-        for managed in chunk.parameters:
-            gradient = managed.parameter.grad
-            if gradient is not None and not isinstance(gradient, UsedUp):
-                home = managed.view(Role.GRAD)
-                self._runtime.traffic.engine.copy_now(
-                    Link.DEVICE_TO_HOST, partial(_copy, home, gradient.detach()), home.nbytes
-                )
-                gradient.data = home
-                managed.grad_home, managed.grad_version = gradient, gradient._version
+        for managed, gradient in sent:
+            gradient.data = managed.view(Role.GRAD)
+            managed.grad_home, managed.grad_version = gradient, gradient._version
 
     def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
         """What lies at home, if it matters."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hetmem.errors import DeviceAccessError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.compute import calling_frame
 
@@ -52,6 +53,11 @@ def _explain_buffers(error: RuntimeError, model: torch.nn.Module, managed: Mappi
         f"{error}\n{_BUFFERS}: {', '.join(wide[:_SHOWN])}{more}. Convert those that are meant to "
         f"{', '.join(map(str, narrow))}, or leave mixed_precision out and compute under torch.autocast",
     )
+
+
+def is_of_torch(error: RuntimeError) -> bool:
+    """Whether `error` may be of a dtype or a device: torch's, or the one in its place on a device that is simulated."""
+    return type(error) in (RuntimeError, DeviceAccessError)
 
 
 def raised_in_call(error: BaseException, module: torch.nn.Module) -> bool:

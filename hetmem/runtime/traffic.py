@@ -5,7 +5,6 @@ It knows chunks and slots, and nothing of operators, autograd or optimizers. Com
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import torch
@@ -14,18 +13,18 @@ from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.cache import PLACED, CopyState
-from hetmem.plan.commands import Command
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.carrier import Carrier
 from hetmem.runtime.construction import recast_all
-from hetmem.runtime.events import CopyChange, EventLog, Fault
+from hetmem.runtime.events import EventLog
 from hetmem.runtime.homeward import Homeward
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.pending import Pending
 from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer
+from hetmem.runtime.uses import Uses
 
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
 
@@ -49,14 +48,13 @@ class Traffic:
         self.engine = engine
         self._memory = memory
         self._tracer = tracer
-        self._events = events
         self.carrier = Carrier(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
         self.pending = Pending(residency, engine, self.carrier)
         self.gradients = Homeward(engine, self.pending, self.carrier, self.close_role)
-        self._unfetched: set[tuple[int, Tier]] = set()
-        """Copies that were asked for to be overwritten, of which the events do not know yet."""
         self.updating: set[Chunk] = set()
+        self._uses = Uses(residency, engine, self.carrier, self.pending, events, self.updating)
+        self.acquire, self.release = self._uses.acquire, self._uses.release
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
                 if role in chunk.homes:
@@ -95,50 +93,6 @@ class Traffic:
 
     # ---- the device --------------------------------------------------------------------------------------------
 
-    def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
-        """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
-        if tier is Tier.DEVICE and (slot := self.residency.acquire_again(block, tier)) is not None:
-            self.carrier.order_behind_making(slot)
-            return slot
-        missing = tier is Tier.DEVICE and self.residency.state(block, tier) is not CopyState.VALID
-        if missing:
-            self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
-        start = time.perf_counter() if missing else 0.0
-        commands = self._acquire(block, tier, load=load)
-        try:
-            if commands:
-                self.execute(commands, urgent=block)
-            if missing and self.carrier.chunk_of_block[block][0] in self.updating:
-                self.pending.hasten(self.carrier.chunk_of_block[block][0])
-            while self.residency.state(block, tier) is not CopyState.VALID:
-                if tier is Tier.DEVICE and self.carrier.order_compute_after(block):
-                    break
-                if not self.pending.go_on():
-                    raise self.residency.withdraw(block, tier)
-        except BaseException:
-            self._abandon(block, tier)
-            raise
-        self._tell_of(block, tier)
-        if missing:
-            self._events.faults.append(Fault(start, block, time.perf_counter() - start))
-        slot = self.residency.place(block, tier)
-        if tier is Tier.DEVICE:
-            self.carrier.order_behind_making(slot)
-        return slot
-
-    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
-        """One use less; what compute does with the copy has been asked for by now."""
-        if tier is Tier.DEVICE:
-            self._mark_use(block)
-        commands = self.residency.release(block, tier, dirty=dirty)
-        if commands:
-            self.execute(commands)
-
-    def _mark_use(self, block: int) -> None:
-        """Also of a copy that was superseded while it was in use: what comes to lie there must not come too early."""
-        if self.engine.ordered and (slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:
-            self.carrier.mark_use(slot)
-
     def limit_device(self, slots: int, *, before: int) -> None:
         """Chunks may have `slots` slots of the device from now on; what is less than `before` is given back."""
         self.execute(self.residency.limit(Tier.DEVICE, slots))
@@ -160,6 +114,14 @@ class Traffic:
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
         return self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+
+    def copy_counts(self, chunk: Chunk) -> bool:
+        """Whether the copy on the device is what operators see, or will be before any that is asked for from now on."""
+        block = chunk.operand_block
+        state = None if block is None else self.residency.state(block, Tier.DEVICE)
+        if block is None or state is not CopyState.LOADING:
+            return state is CopyState.VALID
+        return self.carrier.order_compute_after(block)
 
     def copy_equals_home(self, chunk: Chunk) -> None:
         """The copy on the device, if there is one, has just come to say what the newest copy in host memory says."""
@@ -211,13 +173,13 @@ class Traffic:
         return self.carrier.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
-        """Begin what `open_role` does, and do not wait: see `role_is_there`."""
+        """Begin what `open_role` does, and do not wait: see `role_is_there`. Nothing is asked for if this raises."""
         home = chunk.homes[role]
         if home.tier is Tier.NVME:
             assert home.block is not None
             self._tracer.host_use(home.block, reads=load)
             self.residency.reach((home.block,), Tier.HOST)
-            self.execute(self._acquire(home.block, Tier.HOST, load=load))
+            self._uses.ask(home.block, Tier.HOST, load=load)
 
     def role_is_there(self, chunk: Chunk, role: Role) -> bool:
         """Whether what `ask_role` asked for has come, and `asked_role` has it."""
@@ -240,7 +202,7 @@ class Traffic:
         if home.tier is not Tier.NVME:
             return chunk.flat(role)
         assert home.block is not None
-        self._tell_of(home.block, Tier.HOST)
+        self._uses.tell_of(home.block, Tier.HOST)
         return self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
@@ -248,7 +210,7 @@ class Traffic:
         home = chunk.homes[role]
         if home.tier is Tier.NVME:
             assert home.block is not None
-            self._abandon(home.block, Tier.HOST)
+            self._uses.abandon(home.block, Tier.HOST)
 
     def close_role(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
         """End the use of `open_role`."""
@@ -343,7 +305,7 @@ class Traffic:
         if copy is not None:
             block = chunk.operand_block
             assert block is not None
-            self.execute(self.residency.acquire(block, Tier.DEVICE))
+            self._uses.ask(block, Tier.DEVICE)  # it is there
         return copy
 
     def let_go_of_copy(self, chunk: Chunk) -> None:
@@ -370,26 +332,6 @@ class Traffic:
         while self.updating:
             self.wait_for_update(next(iter(self.updating)))
         self.wait_until_written([chunk.homes[Role.PARAM] for chunk in self._memory.chunks])
-
-    def _abandon(self, block: int, tier: Tier) -> None:
-        state = self.residency.state(block, tier)
-        if state is CopyState.WAITING:
-            self._unfetched.discard((block, tier))
-            self.residency.withdraw(block, tier)
-        elif state is not None and self.residency.uses(block, tier):
-            self._tell_of(block, tier)
-            self.release(block, tier)
-
-    def _acquire(self, block: int, tier: Tier, *, load: bool) -> list[Command]:
-        if not load and self.residency.state(block, tier) is None:
-            self._unfetched.add((block, tier))
-        return self.residency.acquire(block, tier, load=load)
-
-    def _tell_of(self, block: int, tier: Tier) -> None:
-        """A copy is there. Where it is to be overwritten, no fetch has told of it."""
-        if (block, tier) in self._unfetched:
-            self._unfetched.discard((block, tier))
-            self._events.copies.append(CopyChange(time.perf_counter(), block, tier, True))
 
 
 def param_block(managed: ManagedParameter) -> int:

@@ -19,6 +19,7 @@ from hetmem.plan.cache import PLACED, CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings, storage_references
 from hetmem.runtime.construction import recast
+from hetmem.runtime.fingerprints import INTEGERS
 from hetmem.runtime.traffic import Traffic
 
 
@@ -159,6 +160,12 @@ class Writes:
 
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 
+    def by_view(self, managed: ManagedParameter) -> None:
+        """Somebody holds a view of the device copy whose writes count no versions. A copy that is superseded (by an
+        update, or by the user) is older than the home, and says nothing of it."""
+        if self._traffic.copy_counts(managed.chunk) and not self._differs(managed.chunk, managed):
+            self.compare(managed)
+
     def compare(self, managed: ManagedParameter) -> None:
         """Somebody may have written to the device copy without a version: if it differs from home, it counts."""
         device = managed.device
@@ -206,5 +213,9 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal, NaN for NaN."""
-    return bool(torch.equal(left, right) or ((left == right) | (left.isnan() & right.isnan())).all())
+    """Whether two tensors of one dtype are equal, NaN for NaN, and 0 is not -0."""
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    integer = INTEGERS.get(left.itemsize, left.dtype)
+    one, other = left.view(integer), right.view(integer)
+    return bool(torch.equal(one, other) or ((one == other) | (left.isnan() & right.isnan())).all())

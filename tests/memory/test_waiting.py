@@ -22,7 +22,7 @@ ARRIVED = "carrier.wait_for_one < homeward.wait < gradients.arrive: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "carrier.wait_for_one < updates.finish < stepper._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
-FETCHED = "carrier.wait_for_one < pending.go_on < traffic.acquire: take"
+FETCHED = "carrier.wait_for_one < pending.go_on < uses._wait_for: take"
 """What is used next is on its way, from the disk, or behind an update that trails into the forward and is late."""
 ON_NVME = {
     FETCHED,
@@ -41,7 +41,7 @@ OF_THE_FAKE = (
     "progress.bits_at",
     "tiles.as_array",
 )
-WRITES = "writes.compare < runtime._let_go"
+WRITES = "writes.compare < writes.by_view"
 """A model that takes `weight.data` in forward may write to it: the one way to know is to look."""
 
 

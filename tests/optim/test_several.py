@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.plan.trace import STEP
 from hetmem.runtime import registry
+from hetmem.runtime.runtime import Runtime
 from tests.optim.stories import Twins, adamw, halves, one, overlaps, small, trailing, twins
 from tests.runtime.harness import (
     assert_same,
@@ -273,3 +275,66 @@ def test_an_optimizer_that_is_refused_takes_no_parameter_from_the_one_before(pla
     right.zero_grad()
     one(plain, batch, left)
     assert_same_weights(plain, managed)
+
+
+@streamed
+@overlaps
+def test_a_step_of_two_models_is_over_for_both_though_nothing_can_be_fetched_ahead(
+    overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raised when the first was done, and the step that was repeated updated that again."""
+    pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
+    left = adamw([p for plain, _ in pairs for p in plain.parameters()])
+    right = hetmem.AdamW([p for _, managed in pairs for p in managed.parameters()], lr=1e-2, overlap=overlap)
+    failed: list[Any] = []
+
+    def expect(runtime: Runtime, key: Any) -> None:
+        if key != STEP:
+            failed.append(key)
+            raise RuntimeError("no memory for what comes next")
+
+    for batch in vector_batches(4, 4, 64):
+        for which, optimizer in ((0, left), (1, right)):
+            sum(loss_of(both[which], batch) for both in pairs).backward()
+            with monkeypatch.context() as patched:
+                patched.setattr(Runtime, "expect", expect)
+                optimizer.step()
+            optimizer.zero_grad()
+        for plain, managed in pairs:
+            assert_same_weights(plain, managed)
+    assert failed
+
+
+class Interleaved(nn.Module):
+    """Parameters are used in another order than they are registered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in range(4):
+            for layer in self.layers[at::4]:
+                x = torch.tanh(layer(x))
+        return x
+
+
+@streamed
+def test_optimizers_of_two_kinds_update_parts_of_one_model(placement: str, tmp_path: Path) -> None:
+    """Chunks were put in order of use over the states of the first one, which those of the other do not have."""
+    plain, managed = pair(Interleaved, placement, tmp_path)
+    sides: list[list[torch.optim.Optimizer]] = []
+    for module, adam, rmsprop in (
+        (plain, adamw, torch.optim.RMSprop),
+        (managed, partial(hetmem.AdamW, lr=1e-2), partial(hetmem.optim.offload, torch.optim.RMSprop)),
+    ):
+        parameters = list(module.parameters())
+        first, second = parameters[:8], parameters[8:]
+        sides.append([adam(first), rmsprop(second, lr=1e-3, momentum=0.9)])
+    before = [id(m.chunk) for m in registry.of_module(managed).runtime.bindings.by_id.values()]
+    for batch in vector_batches(3, 4, 32):
+        for module, optimizers in zip((plain, managed), sides, strict=True):
+            one(module, batch, *optimizers)
+        assert_same_weights(plain, managed)
+    after = [id(m.chunk) for m in registry.of_module(managed).runtime.bindings.by_id.values()]
+    assert before != after, "the test puts nothing in order"

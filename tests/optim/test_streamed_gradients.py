@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.memory.chunk import Role
 from hetmem.optim.stepper import Stepper
 from hetmem.optim.updates import Updates
-from hetmem.runtime import registry
+from hetmem.runtime import old_gradients, registry
 from hetmem.runtime.used_up import UsedUp
 from tests.optim.stories import one
 from tests.runtime.harness import (
+    BATCHES,
     WIDTH,
+    Recipe,
     Tower,
     adamws,
     assert_same,
@@ -36,6 +39,7 @@ from tests.runtime.harness import (
     reference,
     streamed,
     token_batches,
+    train_both,
     vector_batches,
 )
 
@@ -365,3 +369,69 @@ def test_a_backward_of_two_forwards_is_updated_when_all_of_it_has_arrived(
             optimizer.step()
             optimizer.zero_grad()
         assert_same_weights(*both)
+
+
+class Again(nn.Module):
+    """One block in several checkpoints, each of which has a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.before = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+@streamed
+def test_a_block_of_several_checkpoints_is_refused_and_trains_as_is_said_there(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(Again, placement, tmp_path)
+    _, right = adamws(plain, managed, **STREAMED)
+    with pytest.raises(RuntimeError, match=r"block\.weight .* after its update had begun .*use gradients='visible'"):
+        loss_of(managed, BATCHES[0]).backward()
+    del right
+    plain, managed = pair(Again, placement, tmp_path)
+    optimizers = adamws(plain, managed, **{**STREAMED, "gradients": "visible"})
+    train_both(plain, managed, BATCHES, Recipe(steps=4), optimizers=optimizers)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
+@pytest.mark.parametrize("options", [{}, {"moments": torch.bfloat16}, {"moments": "8bit"}], ids=["", "bf16", "8bit"])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@precisions
+def test_a_gradient_that_is_kept_from_a_backward_stays_what_it_was(
+    mixed: torch.dtype | None,
+    overlap: str,
+    options: dict[str, Any],
+    kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory is another chunk's after the update. What nobody keeps is not copied."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    managed = manage(nn.Sequential(*layers), "host", tmp_path, mixed_precision=mixed)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, **{**STREAMED, "overlap": overlap, **options})
+    found: list[bool] = []
+    asked = old_gradients.is_kept
+
+    def is_kept(*args: Any, **kwargs: Any) -> bool:
+        found.append(asked(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(old_gradients, "is_kept", is_kept)
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for batch in vector_batches(4, 4, WIDTH):
+        loss_of(managed, batch).backward()
+        if kept:
+            here = [p.grad for p in managed.parameters() if p.grad is not None and not isinstance(p.grad, UsedUp)]
+            gradients += [(gradient, gradient.clone()) for gradient in here]
+            del here
+        right.step()
+        right.zero_grad()
+    right.synchronize()
+    assert any(found) == kept and found
+    assert bool(gradients) == kept
+    for gradient, then in gradients:
+        assert_same(then, gradient, "a gradient that was kept")

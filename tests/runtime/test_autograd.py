@@ -18,6 +18,7 @@ import hetmem
 from hetmem.runtime import registry
 from tests.runtime.harness import (
     BATCHES,
+    CHUNK,
     WIDTH,
     Recipe,
     Tower,
@@ -272,3 +273,26 @@ def test_a_function_of_the_users_that_gets_a_weight_twice_adds_its_gradients_up_
 ) -> None:
     modules = pair(lambda: ScaledTwice(WIDTH, WIDTH), placement, tmp_path, mixed_precision=mixed)
     train_both(*modules, vector_batches(1, 4, WIDTH, dtype=mixed), Recipe(steps=1, mixed=mixed))
+
+
+class Turned(nn.Module):
+    """A complex weight whose rows do not lie beside each other, as real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64).T)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.view_as_real(self.weight) * self.layer(x).mean()).square().mean()
+
+
+@everywhere
+def test_real_numbers_of_a_complex_weight_in_any_order_are_what_the_forward_had(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(Turned, placement, tmp_path, chunk_bytes=2 * CHUNK)
+    for batch in BATCHES[:2]:
+        losses = [loss_of(module, batch) for module in (plain, managed)]
+        assert_same(*losses, "loss")
+        for loss in losses:
+            loss.backward()
+        assert_same_grads(plain, managed)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.memory.chunk import Role
+from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.memory import Memory
@@ -28,6 +29,7 @@ from tests.runtime.harness import (
     assert_same_weights,
     loss_of,
     pair,
+    reference,
     token_batches,
     train_both,
     vector_batches,
@@ -430,3 +432,67 @@ def test_it_leaves_within_a_function_of_many_operators(tmp_path: Path) -> None:
             pass
         hetmem.release(managed)
     assert compared
+
+
+@MIXED
+@pytest.mark.parametrize("at", [0, 3, 7, 12, 20])
+def test_a_copy_that_fails_leaves_all_of_a_chunk_where_it_was(
+    at: int, mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, states and the gradients of the step so far, which were autograd's own; then it leaves all the same."""
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    optimizers = optimizers_of(plain, managed)
+    train_both(plain, managed, token_batches(1), Recipe(steps=1, mixed=mixed), optimizers=optimizers)
+    backward = reference(plain, mixed)
+    small, large = token_batches(1, seed=5)[0], token_batches(1, rows=40 if mixed is None else 80)[0]
+    backward(lambda module: loss_of(module, small))
+    loss_of(managed, small).backward()
+    copies = 0
+    original = TransferEngine.copy_now
+
+    def copy_now(*args: Any) -> None:
+        nonlocal copies
+        copies += 1
+        if copies == at + 1:
+            raise OSError("the link has failed")
+        original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransferEngine, "copy_now", copy_now)
+        with pytest.raises(OSError, match="the link has failed"):
+            managed(*large)
+    assert copies == at + 1
+    for managed_chunk in memory_of(managed).chunks:
+        assert len({home.tier for home in managed_chunk.homes.values()}) == 1
+    assert_same_weights(plain, managed)
+    assert_same_grads(plain, managed)
+    expected = backward(lambda module: loss_of(module, large))
+    got = loss_of(managed, large)
+    got.backward()
+    assert_same(expected, got, "loss")
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_weights(plain, managed)
+
+
+def test_gradients_that_are_parts_of_a_buffer_of_the_user_s_stay_so(tmp_path: Path) -> None:
+    """What is written to the buffer reaches them. So their chunks stay where they are, and others leave."""
+    plain, managed = modules = pair(build, room(None), tmp_path)
+    optimizers = optimizers_of(plain, managed)
+    buffers: list[torch.Tensor] = []
+    for module in modules:
+        parts = [p for block in module.blocks[2:] for p in block.parameters()]
+        buffers.append(torch.zeros(sum(p.numel() for p in parts)))
+        for parameter, part in zip(parts, buffers[-1].split([p.numel() for p in parts]), strict=True):
+            parameter.grad = part.view_as(parameter)
+    for batch in [*token_batches(1), *token_batches(3, rows=24)]:
+        losses = [loss_of(module, batch) for module in modules]
+        assert_same(*losses, "loss")
+        for loss, optimizer, buffer in zip(losses, optimizers, buffers, strict=True):
+            loss.backward()
+            buffer.mul_(0.5)
+            optimizer.step()
+            buffer.zero_()
+        assert_same_weights(plain, managed)
+    assert not memory_of(managed).resident
+    assert tiers(managed) == {Tier.HOST, Tier.DEVICE}

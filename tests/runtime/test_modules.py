@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -159,6 +159,38 @@ class Bilinear(nn.Module):
         return rotated.abs().square().mean() + mixed.abs().mean() + torch.real(mixed).mean()
 
 
+class Pair(NamedTuple):
+    """Two weights."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Packed(nn.Module):
+    """Weights in a tuple with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 8 for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, torch.cat(Pair(*self.pair)))
+
+
+class Experts(nn.Module):
+    """A transform of torch.func within the forward, over a view of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 32, 32) / 8)
+        self.layer = nn.Linear(WIDTH, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        y: torch.Tensor = torch.func.vmap(lambda weight: torch.tanh(x @ weight))(self.experts.view_as(self.experts))
+        return y.square().mean()
+
+
 def weight_normed() -> nn.Module:
     """Weight norm (as a parametrization), spectral norm and an orthogonal weight."""
     return nn.Sequential(
@@ -186,6 +218,8 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "images": (Images, lambda n: vector_batches(n, 2, 3, 8, 8)),
     "max_norm": (Renormed, lambda n: token_batches(n, rows=3)),
     "bilinear": (Bilinear, lambda n: vector_batches(n, 4, 16)),
+    "packed": (Packed, lambda n: vector_batches(n, 4, WIDTH)),
+    "experts": (Experts, lambda n: vector_batches(n, 4, WIDTH)),
     "weight norm": (weight_normed, lambda n: vector_batches(n, 4, WIDTH)),
     "old weight norm": (old_weight_norm, lambda n: vector_batches(n, 4, WIDTH)),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.errors import ManageError
 from tests.runtime.harness import (
     WIDTH,
     Recipe,
@@ -20,6 +21,7 @@ from tests.runtime.harness import (
     assert_same_states,
     assert_same_weights,
     both,
+    budget,
     everywhere,
     loss_of,
     pair,
@@ -160,3 +162,25 @@ def test_unused_parameters_have_no_gradient_and_do_not_decay(placement: str, set
         optimizers = train_both(*modules, vector_batches(2, 4, WIDTH), recipe, optimizers=optimizers)
     assert modules[1].never.grad is None
     assert_same(never, modules[1].never, "never used")
+
+
+class OneMemory(nn.Module):
+    """Two parameters of one memory; or, if it is `kept` by somebody else only, one."""
+
+    kept = torch.randn(WIDTH, WIDTH)
+
+    def __init__(self, *, two: bool) -> None:
+        super().__init__()
+        self.first = nn.Parameter(self.kept)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        if two:
+            self.second = nn.Parameter(self.layer.weight.data)
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_parameters_of_one_memory_are_refused_wherever_they_are_built(placement: str, tmp_path: Path) -> None:
+    """On their way to NVMe, where each waits alone, they became two."""
+    managed = hetmem.managed(budget(placement, tmp_path), device="sim")(OneMemory)
+    with pytest.raises(ManageError, match=r"layer\.weight and second share memory"):
+        managed(two=True)
+    assert_same(OneMemory.kept, managed(two=False).first, "what somebody else has too")

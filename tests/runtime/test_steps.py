@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from hetmem.runtime import registry
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -24,6 +25,7 @@ from tests.runtime.harness import (
     everywhere,
     mlp,
     pair,
+    streamed,
     token_batches,
     train_both,
 )
@@ -261,3 +263,26 @@ def test_an_eval_pass_in_between_changes_nothing(placement: str, mixed: torch.dt
         with torch.no_grad():
             modules[1](*token_batches(1, length=3)[0])
         modules[1].train()
+
+
+@streamed
+def test_forwards_without_a_backward_are_not_kept_in_mind(placement: str, tmp_path: Path) -> None:
+    """A program that computes without `no_grad`: each forward was watched as one before a backward that is new, and
+    what named that backward grew with the square of them."""
+    plain, managed = pair(mlp, placement, tmp_path, sanitize=False)
+    segments = registry.of_module(managed).segments
+    lengths = [(length, module) for length in range(1, 5) for module in (plain, managed)]
+    for _ in range(25):
+        for length, module in lengths:
+            module(torch.ones(length, 64))
+    assert len(segments._pending) < 50 and len(segments._attempts) < 50
+    assert not registry.of_module(managed).runtime.tracer.measured
+    compare((plain, managed), lambda module: of_many(module, 4))
+    compare((plain, managed), lambda module: of_many(module, 40))
+
+
+def of_many(module: nn.Module, forwards: int) -> Any:
+    """One backward of all of them."""
+    loss = torch.stack([module(*BATCHES[at % 4]).square().mean() for at in range(forwards)]).sum()
+    loss.backward()
+    return loss

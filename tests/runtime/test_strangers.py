@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetmem
+from hetmem.errors import DeviceAccessError
 from tests.runtime.harness import WIDTH, assert_same, everywhere, manage, mlp
 
 
@@ -47,6 +49,16 @@ def test_of_many_that_were_added_some_are_named(tmp_path: Path) -> None:
     model = manage(Outer(), "host", tmp_path, mixed_precision=torch.bfloat16)
     model.head = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     with pytest.raises(RuntimeError, match=r"head\.2\.weight \(torch.float32, cpu\) and 3 more\. They stay"):
+        model(torch.rand(2, WIDTH))
+
+
+def test_parameters_that_were_made_of_managed_ones_are_named(tmp_path: Path) -> None:
+    """The old weight norm makes them of the memory that is the home of the weight."""
+    model = manage(Outer(), "host", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model.inner[0])
+    with pytest.raises(DeviceAccessError, match=r"not there when .*: inner\.0\.weight_g \(.*, inner\.0\.weight_v \("):
         model(torch.rand(2, WIDTH))
 
 
