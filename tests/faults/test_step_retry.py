@@ -13,6 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import StoreError
+from hetmem.optim.passes import Passes
 from hetmem.optim.scaling import LossScale
 from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Updates
@@ -168,6 +169,43 @@ def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
     hetmem.release(managed)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("tasks", ["_sum_tasks", "_update_tasks"])
+def test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too(
+    tasks: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left, right = adamws(plain, managed, max_grad_norm=1e9)
+    tasks_of, first, failures = getattr(Passes, tasks), iter([True]), iter(range(times))
+
+    def fails(task: Any) -> None:
+        if next(failures, None) is not None:
+            raise MemoryError("for a temporary")
+        task()
+
+    def made(*args: Any) -> list[Any]:
+        task, *others = tasks_of(*args)
+        return [partial(fails, task) if next(first, False) else task, *others]
+
+    for number, batch in enumerate(vector_batches(3, 8, 64)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        if number == 1:
+            monkeypatch.setattr(Passes, tasks, made)
+            if times == 2:
+                with pytest.raises(MemoryError):
+                    right.step()
+        right.step()
+        norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        assert right.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+    assert next(failures, None) is None
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
 
 
 @pytest.mark.parametrize("call", range(0, 66, 12))
