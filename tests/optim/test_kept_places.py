@@ -218,6 +218,14 @@ def test_slots_that_are_asked_back_within_a_backward_send_gradients_home_and_upd
     assert updated(managed)[Way.STREAMED] > after[Way.STREAMED]
 
 
+def test_places_that_were_asked_back_take_no_gradients(tmp_path: Path) -> None:
+    _, managed, (_, optimizer) = both(tmp_path)
+    (stepper,) = optimizer._steppers.values()
+    assert stepper._kept.has_room
+    runtime_of(managed).room.give_way(1 << 30)
+    assert not stepper._kept.has_room
+
+
 # ---- failures ----------------------------------------------------------------------------------------------------
 
 
