@@ -223,13 +223,14 @@ def test_a_role_for_which_host_memory_has_no_room_is_not_left_on_the_device_eith
     assert not any(role in chunk.homes for chunk in memory.chunks)
 
 
-@pytest.mark.parametrize("call", [0, 3, 5, 7])
+@pytest.mark.parametrize(("models", "call"), [(1, 0), (1, 3), (1, 7), (2, 3), (2, 13), (2, 15)])
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_a_step_that_cannot_begin_all_of_its_updates_is_repeated_with_its_gradients(
-    overlap: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, models: int, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates that trail use gradients up, and those that were never begun have used none."""
-    plain, managed = pair(mlp, "nvme", tmp_path)
+    pairs = [pair(mlp, "nvme", tmp_path) for _ in range(models)]
+    plain, managed = (torch.nn.ModuleList(modules) for modules in zip(*pairs, strict=True))
     left, right = adamws(plain, managed, overlap=overlap, max_grad_norm=1e9)
     ask, calls = Traffic.ask_role, iter(range(1 << 30))
 
@@ -239,8 +240,8 @@ def test_a_step_that_cannot_begin_all_of_its_updates_is_repeated_with_its_gradie
         ask(*args, **keywords)
 
     for number, batch in enumerate(vector_batches(4, 8, 64)):
-        for module in (plain, managed):
-            loss_of(module, batch).backward()
+        for modules in (plain, managed):
+            torch.stack([loss_of(module, batch) for module in modules]).sum().backward()
         left.step()
         if number == 2:
             with monkeypatch.context() as patch:
@@ -250,5 +251,6 @@ def test_a_step_that_cannot_begin_all_of_its_updates_is_repeated_with_its_gradie
         right.step()
         for optimizer in (left, right):
             optimizer.zero_grad()
-    assert_same_weights(plain, managed)
+    for expected, found in pairs:
+        assert_same_weights(expected, found)
     assert_same_states(left, right)
