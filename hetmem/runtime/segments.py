@@ -117,7 +117,7 @@ class Segments:
         self.settle()
         self.thread = threading.get_ident()
         tracer = self._runtime.tracer
-        if tracer.key is not None and tracer.key == self._backward_key():
+        if tracer.key == self._backward_key():
             self._pending = ()
         self._pending = (*self._pending, key) if torch.is_grad_enabled() else self._pending
         measured = tracer.must_measure(key) or self._runtime.sanitize
