@@ -264,4 +264,5 @@ def test_a_released_model_has_no_hooks_left(tmp_path: Path) -> None:
     hetmem.release(module)
     for parameter in module.parameters():
         assert not parameter._backward_hooks
-        assert not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        assert not hooks
