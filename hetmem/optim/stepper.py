@@ -266,8 +266,8 @@ class Stepper:
                 if not progress.begun:
                     self._add_update(progress, grad_scale)
             if self._trails:
-                self._use_up_gradients()
                 self._updates.pump()
+                self._use_up_gradients()  # behind all that may fail: a step that is repeated needs them
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 

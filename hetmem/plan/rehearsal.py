@@ -382,8 +382,8 @@ def rehearse(
 ) -> StepResult:
     """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`.
 
-    Updates that trail behind a step delay the next one, which has fewer left for its own end, and so on: those steps are
-    long and short by turns at first. So with such updates there are more, and what the last ones take in the mean counts.
+    Updates that trail behind a step delay the next one, which leaves fewer behind it, and so on: steps are long and
+    short by turns at first. So with such updates there are more, and what the last ones take in the mean counts.
     """
     run = Rehearsal(
         workload,

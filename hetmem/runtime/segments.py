@@ -120,7 +120,7 @@ class Segments:
         self.settle()
         self.thread = threading.get_ident()
         tracer = self._runtime.tracer
-        if tracer.key is not None and tracer.key == self._backward_key():
+        if tracer.key == self._backward_key():
             self._pending = ()
         if torch.is_grad_enabled() and len(self._pending) <= _FORWARDS:
             self._pending = (*self._pending, key)

@@ -23,6 +23,7 @@ from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.traffic import Traffic
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -36,6 +37,7 @@ from tests.runtime.harness import (
     streamed,
     token_batches,
     train_both,
+    vector_batches,
 )
 from tests.runtime.lazy_device import LazyDevice
 from tests.runtime.test_share import build as share_build
@@ -219,3 +221,36 @@ def test_a_role_for_which_host_memory_has_no_room_is_not_left_on_the_device_eith
         memory.reserve(memory.chunks, role)
     assert memory.device_home_bytes == taken
     assert not any(role in chunk.homes for chunk in memory.chunks)
+
+
+@pytest.mark.parametrize(("models", "call"), [(1, 0), (1, 3), (1, 7), (2, 3), (2, 13), (2, 15)])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_step_that_cannot_begin_all_of_its_updates_is_repeated_with_its_gradients(
+    overlap: str, models: int, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that trail use gradients up, and those that were never begun have used none."""
+    pairs = [pair(mlp, "nvme", tmp_path) for _ in range(models)]
+    plain, managed = (torch.nn.ModuleList(modules) for modules in zip(*pairs, strict=True))
+    left, right = adamws(plain, managed, overlap=overlap, max_grad_norm=1e9)
+    ask, calls = Traffic.ask_role, iter(range(1 << 30))
+
+    def asked(*args: Any, **keywords: Any) -> None:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("for what is to be brought")
+        ask(*args, **keywords)
+
+    for number, batch in enumerate(vector_batches(4, 8, 64)):
+        for modules in (plain, managed):
+            torch.stack([loss_of(module, batch) for module in modules]).sum().backward()
+        left.step()
+        if number == 2:
+            with monkeypatch.context() as patch:
+                patch.setattr(Traffic, "ask_role", asked)
+                with pytest.raises(torch.OutOfMemoryError):
+                    right.step()
+        right.step()
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+    for expected, found in pairs:
+        assert_same_weights(expected, found)
+    assert_same_states(left, right)

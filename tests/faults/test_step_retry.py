@@ -3,6 +3,7 @@ that nothing disturbed."""
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import StoreError
+from hetmem.optim.passes import Passes
 from hetmem.optim.scaling import LossScale
+from hetmem.optim.streamed import StreamedUpdates
 from hetmem.optim.undo import UndoLog
 from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
@@ -21,8 +24,10 @@ from hetmem.runtime.traffic import Traffic
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
+from tests.optim.machines import SLOW_HOST
 from tests.optim.test_graphs import Backwards
 from tests.runtime.harness import (
+    CHUNK,
     adamws,
     assert_same_states,
     assert_same_weights,
@@ -138,6 +143,44 @@ def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(
     hetmem.release(managed)
 
 
+def test_a_step_that_fails_forgets_no_update_that_waits_for_its_turn_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=24 * CHUNK)
+    plain, managed = pair(Branches, limits, tmp_path, hardware=SLOW_HOST)
+    left, right = adamws(plain, managed, overlap="forward")
+    held = {registry.of_parameter(parameter)[1].chunk for parameter in managed.right.parameters()}
+    next_of_all = StreamedUpdates._next
+
+    def next_of_others(self: StreamedUpdates) -> Any:
+        everything = self._queue
+        self._queue = deque(job for job in everything if job.chunk not in held)
+        try:
+            return next_of_all(self)
+        finally:
+            self._queue = everything
+
+    for number, batch in enumerate(vector_batches(7, 8, 64)):
+        for module, optimizer in ((plain, left), (managed, right)):
+            module.both = number < 6
+            if number == 5 and module is managed:
+                right.synchronize()
+                monkeypatch.setattr(StreamedUpdates, "_next", next_of_others)
+            module(*batch).backward()
+            if number == 6 and module is managed:
+                assert held <= registry.of_module(managed).runtime.traffic.updating
+                right.param_groups[0]["lr"] *= 2
+                with pytest.raises(RuntimeError, match="changed after their update had begun"):
+                    right.step()
+                right.param_groups[0]["lr"] /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+    monkeypatch.undo()
+    right.synchronize()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
+
+
 @pytest.mark.parametrize("call", range(0, 24, 3))
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
@@ -168,6 +211,43 @@ def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
     hetmem.release(managed)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("tasks", ["_sum_tasks", "_update_tasks"])
+def test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too(
+    tasks: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left, right = adamws(plain, managed, max_grad_norm=1e9)
+    tasks_of, first, failures = getattr(Passes, tasks), iter([True]), iter(range(times))
+
+    def fails(task: Any) -> None:
+        if next(failures, None) is not None:
+            raise MemoryError("for a temporary")
+        task()
+
+    def made(*args: Any) -> list[Any]:
+        task, *others = tasks_of(*args)
+        return [partial(fails, task) if next(first, False) else task, *others]
+
+    for number, batch in enumerate(vector_batches(3, 8, 64)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        if number == 1:
+            monkeypatch.setattr(Passes, tasks, made)
+            if times == 2:
+                with pytest.raises(MemoryError):
+                    right.step()
+        right.step()
+        norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        assert right.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+    assert next(failures, None) is None
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
 
 
 @pytest.mark.parametrize("call", range(0, 66, 12))

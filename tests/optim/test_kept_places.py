@@ -218,6 +218,38 @@ def test_slots_that_are_asked_back_within_a_backward_send_gradients_home_and_upd
     assert updated(managed)[Way.STREAMED] > after[Way.STREAMED]
 
 
+def drops_gradient_of(weight: nn.Parameter) -> Callable[[torch.Tensor], None]:
+    def drop(_: torch.Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad = None
+
+    return drop
+
+
+def test_gradients_that_stay_beside_one_that_a_hook_has_dropped_go_home(tmp_path: Path) -> None:
+    """An update on the device would be of that one too."""
+    plain, managed, optimizers = both(tmp_path, shape=EVEN, build=Nested, chunks=5)
+    for module in (plain, managed):
+        module.seen = drops_gradient_of(module.layers[0][1].weight)
+    before = updated(managed)[Way.HOST]
+    train_apart(plain, managed, optimizers, batches(EVEN, 1))
+    assert updated(managed)[Way.HOST] == before + CHUNK // 2
+    (stepper,) = optimizers[1]._steppers.values()
+    assert not stepper._kept.chunks
+    for module in (plain, managed):
+        module.seen = None
+    train_apart(plain, managed, optimizers, batches(EVEN, 2))
+    assert updated(managed)[Way.HOST] == before + CHUNK // 2
+
+
+def test_places_that_were_asked_back_take_no_gradients(tmp_path: Path) -> None:
+    _, managed, (_, optimizer) = both(tmp_path)
+    (stepper,) = optimizer._steppers.values()
+    assert stepper._kept.has_room
+    runtime_of(managed).room.give_way(1 << 30)
+    assert not stepper._kept.has_room
+
+
 # ---- failures ----------------------------------------------------------------------------------------------------
 
 

@@ -194,6 +194,21 @@ def test_gradients_left_for_the_step_beside_streamed_ones_are_not_written_to_in_
         assert_same_weights(plain, managed)
 
 
+def test_streamed_gradients_of_which_none_was_used_up_may_be_clipped(tmp_path: Path) -> None:
+    """Hooks of the user see each of them, so that all updates wait for `step`."""
+    plain, managed = pair(mlp, "host", tmp_path)
+    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    for parameter in managed.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    for batch in vector_batches(3, 4, WIDTH):
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss_of(module, batch).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed)
+
+
 @pytest.mark.parametrize("at", [0, 4, 4996])
 def test_a_gradient_that_is_zero_nearly_everywhere_is_seen_where_it_is_not(at: int) -> None:
     """As an embedding's is: elsewhere nothing tells of a scaling."""

@@ -82,7 +82,9 @@ def test_streamed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> N
     plain = nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)])
     managed = manage(copy.deepcopy(plain), "host", tmp_path)
     left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    free = registry.of_module(managed).runtime.memory.host_pool.free_bytes
     train_apart(plain, managed, (left, right), vector_batches(4, 4, 64))
+    assert registry.of_module(managed).runtime.memory.host_pool.free_bytes == free
     chunks = len(registry.of_module(managed).runtime.chunks)
     visible = 16 * 4096 * chunks / sum(p.numel() for p in plain.parameters())
     streamed = hetmem.report(managed).to_dict()["bytes_per_parameter"]

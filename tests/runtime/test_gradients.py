@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,11 @@ def swapped(module: nn.Module) -> None:
     module[0].weight.grad, module[2].weight.grad = module[2].weight.grad, module[0].weight.grad
 
 
-EDITS = (scaled, replaced, written_by_slice, dropped, data_written, set_without_backward, swapped)
+def viewed_by_another(module: nn.Module) -> None:
+    module[0].weight.grad, module[2].weight.grad = module[2].weight.grad[:], None
+
+
+EDITS = (scaled, replaced, written_by_slice, dropped, data_written, set_without_backward, swapped, viewed_by_another)
 
 
 @pytest.mark.pairs
@@ -230,3 +235,34 @@ def test_hooks_for_what_arrives_read_the_true_gradients(early: bool, placement: 
 
 def sgds(*modules: nn.Module) -> Any:
     return tuple(torch.optim.SGD(module.parameters(), lr=0.1) for module in modules)
+
+
+@everywhere
+def test_gradients_with_a_graph_are_differentiated_as_in_torch(placement: str, tmp_path: Path) -> None:
+    modules = pair(mlp, placement, tmp_path)
+
+    def step(module: nn.Module) -> None:
+        loss_of(module, BATCHES[0]).backward()  # what is added to has no graph
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of the cycle that this makes
+            loss_of(module, BATCHES[1]).backward(create_graph=True)
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        module.zero_grad()
+        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
+
+    for index in range(2):
+        both(modules, step)
+        assert_same_grads(*modules, f"{index}")
+        for module in modules:
+            module.zero_grad()
+
+
+def test_a_released_model_has_no_hooks_left(tmp_path: Path) -> None:
+    module = mlp()
+    manage(module, "host", tmp_path)
+    loss_of(module, BATCHES[0]).backward()
+    hetmem.release(module)
+    for parameter in module.parameters():
+        assert not parameter._backward_hooks
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        assert not hooks

@@ -11,8 +11,12 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.memory import views
 from hetmem.memory.device import SimDevice
-from tests.runtime.harness import CHUNK, WIDTH, Recipe, pair, streamed, train_both, vector_batches
+from hetmem.memory.mapping import Mapping
+from hetmem.plan.links import Link
+from hetmem.runtime import registry
+from tests.runtime.harness import CHUNK, WIDTH, Recipe, manage, pair, streamed, train_both, vector_batches
 from tests.runtime.lazy_device import LazyDevice
 
 SLOTS = 9
@@ -76,3 +80,54 @@ def test_weights_in_use_leave_a_large_one_all_the_room_that_they_do_not_take(
     train_both(plain, managed, vector_batches(3, 4, WIDTH), Recipe())
     assert held.most == SLOTS
     assert hetmem.report(managed).to_dict()["tiers"]["device"]["chunk_peak_bytes"] <= SLOTS * CHUNK
+
+
+def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
+    """Its next owner may be an activation, which counts."""
+    managed = manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path)
+    memory = registry.of_module(managed).runtime.memory
+    idle = memory.idle_bytes(0)
+    taken = memory.take_device(CHUNK)
+    address = views.address_of(taken)
+    assert memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle - CHUNK
+    memory.give_device(taken, CHUNK)
+    assert not memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle
+
+
+class Pinning(SimDevice):
+    """Counts what is page-locked."""
+
+    locked = 0
+
+    def pin(self, host: Mapping) -> Callable[[], None]:
+        self.locked += 1
+        return self._unpin
+
+    def _unpin(self) -> None:
+        self.locked -= 1
+
+
+def test_page_locking_ends_with_the_management(tmp_path: Path) -> None:
+    device = Pinning()
+    managed = manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path, device=device)
+    assert device.locked > 0
+    hetmem.release(managed)
+    assert device.locked == 0
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward"])
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_what_the_link_carries_is_every_gradient_that_is_not_at_home_on_the_device(
+    placement: str, overlap: str, tmp_path: Path
+) -> None:
+    managed = manage(nn.Linear(WIDTH, WIDTH), placement, tmp_path, mixed_precision=torch.bfloat16)
+    optimizer = hetmem.AdamW(managed.parameters(), overlap=overlap)
+    link = registry.of_module(managed).runtime.traffic.engine.links
+    for step in range(1, 4):
+        managed(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
+        expected = step * 4 * (WIDTH + 1) * WIDTH if placement == "host" else 0
+        assert link()[Link.DEVICE_TO_HOST].bytes == expected
+        optimizer.step()
+        optimizer.zero_grad()

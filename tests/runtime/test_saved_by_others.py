@@ -178,3 +178,22 @@ def test_a_hook_of_the_user_edits_a_gradient_at_home_within_a_checkpoint(
     for module in modules:
         module.part[1].weight.register_post_accumulate_grad_hook(_halve)
     train_both(*modules, BATCHES)
+
+
+class Neighbours(nn.Module):
+    """A layer of a graph network: autograd saves the sparse matrix of its edges beside weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.edges = torch.randn(4, 4).tril().to_sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            x = torch.tanh(torch.sparse.mm(self.edges, layer(x)))
+        return x
+
+
+@everywhere
+def test_a_sparse_matrix_is_saved_as_it_is(placement: str, tmp_path: Path) -> None:
+    assert_trains_alike(Neighbours, placement, tmp_path)
