@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.copies import Block, CopyState
 from hetmem.plan.optimum import fewest_bytes
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.residency import Residency

@@ -6,61 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import chain
 
+from hetmem.plan.copies import STALE, VALID, Block, Copy
 from hetmem.plan.order import NOTHING, Order, Rank
 from hetmem.plan.policy import CopyFacts, EvictionPolicy, NextUse
 from hetmem.plan.slots import PlaceMap, SlotMap
 from hetmem.plan.trace import DEVICE, HOST, NEVER, Schedule, Tier
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One role of one chunk. `span` slots in a row hold a copy; `home` is the tier of the authoritative copy."""
-
-    label: str
-    home: Tier
-    span: int = 1
-
-
-class CopyState(Enum):
-    """States of a copy; a block without a copy on a tier is ABSENT there."""
-
-    WAITING = auto()
-    LOADING = auto()
-    VALID = auto()
-    STALE = auto()
-
-
-WAITING, LOADING, VALID, STALE = CopyState
-"""By name: CPython takes ten times as long to find a member in its enumeration."""
-PLACED = (VALID, LOADING)  # of a copy that has its slot
-
-
-@dataclass(slots=True)
-class Copy:
-    """A copy on DEVICE or in HOST staging. `uses` > 0 keeps it where it is; `waiting` of them want a WAITING one.
-    `load` is False while its content is undefined, because it will be overwritten. `number` counts the copies of a
-    cache in the order in which they came."""
-
-    state: CopyState
-    slot: int = -1
-    uses: int = 0
-    waiting: int = 0
-    dirty: bool = False
-    writing: bool = False
-    load: bool = True
-    last_use: int = 0
-    fetched: int = 0
-    number: int = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether an eviction may take it now."""
-        return self.uses == 0 and not self.writing and (self.state is VALID or self.state is STALE)
-
 
 _FURTHER = 32  # uses that are looked at behind those that matter: where all is here, one look serves for so many
 
@@ -68,7 +20,7 @@ _FURTHER = 32  # uses that are looked at behind those that matter: where all is 
 class Cache:
     """The copies on `tier`, by block number. `limit` of the `slots` may be taken, those of loads in flight included.
 
-    `nearer` is the next faster tier: what lies there too is the cheaper one to lose here. Whoever changes a copy in a
+    `nearer` is the next faster tier, which is fed from here: see `needed`. Whoever changes a copy in a
     way that an eviction or a policy may know of says so with `touch(block)`.
 
     Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again
@@ -117,16 +69,13 @@ class Cache:
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
         self._moves += 1
-        farther = self._farther
-        if farther is not None and block in farther.copies:
-            farther._ranked.add(block)
+        if self._farther is not None:
+            self._farther._rank_again(block)
         return copy
 
     def remove(self, block: int) -> Copy:
         """There is no copy of `block` here any more; returns what was."""
-        next_use = self.schedule.next_use(block)
-        if next_use < self._present_until:
-            self._present_until = next_use
+        self._present_until = min(self._present_until, self.schedule.next_use(block))
         fed = self if self._nearer is None else self._nearer
         if fed._fed_until:
             fed._fed_until = min(fed._fed_until, fed.schedule.next_use(block))
@@ -134,10 +83,14 @@ class Cache:
         self._freed += 1
         copy = self.copies.pop(block)
         self.touch(block)
-        farther = self._farther
-        if farther is not None and block in farther.copies:
-            farther._ranked.add(block)
+        if self._farther is not None:
+            self._farther._rank_again(block)
         return copy
+
+    def _rank_again(self, block: int) -> None:
+        """Whether `block` lies on the faster tier has changed."""
+        if block in self.copies:
+            self._ranked.add(block)
 
     def moved(self) -> None:
         """What comes next here may be something else now."""
@@ -260,7 +213,7 @@ class Cache:
         return missing
 
     def quiet_until(self, lookahead: int, can_come: Callable[[int], bool]) -> int:
-        """Up to this use nothing that is missing and `can_come` now gets among the next `lookahead`, if nothing moves."""
+        """Up to this use nothing that is missing and `can_come` gets among the next `lookahead`, if nothing moves."""
         schedule, copies = self.schedule, self.copies
         start, end = schedule.horizon(lookahead), schedule.horizon(2 * lookahead)
         for at, blocks in enumerate(schedule.between(start, end), start):
@@ -439,18 +392,3 @@ class Cache:
             return None  # what is written is dirty
         next_use = self.schedule.next_use(block) if self._nearer is None else self.needed(block)
         return next_use, -copy.last_use, -copy.number, block
-
-    def check(self) -> None:
-        """Raise `AssertionError` where copies and slots disagree."""
-        for block, copy in self.copies.items():
-            label, home, span = self._blocks[block].label, self._blocks[block].home, self._blocks[block].span
-            assert copy.uses >= copy.waiting >= 0, f"{label} has a wrong use count"
-            assert home > self.tier, f"{label} is cached at or above its home"
-            assert not copy.dirty or (self.tier is HOST and copy.state is VALID)
-            assert not copy.writing or copy.dirty
-            if copy.slot >= 0:
-                assert self.slots.has(block, copy.slot, span), "a slot has another owner"
-            else:
-                assert copy.uses == copy.waiting, "a copy without a slot is in use"
-        taken = sum(self._blocks[block].span for block, copy in self.copies.items() if copy.slot >= 0)
-        assert taken == self.slots.used <= self.slots.count, "slots and copies disagree"

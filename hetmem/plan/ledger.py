@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 
 from hetmem.errors import StateError
-from hetmem.plan.cache import LOADING, STALE, VALID, Block, Cache, Copy
+from hetmem.plan.cache import Cache
 from hetmem.plan.commands import Command, Counts, Drop, Fetch, Write
+from hetmem.plan.copies import LOADING, STALE, VALID, Block, Copy
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.trace import DEVICE, HOST, NVME, Tier
 

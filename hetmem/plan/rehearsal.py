@@ -12,7 +12,7 @@ from itertools import product
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use, moved, to_the_device
 from hetmem.plan.balance import UPDATE_BYTES
-from hetmem.plan.cache import Block
+from hetmem.plan.copies import Block
 from hetmem.plan.gradients import GradientSink
 from hetmem.plan.hardware import HardwareProfile, ThreadCosts
 from hetmem.plan.notes import BACKWARD, FORWARD, Notes

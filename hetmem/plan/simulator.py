@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from hetmem.plan.cache import LOADING, VALID, WAITING, Block
 from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.copies import LOADING, VALID, WAITING, Block
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link, LinkUse
 from hetmem.plan.policy import EvictionPolicy

@@ -7,8 +7,9 @@ answer to a command changes, is not its business.
 from __future__ import annotations
 
 from hetmem.errors import CapacityError
-from hetmem.plan.cache import STALE, VALID, WAITING, Cache, Copy
+from hetmem.plan.cache import Cache
 from hetmem.plan.commands import Command
+from hetmem.plan.copies import STALE, VALID, WAITING, Copy
 from hetmem.plan.ledger import Ledger
 from hetmem.plan.trace import DEVICE, HOST, NVME, Tier
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from hetmem.plan.cache import PLACED, CopyState
+from hetmem.plan.copies import PLACED, CopyState
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
 from hetmem.plan.turns import AT_ONCE, Turns

@@ -15,7 +15,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.views import without_graph
-from hetmem.plan.cache import CopyState
+from hetmem.plan.copies import CopyState
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks

@@ -18,7 +18,7 @@ from hetmem.memory.device import Device
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
-from hetmem.plan.cache import Block
+from hetmem.plan.copies import Block
 from hetmem.plan.layout import Layout
 from hetmem.plan.lending import Lending, set_aside
 from hetmem.plan.placement import Room, place, place_copies

@@ -12,7 +12,7 @@ import torch
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.plan.cache import PLACED, CopyState
+from hetmem.plan.copies import PLACED, CopyState
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings

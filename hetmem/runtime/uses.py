@@ -11,7 +11,7 @@ from collections.abc import Container
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
-from hetmem.plan.cache import CopyState
+from hetmem.plan.copies import CopyState
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.carrier import Carrier

@@ -15,7 +15,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.views import give_away
-from hetmem.plan.cache import PLACED, CopyState
+from hetmem.plan.copies import PLACED, CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings, storage_references
 from hetmem.runtime.construction import recast

@@ -17,7 +17,7 @@ from torch import nn
 import hetmem
 from hetmem.optim.updates import Job, Updates
 from hetmem.optim.workers import WorkerPool
-from hetmem.plan.cache import CopyState
+from hetmem.plan.copies import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk

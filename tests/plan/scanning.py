@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hetmem.plan.cache import Cache, CopyState
+from hetmem.plan.cache import Cache
+from hetmem.plan.copies import CopyState
 from hetmem.plan.policy import CopyFacts
 from hetmem.plan.residency import Residency
 from hetmem.plan.slots import SlotMap

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hetmem.plan.cache import Block
 from hetmem.plan.commands import Command, Drop, Fetch
+from hetmem.plan.copies import Block
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 

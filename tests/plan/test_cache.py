@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.copies import Block, CopyState
 from hetmem.plan.order import NOTHING, Order
 from hetmem.plan.policy import FIFO, LRU, NextUse
 from hetmem.plan.residency import Residency

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmem.errors import CapacityError
-from hetmem.plan.cache import Block
 from hetmem.plan.commands import Drop, Fetch
+from hetmem.plan.copies import Block
 from hetmem.plan.optimum import fewest_bytes, fewest_fetches
 from hetmem.plan.policy import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
 from hetmem.plan.residency import Residency

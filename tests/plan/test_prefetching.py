@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.replay import Trace, gpt, optimum, replay
-from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Drop, Write
+from hetmem.plan.copies import Block, CopyState
 from hetmem.plan.policy import NextUse
 from hetmem.plan.trace import Schedule, Uses
 from tests.plan.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Drop, Write
+from hetmem.plan.copies import Block, CopyState
 from hetmem.plan.trace import Schedule
 from tests.plan.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, visit
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetmem.errors import CapacityError, StateError
-from hetmem.plan.cache import Block, CopyState
 from hetmem.plan.commands import Command, Drop, Fetch, Write
+from hetmem.plan.copies import Block, CopyState
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Schedule, Tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.plan.cache import Block, CopyState
+from hetmem.plan.copies import Block, CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.simulator import LinkQueue, SimulatedTraffic

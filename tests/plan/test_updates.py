@@ -8,7 +8,7 @@ import pytest
 
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import arrange
-from hetmem.plan.cache import CopyState
+from hetmem.plan.copies import CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Setting, judge

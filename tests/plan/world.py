@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hetmem.plan.cache import Block
 from hetmem.plan.commands import Drop, Fetch, Write
+from hetmem.plan.copies import Block
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 

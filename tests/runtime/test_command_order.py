@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.cache import CopyState
+from hetmem.plan.copies import CopyState
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry

@@ -16,7 +16,7 @@ from torch import nn
 import hetmem
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.nvme import Extent, NvmeStore
-from hetmem.plan.cache import CopyState
+from hetmem.plan.copies import CopyState
 from hetmem.plan.trace import Schedule, Tier
 from hetmem.runtime import registry
 from hetmem.runtime.fingerprints import Fingerprints

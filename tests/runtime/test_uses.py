@@ -14,8 +14,8 @@ from torch import nn
 import hetmem
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.plan.cache import CopyState
 from hetmem.plan.commands import Drop
+from hetmem.plan.copies import CopyState
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import DEVICE, HOST, NVME
 from hetmem.runtime import registry
