@@ -207,9 +207,9 @@ class Memory:
         self.moved_bytes = self.device_home_bytes
         self.pins.append(self.device.pin(self.host_pool.mapping))
 
-    def keeps_gradient_place(self, chunk: Chunk) -> bool:
-        """Whether `gradient_place` has one for `chunk`."""
-        return chunk in self._gradient_places
+    def kept_gradient_place(self, chunk: Chunk) -> Home | None:
+        """What `gradient_place` has for `chunk`."""
+        return self._gradient_places.get(chunk)
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
         """The place in host memory that gradients of `chunk` never had, once; None if there is none."""

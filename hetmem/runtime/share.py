@@ -6,6 +6,7 @@ the device, its update is made there, and its copy is a cast there. The place th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -141,7 +142,7 @@ class ResidentShare:
 
     def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
         """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device."""
-        if Role.GRAD in chunk.homes or not self._runtime.memory.keeps_gradient_place(chunk):
+        if Role.GRAD in chunk.homes or self._runtime.memory.kept_gradient_place(chunk) is None:
             return False
         return gradient.layout is torch.strided and gradient.dtype is chunk.dtype and not gradient.requires_grad
 
@@ -182,6 +183,7 @@ class ResidentShare:
         for role, home in chunk.homes.items():
             if home.away is not None:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
+        self._copy_gradients(chunk)  # a copy that fails has changed nothing
         for role in list(chunk.homes):
             self._runtime.memory.move_back(chunk, role)
         self._take_gradients(chunk)
@@ -191,22 +193,26 @@ class ResidentShare:
         self._settle(chunk)
         traffic.copy_equals_home(chunk)
 
+    def _copy_gradients(self, chunk: Chunk) -> None:
+        """Gradients that were autograd's own, as long as all was on the device, to where they come along."""
+        place = self._runtime.memory.kept_gradient_place(chunk)
+        if place is None:
+            return
+        flat = chunk.over(Role.GRAD, place.memory)
+        for managed, gradient in _own_gradients(chunk):
+            work = partial(_copy, managed.shaped(managed.part(flat)), gradient.detach())
+            self._runtime.traffic.engine.copy_now(Link.DEVICE_TO_HOST, work, gradient.nbytes)
+
     def _take_gradients(self, chunk: Chunk) -> None:
-        """Gradients that were autograd's own, as long as all was on the device, come along."""
+        """The tensors that users have of them are of that memory from now on."""
         place = self._runtime.memory.gradient_place(chunk)
         if place is None:
             return
         chunk.homes[Role.GRAD] = place
         self._runtime.traffic.register_home(chunk, Role.GRAD)
-        for managed in chunk.parameters:
-            gradient = managed.parameter.grad
-            if gradient is not None and not isinstance(gradient, UsedUp):
-                home = managed.view(Role.GRAD)
-                self._runtime.traffic.engine.copy_now(
-                    Link.DEVICE_TO_HOST, partial(_copy, home, gradient.detach()), home.nbytes
-                )
-                gradient.data = home
-                managed.grad_home, managed.grad_version = gradient, gradient._version
+        for managed, gradient in _own_gradients(chunk):
+            gradient.data = managed.view(Role.GRAD)
+            managed.grad_home, managed.grad_version = gradient, gradient._version
 
     def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
         """What lies at home, if it matters."""
@@ -242,6 +248,13 @@ def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
     """Whether all that is trained of `chunk`, if anything is, gets its update on the device."""
     trained = [id(managed.parameter) for managed in chunk.parameters if managed.parameter.requires_grad]
     return bool(trained) and updated.issuperset(trained)
+
+
+def _own_gradients(chunk: Chunk) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+    for managed in chunk.parameters:
+        gradient = managed.parameter.grad
+        if gradient is not None and not isinstance(gradient, UsedUp):
+            yield managed, gradient
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
