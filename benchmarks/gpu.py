@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpu_processes import TESTS, in_a_process, tested
+from benchmarks.gpu_processes import TESTS, in_a_process, shortened, tested
 from benchmarks.gpu_results import begun, write
 from benchmarks.gpu_sizes import disk, largest_here
 
@@ -369,8 +369,9 @@ def _measured(part: str, options: argparse.Namespace, seconds: float, keep: Call
     result = _told(out)
     if code is None:
         result["cut off"] = f"longer than {seconds:.0f} s"
+        result["said"] = shortened(errors)
     elif code or not result:
-        result["failed"] = errors[-2000:] or f"exit status {code}"
+        result["failed"] = shortened(errors) or f"exit status {code}"
     return result
 
 

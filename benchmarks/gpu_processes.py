@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,31 +26,47 @@ TESTS = {
 }
 """Seconds that each may take. One process each: after an illegal access a process can do nothing more on a GPU."""
 _LOOK_SECONDS = 5.0
-_GRACE_SECONDS = 5.0  # what is interrupted says what it found; what hangs in the driver is killed
+_STUCK_SECONDS = 25  # after so many of one test pytest says where each thread is
+_GRACE_SECONDS = 5.0  # what is interrupted says what it found; what hangs in the driver says where, and is killed
 
 
 def tested(path: str, seconds: float) -> dict[str, Any]:
     """The tests of one file; an interrupted pytest says what had passed until then."""
-    options = ["-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-q", "--tb=short", "-rfE"]
+    options = ["-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-v", "--tb=short", "-rfE"]
+    options += ["-o", f"faulthandler_timeout={_STUCK_SECONDS}"]
     code, out, errors = in_a_process(["-m", "pytest", *options, path], seconds)
     lines = [line for line in out.splitlines() if line.strip()]
     result: dict[str, Any] = {"pytest": lines[-1] if lines else ""}
     if code is None:
         result["cut off"] = f"longer than {seconds:.0f} s"
+        result["said"] = f"{shortened(out)}{shortened(errors)}"
     elif code:
-        result["failed"] = (out + errors)[-4000:]
+        result["failed"] = f"{shortened(out)}{shortened(errors)}"
     return result
 
 
-def _heed_interrupts() -> None:
-    """A shell's jobs in the background ignore them, and so would all that these start."""
+def shortened(text: str) -> str:
+    """How `text` begins, where a crash is told, and how it ends, where an error is."""
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith("Extension modules:")]
+    text = "".join(lines)
+    return text if len(text) <= 5000 else f"{text[:2000]}\n…\n{text[-3000:]}"
+
+
+def _prepare() -> None:
+    """A shell's jobs in the background ignore interrupts, and so would all that these start. What is aborted leaves no
+    file of its memory, which may be all of the machine's."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _environment() -> dict[str, str]:
-    """This hetmem before any other; torch may lie wherever the user's own path leads."""
+    """This hetmem before any other; torch may lie wherever the user's own path leads. A crash says where it was."""
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        "PYTHONFAULTHANDLER": "1",
+    }
 
 
 def in_a_process(
@@ -68,7 +85,7 @@ def in_a_process(
             cwd=ROOT,
             env=_environment(),
             start_new_session=True,
-            preexec_fn=_heed_interrupts,
+            preexec_fn=_prepare,
         )
         code: int | None = None
         try:
@@ -78,7 +95,7 @@ def in_a_process(
                     code = process.wait(min(_LOOK_SECONDS, left))
                 said = os.pread(out.fileno(), os.fstat(out.fileno()).st_size, 0)  # its place in the file is its own
                 seen(said.decode(errors="replace"))
-            for ending in (signal.SIGINT, signal.SIGKILL) if code is None else ():
+            for ending in (signal.SIGINT, signal.SIGABRT, signal.SIGKILL) if code is None else ():
                 with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                     os.killpg(process.pid, ending)
                     process.wait(_GRACE_SECONDS)

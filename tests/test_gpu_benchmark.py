@@ -94,11 +94,13 @@ def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, mo
     found = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
     assert found["rates"] == {"ms": 1.5} and found["resident"] == {"failed": "no memory"}
     assert found["streamed"]["ms"] == 1.5 and found["streamed"]["cut off"].startswith("longer than ")
+    assert found["streamed"]["said"] == "no memory"
     under_way = [then[part] for then, part in zip(so_far, ("rates", "resident", "streamed"), strict=False)]
     assert under_way == [{"ms": 8, "cut off": "nobody knows when: it was under way"}] * 3
     passed = "1 failed, 1 passed in 2.00s"
     assert found["tests/gpu/test_moves.py"] == {"pytest": passed, "failed": f".F\n{passed}\nan error"}
-    assert found["tests/gpu/test_managed.py"]["cut off"].startswith("longer than ")
+    managed = found["tests/gpu/test_managed.py"]
+    assert managed["cut off"].startswith("longer than ") and managed["said"] == f".F\n{passed}\nan error"
     text = (tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.md").read_text()
     assert "## streamed" in text and "## tests/gpu/test_moves.py" in text
     assert limits[len(gpu_processes.TESTS)] == gpu.SECONDS["rates"] and all(limit <= 90.0 for limit in limits), (
@@ -127,7 +129,9 @@ def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is
     monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 5.0)
     assert gpu_processes.in_a_process(["-c", polite], 12.0) == (None, "begun\nended\n", "")
     monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 0.2)
-    assert gpu_processes.in_a_process(["-c", rude], 2.4) == (None, "begun\n", "")
+    code, out, errors = gpu_processes.in_a_process(["-c", rude], 2.4)
+    assert (code, out) == (None, "begun\n")
+    assert "Aborted" in errors and 'File "<string>", line 4' in errors, "where it hung"
     assert gpu_processes.in_a_process(["-c", "raise SystemExit(3)"], 60.0) == (3, "", "")
 
 

@@ -266,7 +266,6 @@ class CudaStreams:
         self._base.record(torch.cuda.current_stream(device))
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
-        self._asked: weakref.WeakKeyDictionary[torch.cuda.Event, float] = weakref.WeakKeyDictionary()
 
     def mark(self) -> torch.cuda.Event:
         """An event on the current stream, or behind all streams where there are several."""
@@ -285,11 +284,12 @@ class CudaStreams:
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """`work` must ask for nothing that waits for the host."""
         stream = self._streams[link]
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start: Any = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(event)
-            self._asked[start] = time.perf_counter()
+            start.hetmem_asked = time.perf_counter()  # torch 2.11 lets events die without telling weak references
             start.record(stream)
             try:
                 work()
@@ -317,7 +317,7 @@ class CudaStreams:
         host's: no event passes before it is asked for, nor later than now."""
         milliseconds: float = self._base.elapsed_time(event)
         seconds = self._base_seconds + milliseconds / 1e3
-        known = min(max(seconds, self._asked.get(event, seconds)), time.perf_counter())
+        known = min(max(seconds, getattr(event, "hetmem_asked", seconds)), time.perf_counter())
         if known != seconds or milliseconds > _REBASE_MILLISECONDS:
             self._base, self._base_seconds = event, known
         return known

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +29,22 @@ from hetmem.runtime.events import CopyChange, EventLog, Span, Transfer
 from hetmem.runtime.fingerprints import Fingerprints
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.statistics import Statistics
+
+
+class _LetsGo(ContextDecorator):
+    """An error of a transfer holds no variables of the functions that it went through here. Some of those hold the
+    error: such a circle would keep all that is above, the user's tensors too, until garbage is collected; and memory
+    may be what the error is about."""
+
+    def __enter__(self) -> None:
+        """Nothing has gone through."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if at is not None:
+            traceback.clear_frames(at)
+
+
+_LETS_GO = _LetsGo()
 
 
 class Carrier:
@@ -71,6 +90,7 @@ class Carrier:
         """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
         return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
+    @_LETS_GO
     @HELD_BACK
     def poll(self) -> bool:
         """Take note of what has finished meanwhile; whether anything has."""
@@ -80,6 +100,7 @@ class Carrier:
             self._note(finished)
         return noted
 
+    @_LETS_GO
     @HELD_BACK
     def wait_for_one(self) -> None:
         """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
@@ -133,8 +154,11 @@ class Carrier:
                     first = first or error
         finally:
             self._executing = False
-        if first is not None:
-            raise first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # the error would hold itself, by this function's variables
 
     def order_compute_after(self, block: int) -> bool:
         """Order compute behind the copy of `block` that is on its way to the device; False if that cannot be."""

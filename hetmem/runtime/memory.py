@@ -52,8 +52,6 @@ class Memory:
     """What ends page-locking."""
     resident: bool
     device_home_bytes: int = 0
-    moved_bytes: int = 0
-    """Of the homes on the device, those that have moved there."""
     usable_bytes: int = field(init=False)
     """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
     _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
@@ -81,6 +79,11 @@ class Memory:
     def streams(self) -> bool:
         """Whether operators see copies; False if every home is on the device in the dtype that computes."""
         return not self.resident or self.mixed_precision is not None
+
+    @property
+    def moved_bytes(self) -> int:
+        """What is on the device beside copies, and may leave it: all of it, unless the model is whole there."""
+        return 0 if self.resident else self.device_home_bytes
 
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, or `DeviceOutOfMemoryError` where the others
@@ -173,12 +176,10 @@ class Memory:
             home = self._settle(chunk, role, memory)
             if before is not None:
                 home.away, home.block, home.written = before, before.block, before.written
-            self.moved_bytes += chunk.home_nbytes(role)
 
     def move_back(self, chunk: Chunk, role: Role) -> None:
         """End `move_in` of one role: its home is what it was, or there is none, if there was none."""
         home = self._unsettle(chunk, role)
-        self.moved_bytes -= chunk.home_nbytes(role)
         if home.away is not None:
             home.away.written = home.written
             chunk.homes[role] = home.away
@@ -204,7 +205,6 @@ class Memory:
                 else:
                     self._gradient_places[chunk] = away
         self.resident = False
-        self.moved_bytes = self.device_home_bytes
         self.pins.append(self.device.pin(self.host_pool.mapping))
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
@@ -226,14 +226,12 @@ class Memory:
         memory = self.device.allocate(nbytes)
         self._device_ranges.append(_range(memory, nbytes))
         self.device_home_bytes += nbytes
-        self.moved_bytes += nbytes
         return memory
 
     def give_device(self, memory: views.Memory, nbytes: int) -> None:
         """End `take_device`."""
         self._device_ranges.remove(_range(memory, nbytes))
         self.device_home_bytes -= nbytes
-        self.moved_bytes -= nbytes
 
     def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Host memory for `role` of a few of `chunks` at a time, to be lent: see `plan.lending`."""

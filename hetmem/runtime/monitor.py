@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,7 +84,11 @@ class DeviceMonitor(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._strict and not (self.transformed or self.left or _only_views(func)):
             self._check(func, tree_leaves((args, kwargs)))
-        result = func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_of_several(func):
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         self.count(str(func), tree_leaves(result))
         return result
 
@@ -192,6 +197,14 @@ def _only_views(func: Any) -> bool:
         known = bool(returns) and not any(alias.is_write for alias in aliases)
         known = _VIEWS[func] = known or func in _METADATA
     return known
+
+
+@cache
+def _is_of_several(func: Any) -> bool:
+    """Whether `func` is made of other operators. In inference mode it is a mode's as a whole, and views that are made
+    in it do not know what they are views of; torch computes a product with a view of a weight in another order then.
+    Everywhere else only those others are a mode's."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 _METADATA = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_non_overlapping_and_dense.default}

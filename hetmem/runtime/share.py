@@ -6,6 +6,7 @@ the device, its update is made there, and its copy is a cast there. The place th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -199,14 +200,10 @@ class ResidentShare:
         if place is None:
             return []
         flat, sent = chunk.over(Role.GRAD, place.memory), []
-        for managed in chunk.parameters:
-            gradient = managed.parameter.grad
-            if gradient is not None and not isinstance(gradient, UsedUp):
-                home = managed.shaped(managed.part(flat))
-                self._runtime.traffic.engine.copy_now(
-                    Link.DEVICE_TO_HOST, partial(_copy, home, gradient.detach()), home.nbytes
-                )
-                sent.append((managed, gradient))
+        for managed, gradient in _own_gradients(chunk):
+            work = partial(_copy, managed.shaped(managed.part(flat)), gradient.detach())
+            self._runtime.traffic.engine.copy_now(Link.DEVICE_TO_HOST, work, gradient.nbytes)
+            sent.append((managed, gradient))
         return sent
 
     def _take_gradients(self, chunk: Chunk, sent: list[tuple[ManagedParameter, torch.Tensor]]) -> None:
@@ -254,6 +251,13 @@ def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
     """Whether all that is trained of `chunk`, if anything is, gets its update on the device."""
     trained = [id(managed.parameter) for managed in chunk.parameters if managed.parameter.requires_grad]
     return bool(trained) and updated.issuperset(trained)
+
+
+def _own_gradients(chunk: Chunk) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+    for managed in chunk.parameters:
+        gradient = managed.parameter.grad
+        if gradient is not None and not isinstance(gradient, UsedUp):
+            yield managed, gradient
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -120,14 +120,16 @@ class Writes:
 
     def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
         """The home of `managed` becomes another tensor's values. Who holds more than the `hetmem_holds` references to
-        the old ones (`kept = p.data`, a state dict) keeps them, as in torch, where these are two tensors."""
-        kept = managed.numel and storage_references(managed.home) > hetmem_holds
+        the old ones (`kept = p.data`, a state dict) keeps them, as in torch, where these are two tensors. So do those
+        who hold a storage that was given other memory (`p.data.share_memory_()`), as they have that."""
+        at_its_place = managed.home.data_ptr() == managed.home_address
+        kept = managed.numel and at_its_place and storage_references(managed.home) > hetmem_holds
         if kept and not give_away(managed.home):
             raise ManageError(
                 f"{managed.name}.data was set to another tensor, and what it was before is still held (as in "
                 f"`kept = p.data`): keep a clone of it, as hetmem copies the new values to its place"
             )
-        if managed.home.data_ptr() != managed.home_address:  # its storage has other memory: its place is elsewhere
+        if managed.home.data_ptr() != managed.home_address:  # its storage has other memory
             home = managed.view(Role.PARAM)
             self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
 

@@ -49,7 +49,12 @@ class Record:
 
 
 class Event:
-    """Until it is recorded it counts as passed, and what waits for it waits for its last record so far: as in CUDA."""
+    """Until it is recorded it counts as passed, and what waits for it waits for its last record so far: as in CUDA.
+
+    It allows no weak reference: torch 2.11 does not tell those that its own has died, and whoever meets one crashes.
+    """
+
+    __slots__ = ("__dict__",)
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.enable_timing = enable_timing

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import hetmem
 from tests.runtime.harness import (
+    BATCHES,
+    CHUNK,
     WIDTH,
     Recipe,
     Tower,
@@ -19,6 +24,8 @@ from tests.runtime.harness import (
     assert_same_grads,
     assert_same_weights,
     everywhere,
+    manage,
+    mlp,
     pair,
     precisions,
     token_batches,
@@ -114,3 +121,50 @@ def test_parameters_are_at_home_as_soon_as_a_function_of_the_users_has_raised_in
             loss.backward()
         for expected, parameter in zip(before, parameters, strict=True):
             assert_same(expected, parameter.detach(), "parameter")
+
+
+class Remembered(nn.Module):
+    """Tells of its last activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        self.last = weakref.ref(x)
+        return self.layers(x) + x
+
+
+@pytest.mark.parametrize("speed", [None, "1GB"], ids=["at once", "on a thread"])
+@pytest.mark.parametrize("times", [1, 1000], ids=["tried again", "raised"])
+def test_an_error_of_a_copy_holds_no_activation_once_nobody_holds_it(
+    times: int, speed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is what it is about: who tries again, or with less, has what the failed forward took."""
+    copy_in, left = hetmem.SimDevice.copy_in, 0
+
+    def no_memory(*copied: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise torch.OutOfMemoryError("no memory to cast in")
+        copy_in(*copied)
+
+    monkeypatch.setattr(hetmem.SimDevice, "copy_in", no_memory)
+    limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=2 * CHUNK)
+    model = manage(Remembered(), limits, tmp_path, device=hetmem.SimDevice(host_to_device=speed))
+    for _ in range(3):
+        model(*BATCHES[0]).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        left = times
+        try:
+            model(*BATCHES[0])
+        except torch.OutOfMemoryError:
+            assert times > 1
+        assert left < times, "no copy was asked for"
+        assert model.last() is None
+    finally:
+        gc.enable()

@@ -159,6 +159,26 @@ def test_where_the_old_values_cannot_be_kept_that_is_said(
         assert_same(*both((plain, managed), lambda module: module(*BATCHES[0])), "output")
 
 
+@everywhere
+def test_a_storage_that_was_given_other_memory_needs_none_for_who_holds_it(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch 2.13 memory that others share cannot be exchanged."""
+    monkeypatch.setattr("hetmem.runtime.writes.give_away", lambda view: False)
+    plain, managed = pair(mlp, placement, tmp_path)
+    held = managed[0].weight.detach()
+    for module in (plain, managed):
+        for parameter in module.parameters():
+            parameter.data.share_memory_()
+    assert held.is_shared()
+    for sides in ((plain, managed), (plain, managed)):
+        with torch.no_grad():
+            assert_same(*both(sides, lambda module: module(*BATCHES[0])), "output")
+            for module in sides:
+                module[0].weight.mul_(2)
+    assert_same(held * 4, managed[0].weight.detach(), "what is held has memory of its own")
+
+
 def test_what_is_given_away_has_memory_of_its_own() -> None:
     """Also with a torch that cannot exchange the memory of storages."""
 

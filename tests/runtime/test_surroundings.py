@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ def test_a_model_that_was_managed_and_loaded_in_inference_mode_trains(placement:
         with torch.inference_mode():
             right.load_state_dict(states)
     assert_same_weights(plain, managed)
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_layer_over_a_turned_batch_has_the_bits_of_torch_in_inference_mode(
+    mode: Callable[[], AbstractContextManager[None]], placement: str, tmp_path: Path
+) -> None:
+    """torch orders the sums of its product by whether it knows that the view of the weight is one of a parameter."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    for batch in vector_batches(4, 3, WIDTH, 6):
+        x = batch[0].transpose(1, 2)
+        with mode():
+            assert_same(plain(x), managed(x), "output")
 
 
 def test_weights_that_were_made_in_inference_mode_are_refused(tmp_path: Path) -> None:
