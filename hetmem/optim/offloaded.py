@@ -228,8 +228,12 @@ class OffloadedOptimizer(Optimizer):
         gradients too: `zero_grad()`. Raises the error of a transfer that failed.
         """
         self.synchronize()
-        for stepper in self._steppers.values():
-            stepper.forget()
+        try:
+            for stepper in self._steppers.values():
+                stepper.finish_halves()
+        finally:
+            for stepper in self._steppers.values():
+                stepper.forget()
 
     def beside_states(self) -> dict[str, Any]:
         """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""

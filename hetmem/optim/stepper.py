@@ -30,7 +30,7 @@ from hetmem.optim.passes import Members, Passes
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
-from hetmem.optim.untouched import Untouched, changed
+from hetmem.optim.untouched import Untouched, changed, half_updated
 from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime.gradients import has_hooks_of_the_user, wait_for_staged_gradients
@@ -93,6 +93,7 @@ class Stepper:
         """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
         progress = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
         if progress is not None and self.failed:
+            self._refuse_halves()
             self.forget()  # the step that failed is not tried again
         elif progress is not None and progress.begun:
             raise RuntimeError(
@@ -263,7 +264,7 @@ class Stepper:
                 progress = self._current(chunk, chunks[chunk])
                 if progress.begun and progress.scale != grad_scale:
                     self._passes.take_back(progress)
-                if not progress.begun:
+                if not progress.begun or progress.left:
                     self._add_update(progress, grad_scale)
             if self._trails:
                 self._use_up_gradients()
@@ -300,6 +301,21 @@ class Stepper:
     def half_stepped(self) -> bool:
         """Whether a step has begun to change weights and has not ended."""
         return any(progress.begun for progress in self._progress.values())
+
+    def finish_halves(self) -> None:
+        """No chunk is half updated. Raises RuntimeError where its gradients are not there any more."""
+        halves = [progress for progress in self._progress.values() if progress.left]
+        if not all(part.unwritten for progress in halves for part in progress.parts):
+            self._refuse_halves()
+        for progress in halves:
+            self._add_update(progress, progress.scale)
+        with self._remembering_a_failure():
+            self._carry_out()
+
+    def _refuse_halves(self) -> None:
+        for progress in self._progress.values():
+            if progress.left:
+                raise half_updated(progress.parts)
 
     def forget(self) -> None:
         """What was done belongs to a step that is not tried again."""
@@ -349,6 +365,7 @@ class Stepper:
         parts = self._passes.parts(chunk, members)
         progress = self._progress.get(chunk)
         if progress is not None and self.failed and not progress.of(parts):
+            self._refuse_halves()
             self.forget()  # the step that failed is not tried again
             progress = None
         untouched = progress is not None and progress.of(parts)
@@ -395,5 +412,5 @@ class Stepper:
         try:
             self._updates.add(self._passes.update_job(progress, grad_scale))
         except BaseException:
-            progress.begun = progress.kept = False  # nothing of it is queued
+            progress.begun, progress.kept = bool(progress.left), False  # nothing of it is queued
             raise

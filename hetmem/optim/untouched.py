@@ -93,3 +93,13 @@ def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeErro
         f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, change a "
         f"learning rate behind step() (scheduler.step() too), or set overlap='off'"
     )
+
+
+def half_updated(parts: Sequence[Part]) -> RuntimeError:
+    """Why a step does not begin where the update of `parts` failed."""
+    names = ", ".join(part.managed.name for part in parts[:3])
+    return RuntimeError(
+        f"the update of {names} … failed when some of its elements were one step further than others: call step() "
+        f"again with the gradients that it had, or forget_step(), which does the rest too; if they are gone, load a "
+        f"checkpoint"
+    )

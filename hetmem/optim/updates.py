@@ -30,6 +30,7 @@ from hetmem.memory.views import without_graph
 from hetmem.optim.kept import KeptGradients, Tails
 from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
+from hetmem.plan.trace import Tier
 from hetmem.plan.turns import AT_ONCE, Turns
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import Span
@@ -46,6 +47,9 @@ class Job:
     `done` is told once, at the end: True, or False if the job failed or was cancelled. If it `writes`, all roles but
     the gradient change, and nothing fetches the parameters from their home from `Updates.add` until then; the copy on
     the device is given up and fetched again, or, if it `keeps_copy`, is written by the tasks too: it is `copy`.
+
+    `left`: the places, among `tasks`, of those still to be computed, where others are; empty: none is. Written where
+    some failed for good and others have changed homes. A job with the same tasks that is given it does the rest.
     """
 
     chunk: Chunk
@@ -54,6 +58,7 @@ class Job:
     done: Callable[[bool], None]
     writes: bool
     keeps_copy: bool = False
+    left: list[int] = field(default_factory=list)
     streamed: Callable[[Job], Updated] | None = None
     """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
     tails: Tails | None = None
@@ -68,7 +73,7 @@ class Job:
 
 
 class Updates:
-    """The jobs of one optimizer on one runtime. An error leaves every chunk as it was or updated."""
+    """The jobs of one optimizer on one runtime. An error leaves a chunk as it was or updated, or says what is left."""
 
     def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients) -> None:
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
@@ -236,7 +241,7 @@ class Updates:
             raise
         self._running.append(job)
         ended = self._traffic.pending.expect_job(partial(self._ended, job))
-        job.batch = self._workers.begin(tasks, after=ended)
+        job.batch = self._workers.begin([tasks[place] for place in job.left] or tasks, after=ended)
 
     def _ended(self, job: Job) -> None:
         self._running.remove(job)
@@ -245,8 +250,10 @@ class Updates:
             if job.batch.error is not None:
                 self._once_more(job.batch, job.batch.error)
         except BaseException:
+            self._note_left(job, job.batch)
             self._close(job, failed=True)
             raise
+        job.left.clear()
         self._close(job, failed=False)
         self._runtime.events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, job.batch.ended))
         self._go_on()
@@ -262,10 +269,20 @@ class Updates:
         the chunk must not be left as it is."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                for task in batch.failed:
+                for place, task in list(batch.failed.items()):
                     task()
+                    del batch.failed[place]
         except BaseException as again:
             raise error from again
+
+    @staticmethod
+    def _note_left(job: Job, batch: Batch) -> None:
+        """What has failed twice is left for a repetition, unless nothing else has changed a home."""
+        in_place = any(job.chunk.homes[role].tier is not Tier.NVME for role in job.roles if role is not Role.GRAD)
+        if job.left:
+            job.left[:] = [job.left[place] for place in sorted(batch.failed)]
+        elif job.writes and in_place and len(batch.failed) < batch.tasks:
+            job.left[:] = sorted(batch.failed)
 
     def _close(self, job: Job, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises: somebody waits for each."""
@@ -274,7 +291,11 @@ class Updates:
             back.callback(job.done, not failed)
             if job.writes and not failed:
                 back.callback(traffic.settle, [chunk.homes[role] for role in job.roles])
-            if job.writes:
+            if failed and job.owed:
+                if job.left:
+                    job.roles = dict.fromkeys(job.roles, True)
+                back.callback(self._queue.add, job)  # nobody else would ask for it again
+            elif job.writes:
                 back.callback(traffic.end_update, chunk, renew=job.had_copy and not job.keeps_copy)
             if failed and Role.COMPUTE in job.roles:
                 back.callback(recast_all, chunk)  # parameters may be what they were, and their copies not
@@ -285,9 +306,10 @@ class Updates:
             job.opened, job.copy = {}, None
 
     def _close_role(self, job: Job, role: Role, *, failed: bool) -> None:
-        """What was half computed in staging is dropped: its home is as it was."""
+        """What was half computed in staging is dropped: its home is as it was. Beside homes that were changed in place
+        it is kept."""
         changed = job.writes and role is not Role.GRAD
-        self._traffic.close_role(job.chunk, role, dirty=changed and not failed)
+        self._traffic.close_role(job.chunk, role, dirty=changed and (not failed or bool(job.left)))
         if changed and failed:
             self._traffic.superseded(job.chunk, role)
 

@@ -34,15 +34,15 @@ class Batch:
     """Tasks under way, handed out one by one to whichever threads drain it."""
 
     def __init__(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> None:
-        self._tasks: Iterator[Task] = iter(tasks)
+        self._tasks: Iterator[tuple[int, Task]] = enumerate(tasks)
         self._after = after
-        self._unfinished = len(tasks)
+        self.tasks = self._unfinished = len(tasks)
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
         self.ended = 0.0  # in seconds of `time.perf_counter`
-        self.failed: list[Task] = []
-        """The tasks that raised."""
+        self.failed: dict[int, Task] = {}
+        """The tasks that raised, by their places among all."""
         if not tasks:
             self._end()
 
@@ -74,9 +74,10 @@ class Batch:
     def run_one(self) -> bool:
         """Run a task that nobody has started yet; False if there is none."""
         with self._lock:
-            task = next(self._tasks, None)
-        if task is None:
+            taken = next(self._tasks, None)
+        if taken is None:
             return False
+        place, task = taken
         error: BaseException | None = None
         try:
             task()
@@ -85,10 +86,10 @@ class Batch:
         with self._lock:
             self._first_error = self._first_error or error
             if error is not None:
-                self.failed.append(task)
+                self.failed[place] = task
             self._unfinished -= 1
             last = self._unfinished == 0
-        del task  # whoever waits for the end finds the memory that it held free
+        del task, taken  # whoever waits for the end finds the memory that it held free
         if last:
             self._end()
         return True
