@@ -34,7 +34,8 @@ class Batch:
     """Tasks under way, handed out one by one to whichever threads drain it."""
 
     def __init__(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> None:
-        self._tasks: Iterator[tuple[int, Task]] = enumerate(tasks)
+        self._tasks: Iterator[Task] = iter(tasks)
+        self._begun = 0
         self._after = after
         self.tasks = self._unfinished = len(tasks)
         self._lock = threading.Lock()
@@ -74,10 +75,10 @@ class Batch:
     def run_one(self) -> bool:
         """Run a task that nobody has started yet; False if there is none."""
         with self._lock:
-            taken = next(self._tasks, None)
-        if taken is None:
+            task, place = next(self._tasks, None), self._begun
+            self._begun += 1
+        if task is None:
             return False
-        place, task = taken
         error: BaseException | None = None
         try:
             task()
@@ -89,7 +90,7 @@ class Batch:
                 self.failed[place] = task
             self._unfinished -= 1
             last = self._unfinished == 0
-        del task, taken  # whoever waits for the end finds the memory that it held free
+        del task  # whoever waits for the end finds the memory that it held free
         if last:
             self._end()
         return True
