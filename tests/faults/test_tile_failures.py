@@ -128,6 +128,7 @@ def test_a_step_that_is_given_up_in_its_backward_leaves_no_chunk_half_updated(
     before = {name: value.clone() for name, value in plain.state_dict().items()}
     loss_of(plain, batch).backward()
     left.step()
+    right.synchronize()
     of_tiles.broken = odd
     with pytest.raises(MemoryError):  # noqa: PT012 - as soon as one is told of
         loss_of(managed, batch).backward()
