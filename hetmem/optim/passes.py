@@ -216,12 +216,12 @@ class Passes:
         chunk, parts = progress.chunk, progress.parts
         needed = {Role.PARAM: True}
         if Role.COMPUTE in chunk.homes:
-            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters) or bool(progress.left)
+            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters) or bool(progress.left.places)
         needed |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
         needed |= {role: chunk.homes[role].written for role in progress.roles}
         progress.begun, progress.scale = True, grad_scale
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
-        if not progress.left:  # what others have begun they finish
+        if not progress.left.places:  # what others have begun they finish
             progress.way = self._places.way_of(progress)
         if progress.way is Way.STREAMED:
             tails = self._tails_of(progress) if self._kept.holds(chunk) else None
@@ -270,7 +270,7 @@ class Passes:
         """Everything that can be undone is remembered."""
         homes = {name for role in progress.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._optimizer.states.of(part.managed) for part in progress.parts]
-        if progress.left:
+        if progress.left.places:
             progress.restore_numbers()
         progress.remember_numbers(states, homes)
         return [
@@ -305,7 +305,7 @@ class Passes:
             states |= parts
             if state.get(role.name) is None:
                 fresh |= parts.keys()
-                for part_of_role in parts.values() if not job.left else ():
+                for part_of_role in parts.values() if not job.left.places else ():
                     part_of_role.zero_()
                 self._optimizer.states.show(managed, role)
         return ParameterUpdate(
@@ -322,7 +322,7 @@ class Passes:
 
     def _updated(self, progress: Progress, done: bool) -> None:
         chunk = progress.chunk
-        if progress.left:
+        if progress.left.places:
             progress.note_numbers()
             for role in progress.roles:
                 chunk.homes[role].written = True

@@ -16,6 +16,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import Look
+from hetmem.optim.rule import Left
 from hetmem.optim.undo import Saved
 from hetmem.plan.balance import Way
 
@@ -79,8 +80,8 @@ class Progress:
     saving: bool = False
     disturbed: bool = False
     kept: bool = False
-    left: list[int] = field(default_factory=list)
-    """See `Job`: of an update that is begun, has failed, and has to be finished."""
+    left: Left = field(default_factory=Left)
+    """Of its update, if that is begun and has failed."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     after: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     """What is in `before`, as an update that has tiles `left` has made it."""
@@ -119,7 +120,7 @@ class Progress:
         for state, before in self.before:
             state.clear()
             state.update(before)
-        if not self.left:  # else the update begins again from there
+        if not self.left.places:  # else the update begins again from there
             self.before = []
 
     def note_numbers(self) -> None:

@@ -264,7 +264,9 @@ class Stepper:
                 progress = self._current(chunk, chunks[chunk])
                 if progress.begun and progress.scale != grad_scale:
                     self._passes.take_back(progress)
-                if not progress.begun or progress.left:
+                if progress.left.ruined:
+                    raise half_updated(progress)
+                if not progress.begun or progress.left.places:
                     self._add_update(progress, grad_scale)
             if self._trails:
                 self._use_up_gradients()
@@ -304,18 +306,18 @@ class Stepper:
 
     def finish_halves(self) -> None:
         """No chunk is half updated. Raises RuntimeError where its gradients are not there any more."""
-        halves = [progress for progress in self._progress.values() if progress.left]
-        if not all(part.unwritten for progress in halves for part in progress.parts):
-            self._refuse_halves()
+        halves = [progress for progress in self._progress.values() if progress.left.places]
         for progress in halves:
+            if progress.left.ruined or not all(part.unwritten for part in progress.parts):
+                raise half_updated(progress)
             self._add_update(progress, progress.scale)
         with self._remembering_a_failure():
             self._carry_out()
 
     def _refuse_halves(self) -> None:
         for progress in self._progress.values():
-            if progress.left:
-                raise half_updated(progress.parts)
+            if progress.left.places:
+                raise half_updated(progress)
 
     def forget(self) -> None:
         """What was done belongs to a step that is not tried again."""
@@ -412,5 +414,5 @@ class Stepper:
         try:
             self._updates.add(self._passes.update_job(progress, grad_scale))
         except BaseException:
-            progress.begun, progress.kept = bool(progress.left), False  # nothing of it is queued
+            progress.begun, progress.kept = bool(progress.left.places), False  # nothing of it is queued
             raise

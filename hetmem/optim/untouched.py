@@ -95,11 +95,11 @@ def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeErro
     )
 
 
-def half_updated(parts: Sequence[Part]) -> RuntimeError:
-    """Why a step does not begin where the update of `parts` failed."""
-    names = ", ".join(part.managed.name for part in parts[:3])
+def half_updated(progress: Progress) -> RuntimeError:
+    """Why a step does not begin where the update of `progress` failed."""
+    names = ", ".join(part.managed.name for part in progress.parts[:3])
+    rest = "call step() again with the gradients that it had, or forget_step(), which does the rest too; without them, "
     return RuntimeError(
-        f"the update of {names} … failed when some of its elements were one step further than others: call step() "
-        f"again with the gradients that it had, or forget_step(), which does the rest too; if they are gone, load a "
-        f"checkpoint"
+        f"the update of {names} … failed when some of its elements were one step further than others: "
+        f"{'' if progress.left.ruined else rest}load a checkpoint"
     )

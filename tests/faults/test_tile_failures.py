@@ -185,3 +185,45 @@ def test_a_half_updated_chunk_whose_gradients_are_gone_is_told_of_once(tmp_path:
     with pytest.raises(RuntimeError, match="load a checkpoint"):
         optimizer.forget_step()
     optimizer.forget_step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_tile_of_torch_that_fails_once_it_has_written_is_not_run_again(
+    kind: type[torch.optim.Optimizer], writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its moments counted a gradient twice, and nothing said so; or its step count did."""
+    plain, managed = pair(mlp, "host", tmp_path)
+    make: Any = kind
+    left = make(plain.parameters(), lr=1e-2, foreach=False)
+    right = hetmem.optim.offload(kind, managed.parameters(), lr=1e-2)
+    step, failed = kind.step, []
+
+    def fails(optimizer: Any) -> None:
+        if failed or writes:
+            step(optimizer)
+        if not failed:
+            failed.append(optimizer)
+            for state in optimizer.state.values():
+                state["step"] = state.get("step", torch.zeros(())).add_(1)
+            raise MemoryError("for a temporary")
+
+    for number, batch in enumerate(vector_batches(3, 8, 64)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        if number == 1:
+            monkeypatch.setattr(kind, "step", fails)
+        if number == 1 and writes:
+            with pytest.raises(MemoryError):
+                right.step()
+            for call in (right.step, right.forget_step):
+                with pytest.raises(RuntimeError, match="one step further than others: load a checkpoint"):
+                    call()
+            return
+        right.step()
+        monkeypatch.undo()
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
