@@ -84,6 +84,10 @@ class TorchRule:
             self._known[key] = tuple(Role(name) for name in self._try(options, dtype))
         return self._known[key]
 
+    def like(self, group: dict[str, Any]) -> Optimizer:
+        """See `Rule`."""
+        return self.optimizer_of([torch.zeros(1, device="cpu")], self._options(group))
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One run of torch's `step` for each tile; the first one also counts the step."""
         numbers = {name: value for name, value in update.state.items() if name not in update.states}

@@ -205,6 +205,7 @@ class OffloadedOptimizer(Optimizer):
         if "state" in state:
             self.states.shown = state.pop("state")
         super().__setstate__(state)
+        self.states.renew(self.rule, self.param_groups, self.defaults)
         for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
             self._managed(managed.parameter)[0].owners.give_states(managed, [role for role, _ in places.values()], self)
             self.states.load(managed, places, saved)

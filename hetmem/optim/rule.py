@@ -97,6 +97,10 @@ class Rule(Protocol):
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
         ...
 
+    def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """An optimizer of torch's, of some parameter, that computes the same with the options of `group`."""
+        ...
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`. A
         task that raised can run again, or raises `HalfComputedError` then."""

@@ -10,6 +10,7 @@ import torch
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.views import address_of
 from hetmem.optim.matching import Places
+from hetmem.optim.rule import Rule
 from hetmem.runtime.bindings import is_shared
 
 
@@ -53,6 +54,17 @@ class States:
         for name, value in state.items():
             if name not in places and isinstance(value, torch.Tensor):
                 state[name] = value.cpu()
+
+    def renew(self, rule: Rule, groups: list[dict[str, Any]], names: Iterable[str]) -> None:
+        """What older versions of torch have saved becomes what the present one has, as its own optimizers do it: numbers
+        in `shown`, and those of `names` that `groups` lack."""
+        renewed = [dict(group) for group in groups]
+        for group in renewed[:1]:
+            rule.like(group).__setstate__({"state": self.shown, "param_groups": renewed})
+        for group, new in zip(groups, renewed, strict=True):
+            for name in names:
+                if name in new:
+                    group.setdefault(name, new[name])
 
     def written(self, chunk: Chunk) -> Iterable[Role]:
         """The states of `chunk` that the user has written to since this was asked last."""

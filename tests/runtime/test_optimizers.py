@@ -124,6 +124,27 @@ def test_hooks_of_loading_see_states_and_change_them(placement: str, tmp_path: P
     train_both(*modules, BATCHES, optimizers=optimizers)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
+def test_checkpoints_of_older_versions_of_torch_load(kind: Any, tmp_path: Path) -> None:
+    """Steps were plain numbers, and options of today were missing."""
+    modules = pair(mlp, "host", tmp_path)
+    plain, managed = modules
+    if kind is torch.optim.AdamW:
+        optimizers = adamws(plain, managed)
+    else:
+        right = hetmem.optim.offload(kind, managed.parameters(), lr=1e-2)
+        optimizers = kind(plain.parameters(), lr=1e-2, foreach=False), right
+    train_both(*modules, BATCHES, optimizers=optimizers)
+    for optimizer in optimizers:
+        old = copy.deepcopy(optimizer.state_dict())
+        for state in old["state"].values():
+            state["step"] = int(state["step"])
+        for group in old["param_groups"]:
+            del group["maximize"]
+        optimizer.load_state_dict(old)
+    train_both(*modules, BATCHES, optimizers=optimizers)
+
+
 @everywhere
 def test_groups_may_be_added_and_their_options_changed_later(placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)
