@@ -234,7 +234,7 @@ class OffloadedOptimizer(Optimizer):
         """Give up a step that was begun in a backward (`overlap`) or has failed, in place of calling `step`.
 
         What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
-        gradients too: `zero_grad()`. Raises the error of a transfer that failed.
+        gradients too: `zero_grad()`. Raises the error of a transfer that failed, or of an update that cannot be ended.
         """
         self.synchronize()
         try:

@@ -56,7 +56,7 @@ class States:
                 state[name] = value.cpu()
 
     def renew(self, rule: Rule, groups: list[dict[str, Any]], names: Iterable[str]) -> None:
-        """What older versions of torch have saved becomes what the present one has, as its own optimizers do it: numbers
+        """What older versions of torch have saved becomes what the present one has, as its optimizers do it: numbers
         in `shown`, and those of `names` that `groups` lack."""
         renewed = [dict(group) for group in groups]
         for group in renewed[:1]:

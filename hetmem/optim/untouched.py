@@ -95,6 +95,17 @@ def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeErro
     )
 
 
+def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> RuntimeError:
+    """What is wrong where a gradient of `managed` comes and its update has begun."""
+    return RuntimeError(
+        f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
+        f"either step() was not called after the last backward, or this step has more backwards than any before: use "
+        f"overlap='off', or begin with the step that has most (streamed gradients allow one). To leave a step out, or "
+        f"after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on from the "
+        f"weights that are updated"
+    )
+
+
 def half_updated(progress: Progress) -> RuntimeError:
     """Why a step does not begin where the update of `progress` failed."""
     names = ", ".join(part.managed.name for part in progress.parts[:3])
