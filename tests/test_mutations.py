@@ -172,9 +172,16 @@ MUTATIONS = {
     ),
     "update twice when a failed step is repeated": Mutation(
         "optim/stepper.py",
-        "                if not progress.begun:\n                    self._add_update(progress, grad_scale)\n",
+        "                if not progress.begun or progress.left.places:\n"
+        "                    self._add_update(progress, grad_scale)\n",
         "                self._add_update(progress, grad_scale)\n",
         "tests/faults/test_step_retry.py",
+    ),
+    "update tiles twice when others of their chunk failed": Mutation(
+        "optim/updates.py",
+        "            self._note_left(job, job.batch, error)\n",
+        "",
+        "tests/faults/test_tile_failures.py",
     ),
     "start a parameter's scales where another's end": Mutation(
         "memory/chunk.py",

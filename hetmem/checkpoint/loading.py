@@ -248,7 +248,10 @@ class _Resumed:
         beside = decode(self._saved["beside"], new.tensor)
         new.read()
         if isinstance(optimizer, Streaming):
-            optimizer.forget_step()
+            try:
+                optimizer.forget_step()
+            except Exception:  # it could not finish what will be overwritten, and has forgotten that
+                optimizer.forget_step()
         optimizer.load_state_dict({"state": {**state, **others}, "param_groups": groups})
         if isinstance(optimizer, Streaming) and beside is not None:
             optimizer.load_beside_states(beside)

@@ -130,6 +130,10 @@ class AdamWRule:
         """Two moments, in the parameter's dtype."""
         return _ROLES
 
+    def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """See `Rule`."""
+        return torch.optim.AdamW([torch.zeros(1, device="cpu")])
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
         states = update.states
@@ -203,6 +207,10 @@ class CompactAdamWRule:
         if self._moments is torch.bfloat16 and dtype is not torch.bfloat16:
             return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
         return _ROLES
+
+    def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """See `Rule`."""
+        return torch.optim.AdamW([torch.zeros(1, device="cpu")])
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""

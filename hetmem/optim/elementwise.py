@@ -19,7 +19,7 @@ from hetmem.memory.chunk import Role
 from hetmem.optim.kernels import Task
 from hetmem.optim.kernels.tiles import one_torch_thread, tiles_of
 from hetmem.optim.offloaded import OffloadedOptimizer
-from hetmem.optim.rule import ParameterUpdate
+from hetmem.optim.rule import HalfComputedError, ParameterUpdate
 from hetmem.optim.scaling import LossScale
 
 _TRIAL = (4, 32)
@@ -84,6 +84,10 @@ class TorchRule:
             self._known[key] = tuple(Role(name) for name in self._try(options, dtype))
         return self._known[key]
 
+    def like(self, group: dict[str, Any]) -> Optimizer:
+        """See `Rule`."""
+        return self.optimizer_of([torch.zeros(1, device="cpu")], self._options(group))
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One run of torch's `step` for each tile; the first one also counts the step."""
         numbers = {name: value for name, value in update.state.items() if name not in update.states}
@@ -107,18 +111,21 @@ class TorchRule:
             raise
 
     def _tile(self, update: ParameterUpdate, numbers: dict[str, Any], tile: slice, first: bool) -> Callable[[], None]:
-        mine = {name: _copied(value) for name, value in numbers.items()}
-        mine |= {name: state[tile] for name, state in update.states.items() if name not in update.fresh}
+        param, states = update.param[tile].data, {name: state[tile].data for name, state in update.states.items()}
 
         def run() -> None:
+            mine = {name: _copied(value) for name, value in numbers.items()}
+            mine |= {name: state for name, state in states.items() if name not in update.fresh}
+            if any(part._version for part in (param, *states.values())):
+                raise HalfComputedError("weights of this update are half computed, and of no use: load a checkpoint")
             with torch.inference_mode(False), torch.no_grad(), one_torch_thread():
-                after = self._step(update.group, update.param[tile], _scaled(update, tile), mine)
+                after = self._step(update.group, param, _scaled(update, tile), mine)
                 if update.copy is not None:
-                    update.copy[tile].copy_(update.param[tile])
-                for name, state in update.states.items():
+                    update.copy[tile].copy_(param)
+                for name, state in states.items():
                     value = after.pop(name, None)
-                    if value is not None and value.data_ptr() != state[tile].data_ptr():
-                        state[tile].copy_(value)
+                    if value is not None and value.data_ptr() != state.data_ptr():
+                        state.copy_(value)
                 if first:
                     update.state.update(after)
 

@@ -15,7 +15,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernels import total
-from hetmem.optim.matching import saved_homes
+from hetmem.optim.matching import Places, saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
 from hetmem.optim.places import check_staging
 from hetmem.optim.progress import refuse_sparse
@@ -84,6 +84,7 @@ class OffloadedOptimizer(Optimizer):
         self._steppers: dict[Interception, Stepper] = {}
         self.states = States()
         self._numbers: dict[int, int] = {}
+        self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
 
     # ---- what torch's optimizers have --------------------------------------------------------------------------
 
@@ -174,19 +175,23 @@ class OffloadedOptimizer(Optimizer):
         changed, if states are of another kind (8-bit moments or not).
         """
         self.synchronize()
+        last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
+            self._to_load = []
+
+    def _take_homes_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What torch is to load: it would cast the rest to the parameter's dtype, in memory."""
         found = saved_homes(state_dict, self.param_groups, self._with_homes)
         saved = state_dict["state"]
-        numbers = {  # torch would cast the rest to the parameter's dtype, in memory
+        self._to_load = [(managed, places, saved[number]) for number, managed, places in found]
+        numbers = {
             number: {name: None if name in places else value for name, value in saved[number].items()}
             for number, _, places in found
         }
-        super().load_state_dict({**state_dict, "state": {**saved, **numbers}})
-        for number, managed, places in found:
-            self._managed(managed.parameter)[0].owners.give_states(managed, [role for role, _ in places.values()], self)
-            for name, (role, home) in places.items():
-                managed.chunk.homes[role].written = True
-                self.states.load(managed, name, home, saved[number][name])
-            self.states.bring_numbers_back(managed, places)
+        return {**state_dict, "state": {**saved, **numbers}}
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -200,6 +205,10 @@ class OffloadedOptimizer(Optimizer):
         if "state" in state:
             self.states.shown = state.pop("state")
         super().__setstate__(state)
+        self.states.renew(self.rule, self.param_groups, self.defaults)
+        for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
+            self._managed(managed.parameter)[0].owners.give_states(managed, [role for role, _ in places.values()], self)
+            self.states.load(managed, places, saved)
 
     # ---- what hetmem's have beside that ------------------------------------------------------------------------
 
@@ -225,11 +234,15 @@ class OffloadedOptimizer(Optimizer):
         """Give up a step that was begun in a backward (`overlap`) or has failed, in place of calling `step`.
 
         What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
-        gradients too: `zero_grad()`. Raises the error of a transfer that failed.
+        gradients too: `zero_grad()`. Raises the error of a transfer that failed, or of an update that cannot be ended.
         """
         self.synchronize()
-        for stepper in self._steppers.values():
-            stepper.forget()
+        try:
+            for stepper in self._steppers.values():
+                stepper.finish_halves()
+        finally:
+            for stepper in self._steppers.values():
+                stepper.forget()
 
     def beside_states(self) -> dict[str, Any]:
         """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""

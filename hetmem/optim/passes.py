@@ -216,18 +216,19 @@ class Passes:
         chunk, parts = progress.chunk, progress.parts
         needed = {Role.PARAM: True}
         if Role.COMPUTE in chunk.homes:
-            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)
+            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters) or bool(progress.left.places)
         needed |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
         needed |= {role: chunk.homes[role].written for role in progress.roles}
         progress.begun, progress.scale = True, grad_scale
         tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
-        progress.way = self._places.way_of(progress)
+        if not progress.left.places:  # what others have begun they finish
+            progress.way = self._places.way_of(progress)
         if progress.way is Way.STREAMED:
             tails = self._tails_of(progress) if self._kept.holds(chunk) else None
             return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress), tails=tails)
         if self._kept.holds(chunk):
             self._kept.bring_home(chunk)
-        return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress))
+        return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress), left=progress.left)
 
     def _tails_of(self, progress: Progress) -> Tails:
         """What the host needs of gradients on the device."""
@@ -269,6 +270,8 @@ class Passes:
         """Everything that can be undone is remembered."""
         homes = {name for role in progress.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._optimizer.states.of(part.managed) for part in progress.parts]
+        if progress.left.places:
+            progress.restore_numbers()
         progress.remember_numbers(states, homes)
         return [
             self._update_of(part, state, job, progress.scale)
@@ -288,7 +291,9 @@ class Passes:
                 if update.copy is not None:
                     update.copy.copy_(update.param)
             return []
-        return [task for update in updates for task in self._optimizer.rule.tasks(update)]
+        tasks = [task for update in updates for task in self._optimizer.rule.tasks(update)]
+        progress.go_on_with_numbers()
+        return tasks
 
     def _update_of(self, part: Part, state: dict[str, Any], job: Job, grad_scale: float) -> ParameterUpdate:
         managed = part.managed
@@ -300,7 +305,7 @@ class Passes:
             states |= parts
             if state.get(role.name) is None:
                 fresh |= parts.keys()
-                for part_of_role in parts.values():
+                for part_of_role in parts.values() if not job.left.places else ():
                     part_of_role.zero_()
                 self._optimizer.states.show(managed, role)
         return ParameterUpdate(
@@ -317,6 +322,11 @@ class Passes:
 
     def _updated(self, progress: Progress, done: bool) -> None:
         chunk = progress.chunk
+        if progress.left.places:
+            progress.note_numbers()
+            for role in progress.roles:
+                chunk.homes[role].written = True
+            return
         if not done:
             progress.begun = False
             progress.restore_numbers()
@@ -349,6 +359,7 @@ class Passes:
         finally:
             recast_all(chunk)
             traffic.end_update(chunk)
+        progress.left.clear()
         progress.restore_numbers()
         for part in progress.parts:
             self._optimizer.states.forget_empty(part.managed)

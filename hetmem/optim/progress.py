@@ -16,6 +16,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import Look
+from hetmem.optim.rule import Left
 from hetmem.optim.undo import Saved
 from hetmem.plan.balance import Way
 
@@ -40,6 +41,11 @@ class Part:
     look: Look | bool | None = None
     """At the element of `sample` as the step began: read, where that lies on NVMe; whether it is as it was, where that
     is known on the device."""
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether nobody has written to the gradient in place."""
+        return self.version == self.gradient._version
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""
@@ -74,7 +80,12 @@ class Progress:
     saving: bool = False
     disturbed: bool = False
     kept: bool = False
+    left: Left = field(default_factory=Left)
+    """Of its update, if that is begun and has failed."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    after: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """What is in `before`, as an update that has tiles `left` has made it."""
+    _homes: Container[str] = ()
     way: Way = Way.HOST
     """Where its update was queued for."""
     roles: tuple[Role, ...] = field(init=False)
@@ -102,13 +113,27 @@ class Progress:
             (state, {name: value if name in homes else _copied(value) for name, value in state.items()})
             for state in states
         ]
+        self._homes = homes
 
     def restore_numbers(self) -> None:
         """Undo what the update did to those."""
         for state, before in self.before:
             state.clear()
             state.update(before)
-        self.before = []
+        if not self.left.places:  # else the update begins again from there
+            self.before = []
+
+    def note_numbers(self) -> None:
+        """An update has failed that has to be finished: what its tiles have made of those so far."""
+        self.after = [
+            (state, {name: _copied(value) for name, value in state.items() if name not in self._homes})
+            for state, _ in self.before
+        ]
+
+    def go_on_with_numbers(self) -> None:
+        """They are what was noted."""
+        for state, after in self.after:
+            state.update({name: _copied(value) for name, value in after.items()})
 
 
 def _copied(value: Any) -> Any:

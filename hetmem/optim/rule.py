@@ -16,6 +16,24 @@ from hetmem.memory.chunk import Role
 Task = Callable[[], None]
 
 
+class HalfComputedError(Exception):
+    """A task that failed before has changed some of its memory, so that it cannot run again."""
+
+
+@dataclass(slots=True, eq=False)
+class Left:
+    """Tasks of an update that have failed, where others have changed what is updated. `places`: theirs among all tasks;
+    empty: there are none. `ruined`: one of them cannot run again."""
+
+    places: list[int] = field(default_factory=list)
+    ruined: bool = False
+
+    def clear(self) -> None:
+        """There are none."""
+        self.places.clear()
+        self.ruined = False
+
+
 @dataclass(slots=True, eq=False)
 class ParameterUpdate:
     """One parameter's share of a step: 1-D tensors of one length, in the order of the parameter's memory.
@@ -79,8 +97,13 @@ class Rule(Protocol):
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
         ...
 
+    def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """An optimizer of torch's, of some parameter, that computes the same with the options of `group`."""
+        ...
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
+        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`. A
+        task that raised can run again, or raises `HalfComputedError` then."""
         ...
 
     def on_device(self, updates: list[ParameterUpdate]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.views import address_of
+from hetmem.optim.matching import Places
+from hetmem.optim.rule import Rule
 from hetmem.runtime.bindings import is_shared
 
 
@@ -39,20 +41,30 @@ class States:
             self.shown[managed.parameter][name] = home
             self._versions[id(managed), name] = home._version
 
-    def load(self, managed: ManagedParameter, name: str, home: torch.Tensor, value: torch.Tensor) -> None:
-        """`value`, which was saved, is the state `name` of `managed`, with this `home`. From `meta` nothing comes."""
-        if not value.is_meta:
-            home.copy_(value)
-        self.shown[managed.parameter][name] = home
-        self._versions[id(managed), name] = -1  # whatever is staged of it is old
-
-    def bring_numbers_back(self, managed: ManagedParameter, homes: Container[str]) -> None:
-        """Step counts and the like are the host's, which reads them at each step; torch sends those of a fused
-        optimizer, as it loads them, to where the parameter is."""
+    def load(self, managed: ManagedParameter, places: Places, saved: Mapping[str, Any]) -> None:
+        """What was `saved` for `managed` goes to its homes, from `meta` nothing. Step counts and the like are the
+        host's, which reads them at each step; torch has sent those of a fused optimizer to where the parameter is."""
         state = self.shown[managed.parameter]
+        for name, (role, home) in places.items():
+            managed.chunk.homes[role].written = True
+            if not saved[name].is_meta:
+                home.copy_(saved[name])
+            state[name] = home
+            self._versions[id(managed), name] = -1  # whatever is staged of it is old
         for name, value in state.items():
-            if name not in homes and isinstance(value, torch.Tensor):
+            if name not in places and isinstance(value, torch.Tensor):
                 state[name] = value.cpu()
+
+    def renew(self, rule: Rule, groups: list[dict[str, Any]], names: Iterable[str]) -> None:
+        """What older versions of torch have saved becomes what the present one has, as its optimizers do it: numbers
+        in `shown`, and those of `names` that `groups` lack."""
+        renewed = [dict(group) for group in groups]
+        for group in renewed[:1]:
+            rule.like(group).__setstate__({"state": self.shown, "param_groups": renewed})
+        for group, new in zip(groups, renewed, strict=True):
+            for name in names:
+                if name in new:
+                    group.setdefault(name, new[name])
 
     def written(self, chunk: Chunk) -> Iterable[Role]:
         """The states of `chunk` that the user has written to since this was asked last."""

@@ -4,15 +4,11 @@ Note "overlap": gradients arrive chunk by chunk during backward. A chunk whose g
 backward goes on, if nothing is needed that only the end of backward can tell (the norm of all gradients, whether all
 are finite). Where it is needed, its share is summed up as gradients arrive, and the update follows in `update`; or it
 is made on trial, after its memory was saved, and undone and made again if the factor turns out not to be 1.
-
-How often gradients of a parameter arrive in a step is learned from the steps before: the most that was ever seen. The
-first step overlaps nothing.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +19,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.views import Memory
+from hetmem.optim.arrivals import Arrivals
 from hetmem.optim.kept import KeptGradients
 from hetmem.optim.overlap import Gradients, Overlap, advice
 from hetmem.optim.owners import ends_with_its_optimizer, owners_of
@@ -30,7 +27,7 @@ from hetmem.optim.passes import Members, Passes
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
-from hetmem.optim.untouched import Untouched, changed
+from hetmem.optim.untouched import Untouched, came_late, changed, half_updated
 from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime.gradients import has_hooks_of_the_user, wait_for_staged_gradients
@@ -59,16 +56,12 @@ class Stepper:
         self._passes = Passes(optimizer, interception, workers, self._places, self._kept)
         self._undo = UndoLog(self._runtime.memory.host_pool)
         self._groups: dict[int, dict[str, Any]] = {}
-        self._arrivals: Counter[int] = Counter()
-        self._most: Counter[int] = Counter()
-        self._expected: dict[int, int] = {}
-        """Arrivals after which the backward that runs has no more, where that was counted: see `backwards`."""
+        self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
         self._progress: dict[Chunk, Progress] = {}
         self._untouched = Untouched(self._passes, self._runtime.writes)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
-        self._sees_all = self._runtime.memory.streams
         interception.gradients.watchers.add(self)
 
     @property
@@ -87,21 +80,16 @@ class Stepper:
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
         """See `Watcher`."""
-        self._expected[id(managed)] = self._arrivals[id(managed)] + arrivals
+        self._arrivals.expect(managed, arrivals)
 
     def coming(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
         progress = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
         if progress is not None and self.failed:
+            self._refuse_halves()
             self.forget()  # the step that failed is not tried again
         elif progress is not None and progress.begun:
-            raise RuntimeError(
-                f"a gradient of {managed.name} arrived after its update had begun (overlap="
-                f"{self._optimizer.overlap.value!r}): either step() was not called after the last backward, or this "
-                f"step has more backwards than any before: {advice(self._optimizer)}, or begin with the step that has "
-                f"most (streamed gradients allow one). To leave a step out, or after a backward that did not end, call "
-                f"the optimizer's forget_step() and zero_grad(): it goes on from the weights that are updated"
-            )
+            raise came_late(managed, self._optimizer)
         elif progress is not None:
             self._drop(managed.chunk)  # its norm is of less than all
         self._runtime.traffic.wait_for_update(managed.chunk)
@@ -112,8 +100,8 @@ class Stepper:
             self._groups = self._optimizer.groups_by_parameter()
         if id(managed.parameter) not in self._groups:
             return
-        self._arrivals[id(managed)] += 1
-        learned = bool(self._most) or self._optimizer.gradients is Gradients.STREAMED
+        self._arrivals.count(managed)
+        learned = self._arrivals.learned or self._optimizer.gradients is Gradients.STREAMED
         if self._optimizer.overlap is not Overlap.OFF and learned and self._complete(managed.chunk):
             self._begin_early(managed.chunk)
         self._updates.pump()
@@ -148,7 +136,7 @@ class Stepper:
         for managed in self._runtime.parameters:
             group = self._groups.get(id(managed.parameter))
             if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
-                yield managed, group, self._arrivals[id(managed)]
+                yield managed, group, self._arrivals.of(managed)
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
         """See `Watcher`."""
@@ -182,7 +170,8 @@ class Stepper:
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         progress = self._progress.get(chunk)
         self._passes.notice_states(chunk)
-        return (progress is None or progress.saved is None) and not self._optimizer.states.held(chunk)
+        bound = progress is not None and (progress.saved is not None or bool(progress.left.places))
+        return not bound and not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
         """See `Watcher`."""
@@ -191,9 +180,8 @@ class Stepper:
     def _complete(self, chunk: Chunk) -> bool:
         """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
-        usual = max(self._most.values(), default=1)  # for a parameter that never had one
         return chunk not in self._progress and all(
-            self._arrivals[id(m)] >= max(self._most[id(m)] or usual, self._expected.get(id(m), 0))
+            self._arrivals.complete(m)
             and not has_hooks_of_the_user(m.parameter)
             and self.owners.may_begin(m, self._optimizer)
             for m in mine
@@ -263,7 +251,9 @@ class Stepper:
                 progress = self._current(chunk, chunks[chunk])
                 if progress.begun and progress.scale != grad_scale:
                     self._passes.take_back(progress)
-                if not progress.begun:
+                if progress.left.ruined:
+                    raise half_updated(progress)
+                if not progress.begun or progress.left.places:
                     self._add_update(progress, grad_scale)
             if self._trails:
                 self._updates.pump()
@@ -301,10 +291,24 @@ class Stepper:
         """Whether a step has begun to change weights and has not ended."""
         return any(progress.begun for progress in self._progress.values())
 
+    def finish_halves(self) -> None:
+        """No chunk is half updated. Raises RuntimeError where its gradients are not there any more."""
+        halves = [progress for progress in self._progress.values() if progress.left.places]
+        for progress in halves:
+            if progress.left.ruined or not all(part.unwritten for part in progress.parts):
+                raise half_updated(progress)
+            self._add_update(progress, progress.scale)
+        with self._remembering_a_failure():
+            self._carry_out()
+
+    def _refuse_halves(self) -> None:
+        for progress in self._progress.values():
+            if progress.left.places:
+                raise half_updated(progress)
+
     def forget(self) -> None:
         """What was done belongs to a step that is not tried again."""
         self._end()
-        self._arrivals.clear()
 
     @property
     def _trails(self) -> bool:
@@ -331,12 +335,7 @@ class Stepper:
         self._untouched.forget()
         for chunk in list(self._progress):
             self._drop(chunk)
-        if self._sees_all:
-            for key, count in self._arrivals.items():
-                self._most[key] = max(self._most[key], count)
-        self._sees_all = self._runtime.memory.streams  # before, on the device, they are autograd's own
-        self._arrivals.clear()
-        self._expected.clear()
+        self._arrivals.end_step(sees_all=self._runtime.memory.streams)  # on the device they are autograd's own
 
     def _drop(self, chunk: Chunk) -> None:
         """Nothing that was prepared for `chunk` counts."""
@@ -349,6 +348,7 @@ class Stepper:
         parts = self._passes.parts(chunk, members)
         progress = self._progress.get(chunk)
         if progress is not None and self.failed and not progress.of(parts):
+            self._refuse_halves()
             self.forget()  # the step that failed is not tried again
             progress = None
         untouched = progress is not None and progress.of(parts)
@@ -395,5 +395,5 @@ class Stepper:
         try:
             self._updates.add(self._passes.update_job(progress, grad_scale))
         except BaseException:
-            progress.begun = progress.kept = False  # nothing of it is queued
+            progress.begun, progress.kept = bool(progress.left.places), False  # nothing of it is queued
             raise

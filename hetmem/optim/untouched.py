@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.optim.overlap import Gradients
+from hetmem.optim.overlap import Gradients, advice
 from hetmem.optim.passes import Passes
 from hetmem.optim.progress import Part, Progress
 from hetmem.runtime.used_up import Marks, is_as_it_was
@@ -92,4 +92,25 @@ def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeErro
         f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
         f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, change a "
         f"learning rate behind step() (scheduler.step() too), or set overlap='off'"
+    )
+
+
+def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> RuntimeError:
+    """What is wrong where a gradient of `managed` comes and its update has begun."""
+    return RuntimeError(
+        f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
+        f"either step() was not called after the last backward, or this step has more backwards than any before: "
+        f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). To leave a step "
+        f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on from "
+        f"the weights that are updated"
+    )
+
+
+def half_updated(progress: Progress) -> RuntimeError:
+    """Why a step does not begin where the update of `progress` failed."""
+    names = ", ".join(part.managed.name for part in progress.parts[:3])
+    rest = "call step() again with the gradients that it had, or forget_step(), which does the rest too; without them, "
+    return RuntimeError(
+        f"the update of {names} … failed when some of its elements were one step further than others: "
+        f"{'' if progress.left.ruined else rest}load a checkpoint"
     )

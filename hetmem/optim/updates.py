@@ -28,8 +28,10 @@ from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.views import without_graph
 from hetmem.optim.kept import KeptGradients, Tails
+from hetmem.optim.rule import HalfComputedError, Left
 from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
+from hetmem.plan.trace import Tier
 from hetmem.plan.turns import AT_ONCE, Turns
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.events import Span
@@ -46,6 +48,9 @@ class Job:
     `done` is told once, at the end: True, or False if the job failed or was cancelled. If it `writes`, all roles but
     the gradient change, and nothing fetches the parameters from their home from `Updates.add` until then; the copy on
     the device is given up and fetched again, or, if it `keeps_copy`, is written by the tasks too: it is `copy`.
+
+    `left`: written where some tasks failed for good and others have changed homes. A job with the same tasks that is
+    given it does the rest.
     """
 
     chunk: Chunk
@@ -54,6 +59,7 @@ class Job:
     done: Callable[[bool], None]
     writes: bool
     keeps_copy: bool = False
+    left: Left = field(default_factory=Left)
     streamed: Callable[[Job], Updated] | None = None
     """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
     tails: Tails | None = None
@@ -68,7 +74,7 @@ class Job:
 
 
 class Updates:
-    """The jobs of one optimizer on one runtime. An error leaves every chunk as it was or updated."""
+    """The jobs of one optimizer on one runtime. An error leaves a chunk as it was or updated, or says what is left."""
 
     def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients) -> None:
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
@@ -245,7 +251,7 @@ class Updates:
             raise
         self._running.append(job)
         ended = self._traffic.pending.expect_job(partial(self._ended, job))
-        job.batch = self._workers.begin(tasks, after=ended)
+        job.batch = self._workers.begin([tasks[place] for place in job.left.places] or tasks, after=ended)
 
     def _ended(self, job: Job) -> None:
         self._running.remove(job)
@@ -253,9 +259,11 @@ class Updates:
         try:
             if job.batch.error is not None:
                 self._once_more(job.batch, job.batch.error)
-        except BaseException:
+        except BaseException as error:
+            self._note_left(job, job.batch, error)
             self._close(job, failed=True)
             raise
+        job.left.clear()
         self._close(job, failed=False)
         self._runtime.events.updates.append(Span(f"chunk {job.chunk.spec.index}", job.began, job.batch.ended))
         self._go_on()
@@ -269,12 +277,27 @@ class Updates:
     def _once_more(batch: Batch, error: BaseException) -> None:
         """Tiles that failed (no memory for a temporary, say) run again, alone: the others have been computed, so that
         the chunk must not be left as it is."""
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                for task in batch.failed:
+        again: BaseException | None = None
+        for place, task in list(batch.failed.items()):
+            try:
+                with torch.inference_mode(False), torch.no_grad():
                     task()
-        except BaseException as again:
+                del batch.failed[place]
+            except BaseException as caught:  # noqa: PERF203 - each may fail, and what is done need not be done again
+                again = caught if again is None or isinstance(caught, HalfComputedError) else again
+        if again is not None:
             raise error from again
+
+    @staticmethod
+    def _note_left(job: Job, batch: Batch, error: BaseException) -> None:
+        """What has failed twice is left for a repetition, unless nothing else has changed a home."""
+        in_place = any(job.chunk.homes[role].tier is not Tier.NVME for role in job.roles if role is not Role.GRAD)
+        places, ruined = job.left.places, isinstance(error.__cause__, HalfComputedError)
+        if places:
+            places[:] = [places[place] for place in sorted(batch.failed)]
+        elif job.writes and in_place and (ruined or len(batch.failed) < batch.tasks):
+            places[:] = sorted(batch.failed)
+        job.left.ruined |= ruined and bool(places)
 
     def _close(self, job: Job, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises: somebody waits for each."""
@@ -283,7 +306,11 @@ class Updates:
             back.callback(job.done, not failed)
             if job.writes and not failed:
                 back.callback(traffic.settle, [chunk.homes[role] for role in job.roles])
-            if job.writes:
+            if failed and job.owed and not job.left.ruined:
+                if job.left.places:
+                    job.roles = dict.fromkeys(job.roles, True)
+                back.callback(self._queue.add, job)  # nobody else would ask for it again
+            elif job.writes:
                 back.callback(traffic.end_update, chunk, renew=job.had_copy and not job.keeps_copy)
             if failed and Role.COMPUTE in job.roles:
                 back.callback(recast_all, chunk)  # parameters may be what they were, and their copies not
@@ -294,9 +321,10 @@ class Updates:
             job.opened, job.copy = {}, None
 
     def _close_role(self, job: Job, role: Role, *, failed: bool) -> None:
-        """What was half computed in staging is dropped: its home is as it was."""
+        """What was half computed in staging is dropped: its home is as it was. Beside homes that were changed in place
+        it is kept."""
         changed = job.writes and role is not Role.GRAD
-        self._traffic.close_role(job.chunk, role, dirty=changed and not failed)
+        self._traffic.close_role(job.chunk, role, dirty=changed and (not failed or bool(job.left.places)))
         if changed and failed:
             self._traffic.superseded(job.chunk, role)
 

@@ -35,14 +35,15 @@ class Batch:
 
     def __init__(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> None:
         self._tasks: Iterator[Task] = iter(tasks)
+        self._begun = 0
         self._after = after
-        self._unfinished = len(tasks)
+        self.tasks = self._unfinished = len(tasks)
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
         self.ended = 0.0  # in seconds of `time.perf_counter`
-        self.failed: list[Task] = []
-        """The tasks that raised."""
+        self.failed: dict[int, Task] = {}
+        """The tasks that raised, by their places among all."""
         if not tasks:
             self._end()
 
@@ -74,7 +75,8 @@ class Batch:
     def run_one(self) -> bool:
         """Run a task that nobody has started yet; False if there is none."""
         with self._lock:
-            task = next(self._tasks, None)
+            task, place = next(self._tasks, None), self._begun
+            self._begun += 1
         if task is None:
             return False
         error: BaseException | None = None
@@ -85,7 +87,7 @@ class Batch:
         with self._lock:
             self._first_error = self._first_error or error
             if error is not None:
-                self.failed.append(task)
+                self.failed[place] = task
             self._unfinished -= 1
             last = self._unfinished == 0
         del task  # whoever waits for the end finds the memory that it held free

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -363,3 +364,34 @@ def test_a_cpu_without_fma_gives_the_same_bits() -> None:
         "assert 'compiled' in str(c._8_bit_kernel((b, f, f)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, cwd=ROOT)
+
+
+@pytest.mark.parametrize("moments", ["16 bits", "8 bits"])
+@pytest.mark.parametrize("call", range(3))
+def test_where_torch_has_no_memory_left_nothing_is_written(
+    moments: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moments were, and a repetition counted the gradient twice."""
+    tensors: list[Any] = [torch.rand(1000), torch.rand(1000)]
+    if moments == "16 bits":
+        run: Any = compact_torch.adamw_compact_torch
+        tensors += [torch.rand(1000).bfloat16() for _ in range(2)]
+    else:
+        run = compact_torch.adamw_8_bit_torch
+        codes = torch.arange(1000).to(torch.int8), torch.arange(1000).to(torch.uint8)
+        tensors += [codes[0], torch.rand(4), codes[1], torch.rand(4)]
+    before, calls = [tensor.clone() for tensor in tensors], iter(range(9))
+
+    def failing(function: Any) -> Any:
+        def fails(*arguments: Any) -> Any:
+            if next(calls) == call:
+                raise MemoryError
+            return function(*arguments)
+
+        return fails
+
+    for name in ("_dither", "_encode"):
+        monkeypatch.setattr(compact_torch, name, failing(getattr(compact_torch, name)))
+    with pytest.raises(MemoryError):
+        run(STEP, compact._keys(1, 2, 3), 0, *tensors, None)
+    assert all(map(torch.equal, before, tensors))

@@ -101,6 +101,50 @@ def test_hooks_of_the_optimizer_fire(placement: str, tmp_path: Path) -> None:
     assert log == ["pre", "post"]
 
 
+def _doubled(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    state = {number: {**saved, "exp_avg": saved["exp_avg"] * 2} for number, saved in given["state"].items()}
+    return {**given, "state": state}
+
+
+def _halve(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg_sq"].mul_(0.5)
+
+
+@everywhere
+def test_hooks_of_loading_see_states_and_change_them(placement: str, tmp_path: Path) -> None:
+    """They found None in their place, and what they changed was not loaded."""
+    modules = pair(mlp, placement, tmp_path)
+    optimizers = train_both(*modules, BATCHES)
+    for optimizer in optimizers:
+        optimizer.register_load_state_dict_pre_hook(_doubled)
+        optimizer.register_load_state_dict_post_hook(_halve)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_states(*optimizers)
+    train_both(*modules, BATCHES, optimizers=optimizers)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
+def test_checkpoints_of_older_versions_of_torch_load(kind: Any, tmp_path: Path) -> None:
+    """Steps were plain numbers, and options of today were missing."""
+    modules = pair(mlp, "host", tmp_path)
+    plain, managed = modules
+    if kind is torch.optim.AdamW:
+        optimizers = adamws(plain, managed)
+    else:
+        right = hetmem.optim.offload(kind, managed.parameters(), lr=1e-2)
+        optimizers = kind(plain.parameters(), lr=1e-2, foreach=False), right
+    train_both(*modules, BATCHES, optimizers=optimizers)
+    for optimizer in optimizers:
+        old = copy.deepcopy(optimizer.state_dict())
+        for state in old["state"].values():
+            state["step"] = int(state["step"])
+        for group in old["param_groups"]:
+            del group["maximize"]
+        optimizer.load_state_dict(old)
+    train_both(*modules, BATCHES, optimizers=optimizers)
+
+
 @everywhere
 def test_groups_may_be_added_and_their_options_changed_later(placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)

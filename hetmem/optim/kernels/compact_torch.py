@@ -32,8 +32,11 @@ def adamw_compact_torch(
     with one_torch_thread(), torch.no_grad():
         p, m, v = _element(step, param.float(), grad, exp_avg.float(), exp_avg_sq.float())
         moments, weight = _chances(param.numel(), first, keys)
-        for state, new, chance in ((exp_avg, m, moments), (exp_avg_sq, v, moments >> 16), (param, p, weight)):
-            state.copy_(_dither(new, state.dtype, chance))
+        rounded = [
+            (state, _dither(new, state.dtype, chance))
+            for state, new, chance in ((exp_avg, m, moments), (exp_avg_sq, v, moments >> 16), (param, p, weight))
+        ]
+        _write(rounded)
         if copy is not None:
             copy.copy_(param)
 
@@ -55,11 +58,20 @@ def adamw_8_bit_torch(
         mean, root = _decode(exp_avg, exp_avg_scales), _decode(roots, roots_scales)
         p, m, v = _element(step, param.float(), grad, mean, root.square())
         moments, weight = _chances(param.numel(), first, keys)
-        _encode(m, exp_avg, exp_avg_scales, 127, moments)
-        _encode(v.double().sqrt().float(), roots, roots_scales, 255, moments >> 16)
-        param.copy_(_dither(p, param.dtype, weight))
+        codes, scales = _encode(m, exp_avg.dtype, 127, moments)
+        root_codes, root_scales = _encode(v.double().sqrt().float(), roots.dtype, 255, moments >> 16)
+        new = _dither(p, param.dtype, weight)
+        _write(
+            [(exp_avg, codes), (exp_avg_scales, scales), (roots, root_codes), (roots_scales, root_scales), (param, new)]
+        )
         if copy is not None:
             copy.copy_(param)
+
+
+def _write(results: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Nothing is written before everything is computed, which may find no memory."""
+    for target, result in results:
+        target.copy_(result)
 
 
 def _element(step: AdamWStep, p: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
@@ -99,11 +111,14 @@ def _decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float() * scales.repeat_interleave(loops.GROUP)[: codes.numel()]
 
 
-def _encode(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, largest: int, chance: torch.Tensor) -> None:
+def _encode(
+    x: torch.Tensor, dtype: torch.dtype, largest: int, chance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of `x`."""
     numel = x.numel()
     greatest = pad(x.abs(), (0, -numel % loops.GROUP)).view(-1, loops.GROUP).amax(dim=1)
-    scales.copy_(torch.where(greatest.isfinite(), greatest / torch.full_like(greatest, largest), torch.nan))
+    scales = torch.where(greatest.isfinite(), greatest / torch.full_like(greatest, largest), torch.nan)
     scale = scales.repeat_interleave(loops.GROUP)[:numel]
     code = (x / scale + (chance & 0xFFFF).float() * 2.0**-16).floor().clamp(max=largest)
     least = torch.where(x > 0, 1.0, 0.0) if largest == 255 else torch.full_like(x, -largest)
-    codes.copy_(torch.where(scale > 0, torch.maximum(code, least), 0.0).to(torch.int32).to(codes.dtype))
+    return torch.where(scale > 0, torch.maximum(code, least), 0.0).to(torch.int32).to(dtype), scales

@@ -1,0 +1,229 @@
+"""Tiles of an update that fail, and fail once more, while others of their chunk have been computed: a step that is
+repeated does what is left, and the bits are those of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.errors import CheckpointError
+from hetmem.optim.kernels import tiles
+from hetmem.optim.workers import Batch, Task, WorkerPool
+from tests.runtime.harness import (
+    adamws,
+    assert_same_states,
+    assert_same_weights,
+    budget,
+    loss_of,
+    mlp,
+    pair,
+    same_bits,
+    vector_batches,
+)
+
+
+class BrokenTiles:
+    """Has some tiles of each batch of at least two raise, before they have done anything, while it is `broken`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken: Callable[[int], bool] = lambda place: False
+        begin = WorkerPool.begin
+
+        def begun(pool: WorkerPool, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> Batch:
+            return begin(pool, [self._wrapped(place, task) for place, task in enumerate(tasks)], after)
+
+        monkeypatch.setattr(WorkerPool, "begin", begun)
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)
+
+    def _wrapped(self, place: int, task: Task) -> Task:
+        def run() -> None:
+            if self.broken(place):
+                raise MemoryError(f"of tile {place}")
+            task()
+
+        return run
+
+
+@pytest.fixture
+def of_tiles(monkeypatch: pytest.MonkeyPatch) -> BrokenTiles:
+    return BrokenTiles(monkeypatch)
+
+
+def odd(place: int) -> bool:
+    return place % 2 == 1
+
+
+def all_but_third(place: int) -> bool:
+    return place != 2
+
+
+def place(placement: str, directory: Path) -> Any:
+    """Weights in host memory and their states on NVMe, or one for all."""
+    if placement != "states on nvme":
+        return placement
+    return budget("nvme", directory, host="192KiB", device_chunks="96KiB")
+
+
+def optimizers(name: str, plain: nn.Module, managed: nn.Module, **options: Any) -> tuple[Any, Any]:
+    if name == "adamw":
+        return adamws(plain, managed, **options)
+    kind = getattr(torch.optim, name)
+    left = kind(plain.parameters(), lr=1e-2, foreach=False)
+    return left, hetmem.optim.offload(kind, managed.parameters(), lr=1e-2, **options)
+
+
+def step_at_last(optimizer: Any, of_tiles: BrokenTiles, tries: list[Callable[[int], bool]]) -> int:
+    """`step`, repeated with other tiles broken each time, and then with none; how often it has failed."""
+    failed, call = 0, optimizer.step
+    for of_tiles.broken in [*tries, lambda place: False]:
+        with contextlib.suppress(MemoryError):
+            failed += 1
+            call()
+            call = optimizer.synchronize
+            call()
+            failed -= 1
+    return failed
+
+
+@pytest.mark.parametrize(("overlap", "at"), [("off", 0), ("off", 1), ("forward", 0)])
+@pytest.mark.parametrize("placement", ["host", "resident", "nvme", "states on nvme"])
+@pytest.mark.parametrize("name", ["adamw", "NAdam", "Adagrad"])
+def test_a_step_that_is_repeated_does_the_tiles_that_are_left(
+    name: str, overlap: str, placement: str, at: int, tmp_path: Path, of_tiles: BrokenTiles
+) -> None:
+    plain, managed = pair(mlp, place(placement, tmp_path), tmp_path)
+    left, right = optimizers(name, plain, managed, overlap=overlap)
+    for number, batch in enumerate(vector_batches(3, 8, 64)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        failed = step_at_last(right, of_tiles, [odd, all_but_third, odd] if number == at else [])
+        assert bool(failed) == (number == at)
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed, f"{number}")
+        assert_same_states(left, right, f"{number}")
+    hetmem.release(managed)
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_step_that_is_given_up_in_its_backward_leaves_no_chunk_half_updated(
+    overlap: str, placement: str, tmp_path: Path, of_tiles: BrokenTiles
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path)
+    left, right = adamws(plain, managed, overlap=overlap)
+    for batch in vector_batches(2, 8, 64):
+        for module, optimizer in ((plain, left), (managed, right)):
+            loss_of(module, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    loss_of(plain, batch).backward()
+    left.step()
+    right.synchronize()
+    of_tiles.broken = odd
+    with pytest.raises(MemoryError):  # noqa: PT012 - as soon as one is told of
+        loss_of(managed, batch).backward()
+        right.step()
+        right.synchronize()
+    of_tiles.broken = lambda place: False
+    right.forget_step()
+    right.zero_grad()
+    after = managed.state_dict()
+    new = [name for name, value in plain.state_dict().items() if same_bits(value, after[name])]
+    assert new
+    for name in after.keys() - new:
+        assert same_bits(before[name], after[name])
+    hetmem.release(managed)
+
+
+def half_updated(tmp_path: Path, of_tiles: BrokenTiles) -> tuple[nn.Module, Any, Path]:
+    """A model, its optimizer and a checkpoint, after a step that has failed."""
+    _, managed = pair(mlp, "host", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    for number, batch in enumerate(vector_batches(2, 8, 64)):
+        loss_of(managed, batch).backward()
+        if number:
+            hetmem.save(tmp_path / "saved", managed, optimizer)
+            of_tiles.broken = odd
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            of_tiles.broken = lambda place: False
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    return managed, optimizer, tmp_path / "saved"
+
+
+def test_a_half_updated_chunk_is_neither_saved_nor_trained(tmp_path: Path, of_tiles: BrokenTiles) -> None:
+    managed, optimizer, saved = half_updated(tmp_path, of_tiles)
+    with pytest.raises(CheckpointError, match="one step further"):
+        hetmem.save(saved, managed, optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    (batch,) = vector_batches(1, 8, 64)
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        loss_of(managed, batch).backward()
+    hetmem.load(saved, managed, optimizer)
+    loss_of(managed, batch).backward()
+    optimizer.step()
+    hetmem.save(saved, managed, optimizer)
+
+
+def test_a_half_updated_chunk_whose_gradients_are_gone_is_told_of_once(tmp_path: Path, of_tiles: BrokenTiles) -> None:
+    _, optimizer, _ = half_updated(tmp_path, of_tiles)
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        optimizer.forget_step()
+    optimizer.forget_step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_tile_of_torch_that_fails_once_it_has_written_is_not_run_again(
+    kind: type[torch.optim.Optimizer], writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its moments counted a gradient twice, and nothing said so; or its step count did."""
+    plain, managed = pair(mlp, "host", tmp_path)
+    make: Any = kind
+    left = make(plain.parameters(), lr=1e-2, foreach=False)
+    right = hetmem.optim.offload(kind, managed.parameters(), lr=1e-2)
+    step, failed = kind.step, []
+
+    def fails(optimizer: Any) -> None:
+        if failed or writes:
+            step(optimizer)
+        if not failed:
+            failed.append(optimizer)
+            for state in optimizer.state.values():
+                state["step"] = state.get("step", torch.zeros(())).add_(1)
+            raise MemoryError("for a temporary")
+
+    for number, batch in enumerate(vector_batches(3, 8, 64)):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+        left.step()
+        if number == 1:
+            monkeypatch.setattr(kind, "step", fails)
+        if number == 1 and writes:
+            with pytest.raises(MemoryError):
+                right.step()
+            for call in (right.step, right.forget_step):
+                with pytest.raises(RuntimeError, match="one step further than others: load a checkpoint"):
+                    call()
+            return
+        right.step()
+        monkeypatch.undo()
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)
