@@ -101,8 +101,8 @@ def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> Runti
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
         f"either step() was not called after the last backward, or this step has more backwards than any before: "
         f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). To leave a step "
-        f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on from "
-        f"the weights that are updated"
+        f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
+        f"from the weights that are updated"
     )
 
 
