@@ -14,6 +14,7 @@ from hetmem.plan.policy import CopyFacts, EvictionPolicy, NextUse
 from hetmem.plan.slots import PlaceMap, SlotMap
 from hetmem.plan.trace import DEVICE, HOST, NEVER, Schedule, Tier
 
+_ALMOST = 0.9  # as far as the furthest use, as good as: what may be given up for it at once
 _FURTHER = 32  # uses that are looked at behind those that matter: where all is here, one look serves for so many
 
 
@@ -281,16 +282,18 @@ class Cache:
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
         """What may be given up now, without `spared`, for a block of `span` slots that is needed at `needed_at`.
 
-        On the device only what MIN would give up then: if a copy that is used before is the one used furthest after
-        `needed_at`, its turn must be waited for. So prefetching costs no fetch that demand would not. In HOST staging
-        the optimizer scans its states round and round, where MIN's choice is always the block just used, and waiting
-        for it would leave no read behind compute; there, anything needed later gives way.
+        On the device what MIN would give up then, or what is used almost as late: if a copy that is used before is the
+        one used far later, its turn must be waited for. So prefetching costs hardly a fetch that demand would not. But
+        where all is used round and round, as by forwards without a backward, MIN's choice is always the block that is
+        in use, and waiting for it would leave no fetch behind compute: the one before is as good but for one fetch a
+        round. In HOST staging, where the optimizer scans its states, anything needed later gives way.
         """
         self._lowest = needed_at + 1
         if needed_at >= NEVER:
             return []
         if self.tier is DEVICE:
-            self._lowest = max(self._lowest, self._awaited(needed_at))
+            position = self.schedule.position
+            self._lowest = max(self._lowest, position + int(_ALMOST * (self._awaited(needed_at) - position)))
         return self._victims(self._ahead, span, self._lowest, spared)
 
     def excess(self) -> list[int]:

@@ -138,7 +138,8 @@ def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
             awaited = max(awaited, schedule.next_use(block, needed_at))
         elif coming > needed_at and copy.idle:
             ranks[block] = (coming, -copy.last_use)
-    return {block: rank for block, rank in ranks.items() if rank[0] >= awaited}
+    soonest = schedule.position + 0.9 * (awaited - schedule.position)
+    return {block: rank for block, rank in ranks.items() if rank[0] >= int(soonest)}
 
 
 def scan_victims(cache: Cache, span: int, ranks: Ranks) -> list[int]:

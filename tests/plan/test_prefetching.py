@@ -1,4 +1,4 @@
-"""The stories a residency tells of what it fetches ahead, and that this costs no fetch."""
+"""The stories a residency tells of what it fetches ahead, and that this costs hardly a fetch."""
 
 from __future__ import annotations
 
@@ -179,6 +179,15 @@ def test_a_gpt_is_fetched_as_rarely_as_the_optimum_and_hardly_ever_waited_for(
     fetched, waits = replay(trace, limits, NextUse(), delay=delay, renewed=renewed, steps=4)
     assert fetched <= 1.05 * optimum(trace, limits, renewed=renewed, steps=4)
     assert waits <= (1 if slots > 2 else 4 * trace.blocks)
+
+
+@pytest.mark.parametrize("slots", [3, 6, 12])
+def test_rounds_without_a_way_back_are_fetched_beside_compute_for_a_fetch_more(slots: int) -> None:
+    rounds = Trace("rounds", tuple((block,) for block in range(24) for _ in range(4)), (0,) * 96)
+    limits = [slots] * 96
+    fetched, waits = replay(rounds, limits, NextUse(), delay=3, renewed=False, steps=6)
+    assert fetched <= optimum(rounds, limits, renewed=False, steps=6) + 2 * 6 + 2, "two are ahead of the end"
+    assert waits <= 6, "the block that is in use is what MIN would give up: waiting for it means waiting at every block"
 
 
 @settings(max_examples=60)
