@@ -1,9 +1,9 @@
 """What reading ahead of the device hides of the disk, as a Markdown table: python -m benchmarks.read_ahead
 
-Weights live on NVMe and pass through host staging: forwards alone, and forwards with their backward, of 96 blocks that four
-operators use in a row, on the simulator with the figures of a shipped profile. A cell is the time of a pass over the least
-there can be, which is the longer one of compute and of the reads that were made, and how many blocks it read. "On demand"
-fetches nothing ahead. The numbers are the same on every machine.
+Weights live on NVMe and pass through host staging, or in host memory: forwards alone, and forwards with their backward,
+of 96 blocks that four operators use in a row, on the simulator with the figures of a shipped profile. A cell is the
+time of a pass over the least there can be, which is the longer one of compute and of the reads that were made, and how
+many blocks it read. "On demand" fetches nothing ahead. The numbers are the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hetmem.plan.trace import Schedule, Tier, Uses
 from hetmem.planning import load_profile
 
 BLOCKS, BLOCK_BYTES, OPERATORS, PASSES = 96, 64 << 20, 4, 4
-SLOTS = ((12, 4), (12, 24), (48, 8), (48, 24))
-"""Of the device, and of staging."""
+SLOTS = ((12, 4), (12, 24), (48, 8), (48, 24), (12, 0), (48, 0))
+"""Of the device, and of staging; without staging homes are in host memory."""
 COMPUTE = (0.3, 1.0, 2.0)
-"""Of a block, in times what reading it takes."""
+"""Of a block, in times what reading it takes, or copying it from host memory."""
 SETTINGS = (("on demand", Prefetch(0, 2)), ("ahead", Prefetch()), ("farther ahead", FARTHER))
 
 
@@ -29,16 +29,17 @@ def simulate(slots: tuple[int, int], compute: float, prefetch: Prefetch, *, back
     device, staging = slots
     traffic = SimulatedTraffic({Tier.DEVICE: device, Tier.HOST: staging}, hardware, prefetch=prefetch)
     for block in range(BLOCKS):
-        traffic.add(Block(f"block {block}", Tier.NVME), BLOCK_BYTES)
+        traffic.add(Block(f"block {block}", Tier.NVME if staging else Tier.HOST), BLOCK_BYTES)
     uses = gpt(BLOCKS, operators=OPERATORS, tied=False, straddling=False).uses
     half = len(uses) // 2
     segments = (uses[:half], uses[half:]) if backward else (uses[:half],)
     known = [Uses(segment + segments[at - 1] * backward) for at, segment in enumerate(segments)]
-    read_seconds = hardware.nvme_read.seconds(BLOCK_BYTES)
+    link = traffic.nvme_read if staging else traffic.host_to_device
+    read_seconds = link.rate.seconds(BLOCK_BYTES)
     operator_seconds = compute * read_seconds / OPERATORS
     began, read_before = 0.0, 0
     for _ in range(PASSES):
-        began, read_before = traffic.now, traffic.nvme_read.load.bytes
+        began, read_before = traffic.now, link.load.bytes
         for segment, coming in zip(segments, known, strict=True):
             traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(coming, segment=len(segment))))
             traffic.execute(traffic.residency.expect(Tier.HOST, Schedule()))
@@ -50,7 +51,7 @@ def simulate(slots: tuple[int, int], compute: float, prefetch: Prefetch, *, back
                 traffic.now += operator_seconds
                 for block in blocks:
                     traffic.release(block, Tier.DEVICE)
-    reads = (traffic.nvme_read.load.bytes - read_before) // BLOCK_BYTES
+    reads = (link.load.bytes - read_before) // BLOCK_BYTES
     least = max(reads * read_seconds, operator_seconds * sum(map(len, segments)))
     return (traffic.now - began) / least, reads
 
