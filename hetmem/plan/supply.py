@@ -202,7 +202,7 @@ class Supply:
         disk works while that computes on what it has. Returns host staging if that has no room."""
         staging = self._caches[HOST]
         while staging.loading < self._at_once:
-            block = device.unfed(staging.copies, self._is_on_nvme, _FED_AHEAD * self._lookahead)
+            block = device.unfed(staging.copies, self._may_be_fed, _FED_AHEAD * self._lookahead)
             if block is None:
                 break
             if self._bring_in(block, NVME, staging, commands) is not None:
@@ -215,6 +215,9 @@ class Supply:
             return True
         staged = self._caches[HOST].copies.get(block)
         return staged is not None and staged.state is VALID
+
+    def _may_be_fed(self, block: int) -> bool:
+        return self._blocks[block].home is NVME and block not in self._suspended
 
     def _is_on_nvme(self, block: int) -> bool:
         return self._blocks[block].home is NVME
