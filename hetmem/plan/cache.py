@@ -48,6 +48,10 @@ class Cache:
         self._added = 0
         self._present_until = 0
         self._fed_until = 0
+        self.fed_ahead = 0
+        """So many uses ahead staging is filled for this tier; see `unfed`. 0 as long as it is not fed from there."""
+        self.wakes = NEVER
+        """From this use on staging has to be looked at: the clock has come near to a use there."""
         self._changed: set[int] = set()
         self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
@@ -124,6 +128,7 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """`schedule` is what comes next."""
         self.schedule = schedule
+        self.wakes = 0
         self.moved()
         for cache in (self,) if self._farther is None else (self, self._farther):
             cache._demand.renew()
@@ -137,6 +142,8 @@ class Cache:
             copy = copies.get(block)
             if block not in met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
                 self.touch(block)
+                if self._farther is not None:
+                    self._farther._rank_again(block)
         if not schedule.reach(blocks):
             return
         last = schedule.position
@@ -169,12 +176,12 @@ class Cache:
         return min(here, there.time(there.next_use(block)))
 
     def clock(self) -> int:
-        """What `needed` says of a use that begins now."""
+        """What `needed` says of a use that begins now: the next one expected on either tier."""
         schedule, nearer = self.schedule, self._nearer
         if nearer is None:
             return schedule.position
-        here, there = schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position)
-        return max((at for at in (here, there) if at < NEVER), default=0)
+        now = min(schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position))
+        return now if now < NEVER else 0
 
     def missing(self, lookahead: int, most: int) -> list[int]:
         """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
@@ -184,6 +191,8 @@ class Cache:
         such block, `at_rest` says so from now on.
         """
         schedule, copies = self.schedule, self.copies
+        if self._present_until >= schedule.position + lookahead:
+            return []
         start = max(schedule.position, self._present_until)
         end = schedule.horizon(lookahead)
         missing: list[int] = []
@@ -212,30 +221,25 @@ class Cache:
             self.rest(schedule.position)
         return missing
 
-    def quiet_until(self, lookahead: int, can_come: Callable[[int], bool]) -> int:
-        """Up to this use nothing that is missing and `can_come` gets among the next `lookahead`, if nothing moves."""
-        schedule, copies = self.schedule, self.copies
-        start, end = schedule.horizon(lookahead), schedule.horizon(2 * lookahead)
-        for at, blocks in enumerate(schedule.between(start, end), start):
-            for block in blocks:
-                if block not in copies and can_come(block):
-                    return at - lookahead
-        return schedule.position + lookahead
-
-    def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool], lookahead: int) -> int | None:
-        """The first block that the next `lookahead` uses read and that is neither here nor `staged`, of those that come
-        through staging. What was looked at is not looked at again until something of it is given up."""
-        schedule, copies = self.schedule, self.copies
-        start, end = max(schedule.position, self._fed_until), schedule.horizon(lookahead)
-        if start >= end:
+    def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
+        """The first block that the next `fed_ahead` uses read and that is neither here nor `staged`, of those that come
+        through staging. As in `missing`, what was looked at is not looked at again until something of it is given up.
+        """
+        if self.fed_for() > 0:
             return None
-        for at, blocks in enumerate(schedule.between(start, end), start):
+        schedule, copies, ahead = self.schedule, self.copies, self.fed_ahead + _FURTHER
+        start, end = max(schedule.position, self._fed_until), schedule.horizon(ahead)
+        for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):
                     self._fed_until = at
-                    return block
-        self._fed_until = end
+                    return block if self.fed_for() <= 0 else None
+        self._fed_until = schedule.position + ahead
         return None
+
+    def fed_for(self) -> int:
+        """So many uses long `unfed` knows of nothing, if nothing is given up."""
+        return self._fed_until - self.schedule.position - self.fed_ahead + 1
 
     # ---- rest --------------------------------------------------------------------------------------------------
 
@@ -251,7 +255,9 @@ class Cache:
     def at_rest(self, lookahead: int) -> bool:
         """Whether looking at what the next `lookahead` uses miss would begin nothing, as far as is known."""
         position, rest = self.schedule.position, self._rest
-        if self._present_until >= position + lookahead:
+        if position >= self.wakes:
+            return False
+        if self._present_until >= position + lookahead and (not self.fed_ahead or self.fed_for() > 0):
             return True
         if rest is None:
             return False
