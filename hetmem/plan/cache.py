@@ -40,26 +40,19 @@ class Cache:
         self.schedule = Schedule()
         self.loading = 0
         self.writing: dict[int, Copy] = {}
-        self._blocks = blocks
-        self._policy, self._by_next_use = policy, type(policy) is NextUse
+        self._blocks, self._policy, self._by_next_use = blocks, policy, type(policy) is NextUse
         self._nearer = nearer
         self._farther: Cache | None = None
         self._beside = self  # where copies for this tier come from, if that is a cache too
-        self._added = 0
-        self._present_until = 0
-        self._fed_until = 0
-        self.fed_ahead = 0
-        """So many uses ahead staging is filled for this tier; see `unfed`. 0 as long as it is not fed from there."""
-        self.wakes = NEVER
-        """From this use on staging has to be looked at: the clock has come near to a use there."""
+        self._added = self._present_until = self._fed_until = 0
+        self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
+        self.wakes = NEVER  # from this use on staging has to be looked at: the clock has come near to a use there
         self._changed: set[int] = set()
         self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
-        self._moves = 0
-        self._rest: tuple[int, int, Cache | None, int] | None = None
-        self._lowest = 0
+        self._moves = self._lowest = self._freed = 0
+        self._rest: tuple[int, int, dict[Cache, int]] | None = None
         self._resting_here = (self,) if nearer is None else (self, nearer)  # while there is no room here
-        self._freed = 0
         self._refused: dict[Order, tuple[int, tuple[int, int, Collection[int]]]] = {}
         self._demand = Order(self.copies, self._demand_rank)
         self._ahead = Order(self.copies, self._ahead_rank)
@@ -104,6 +97,12 @@ class Cache:
     def turned(self) -> None:
         """The state of a copy has changed: another tier may be fed from it now, or not any more."""
         self._moves += 1
+
+    def feed(self, ahead: int) -> None:
+        """From now on staging is filled for this tier, `ahead` uses ahead."""
+        if self.fed_ahead != ahead:
+            self.fed_ahead = ahead
+            self._moves += 1
 
     def set_limit(self, slots: int) -> None:
         """At most `slots` slots may be taken."""
@@ -247,33 +246,33 @@ class Cache:
         """Another number after whatever may change what is missing here, or where it comes from."""
         return self._moves + self._beside._moves
 
-    def rest(self, until: int, where: Cache | None = None) -> None:
+    def rest(self, until: int, where: Collection[Cache] = ()) -> None:
         """Nothing could be begun: all that may be is on its way; or there is no room on `where` for what comes next.
         That holds up to the use `until`."""
-        self._rest = until, self.moves(), where, 0 if where is None else where._lowest
+        self._rest = until, self.moves(), {place: place._lowest for place in where}
 
     def at_rest(self, lookahead: int) -> bool:
         """Whether looking at what the next `lookahead` uses miss would begin nothing, as far as is known."""
         position, rest = self.schedule.position, self._rest
-        if position >= self.wakes:
-            return False
-        if self._present_until >= position + lookahead and (not self.fed_ahead or self.fed_for() > 0):
-            return True
+        if self._present_until >= position + lookahead:
+            fed_ahead = self.fed_ahead
+            if not fed_ahead or (self._fed_until >= position + fed_ahead and position < self.wakes):
+                return True
         if rest is None:
             return False
-        until, moves, where, _ = rest
-        if position > until or moves != self._moves + self._beside._moves:
+        until, moves, where = rest
+        if position > until or position >= self.wakes or moves != self._moves + self._beside._moves:
             self._rest = None
             return False
-        if where is not None and where._changed:
-            where._pass_on()
-            return self._rest is not None
-        return True
+        for place in where:
+            if place._changed:
+                place._pass_on()
+        return self._rest is not None
 
     def _disturb(self, where: Cache) -> None:
         """On `where` copies may be given up that perhaps could not be before."""
-        if self._rest is not None and self._rest[2] is where:
-            lowest, needed = self._rest[3], where.needed
+        if self._rest is not None and where in self._rest[2]:
+            lowest, needed = self._rest[2][where], where.needed
             if any(needed(block) >= lowest for block in where._changed):
                 self._rest = None
 

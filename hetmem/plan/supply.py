@@ -103,7 +103,7 @@ class Supply:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
-        self._caches[DEVICE].fed_ahead = self._fed_ahead
+        self._caches[DEVICE].feed(self._fed_ahead)
         if staged is None:
             staged = staging.add(block, Copy(WAITING))
         elif staged.state is STALE:
@@ -143,33 +143,39 @@ class Supply:
     def _look(self, cache: Cache, commands: list[Command]) -> None:
         """As `prefetch`, where that may begin something."""
         device, staging = self._caches
-        woken = cache is device and cache.schedule.position >= cache.wakes
-        if woken:
+        wakes = cache is device and cache.schedule.position >= cache.wakes
+        if wakes:
             cache.wakes = NEVER
+        self._begin(cache, commands)
+        if wakes:
+            self.prefetch(staging, commands)
+
+    def _begin(self, cache: Cache, commands: list[Command]) -> None:
+        """Begin what is missing, and note how long nothing else can be."""
+        device, staging = self._caches
+        full: list[Cache | None] = []
         most = self._at_once - cache.loading
         missing = cache.missing(self._lookahead, most)
         feeds = cache is device and device.fed_ahead > 0
-        moves, full = cache.moves(), None
+        moves = cache.moves()
         if missing and cache is staging and self._comes_later(missing[0]):
             return
         if feeds:
-            full = self._feed(cache, commands)
+            full.append(self._feed(cache, commands))
         for block in missing:
-            waits_for = self._prefetch(block, cache, commands)
-            if waits_for is not None:
-                full = waits_for
+            full.append(self._prefetch(block, cache, commands))
+            if full[-1] is not None:
                 break
-        if woken:
-            self.prefetch(staging, commands)
         if cache.moves() != moves or not (missing or feeds):
             return
-        if missing and (full is not None or len(missing) >= most):
+        where = [place for place in full if place is not None]
+        if missing and (where or len(missing) >= most):
             until = cache.schedule.next_use(missing[0])
         else:
             until = self._quiet_until(cache)
         if feeds and staging.loading < self._at_once:  # or else that it is less is a move
             until = min(until, cache.schedule.position + max(0, cache.fed_for() - 1))
-        cache.rest(until, full)
+        cache.rest(until, where)
 
     def _comes_later(self, block: int) -> bool:
         """Whether staging is for the device now, and `block`, which is used in host memory, has time. The device says
@@ -207,7 +213,7 @@ class Supply:
         if home <= tier or (tier is DEVICE and block in self._suspended):
             return None
         if tier is DEVICE and home is NVME:
-            cache.fed_ahead = self._fed_ahead
+            cache.feed(self._fed_ahead)
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:

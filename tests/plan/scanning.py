@@ -33,11 +33,7 @@ class ComparedCache(Cache):
 
     def at_rest(self, lookahead: int) -> bool:
         found = super().at_rest(lookahead)
-        if found and not self.supply._waiting:
-            assert scan_waits(self)
-            staging = self._farther
-            if staging is not None and self.wakes < NEVER:  # staging relies on being told
-                assert staging.loading >= self.supply._at_once or scan_waits(staging)
+        assert not found or self.supply._waiting or scan_waits(self)
         return found
 
     def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
