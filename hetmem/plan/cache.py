@@ -41,22 +41,19 @@ class Cache:
         self.schedule = Schedule()
         self.loading = 0
         self.writing: dict[int, Copy] = {}
-        self._blocks = blocks
-        self._policy, self._by_next_use = policy, type(policy) is NextUse
+        self._blocks, self._policy, self._by_next_use = blocks, policy, type(policy) is NextUse
         self._nearer = nearer
         self._farther: Cache | None = None
         self._beside = self  # where copies for this tier come from, if that is a cache too
-        self._added = 0
-        self._present_until = 0
-        self._fed_until = 0
+        self._added = self._present_until = self._fed_until = 0
+        self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
+        self.wakes = NEVER  # from this use on staging has to be looked at: the clock has come near to a use there
         self._changed: set[int] = set()
         self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
-        self._moves = 0
-        self._rest: tuple[int, int, Cache | None, int] | None = None
-        self._lowest = 0
+        self._moves = self._lowest = self._freed = 0
+        self._rest: tuple[int, int, dict[Cache, int]] | None = None
         self._resting_here = (self,) if nearer is None else (self, nearer)  # while there is no room here
-        self._freed = 0
         self._refused: dict[Order, tuple[int, tuple[int, int, Collection[int]]]] = {}
         self._demand = Order(self.copies, self._demand_rank)
         self._ahead = Order(self.copies, self._ahead_rank)
@@ -102,6 +99,12 @@ class Cache:
         """The state of a copy has changed: another tier may be fed from it now, or not any more."""
         self._moves += 1
 
+    def feed(self, ahead: int) -> None:
+        """From now on staging is filled for this tier, `ahead` uses ahead."""
+        if self.fed_ahead != ahead:
+            self.fed_ahead = ahead
+            self._moves += 1
+
     def set_limit(self, slots: int) -> None:
         """At most `slots` slots may be taken."""
         slots = max(0, min(slots, self.slots.count))
@@ -125,6 +128,7 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """`schedule` is what comes next."""
         self.schedule = schedule
+        self.wakes = 0
         self.moved()
         for cache in (self,) if self._farther is None else (self, self._farther):
             cache._demand.renew()
@@ -138,6 +142,8 @@ class Cache:
             copy = copies.get(block)
             if block not in met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
                 self.touch(block)
+                if self._farther is not None:
+                    self._farther._rank_again(block)
         if not schedule.reach(blocks):
             return
         last = schedule.position
@@ -170,12 +176,12 @@ class Cache:
         return min(here, there.time(there.next_use(block)))
 
     def clock(self) -> int:
-        """What `needed` says of a use that begins now."""
+        """What `needed` says of a use that begins now: the next one expected on either tier."""
         schedule, nearer = self.schedule, self._nearer
         if nearer is None:
             return schedule.position
-        here, there = schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position)
-        return max((at for at in (here, there) if at < NEVER), default=0)
+        now = min(schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position))
+        return now if now < NEVER else 0
 
     def missing(self, lookahead: int, most: int) -> list[int]:
         """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
@@ -185,6 +191,8 @@ class Cache:
         such block, `at_rest` says so from now on.
         """
         schedule, copies = self.schedule, self.copies
+        if self._present_until >= schedule.position + lookahead:
+            return []
         start = max(schedule.position, self._present_until)
         end = schedule.horizon(lookahead)
         missing: list[int] = []
@@ -213,30 +221,25 @@ class Cache:
             self.rest(schedule.position)
         return missing
 
-    def quiet_until(self, lookahead: int, can_come: Callable[[int], bool]) -> int:
-        """Up to this use nothing that is missing and `can_come` gets among the next `lookahead`, if nothing moves."""
-        schedule, copies = self.schedule, self.copies
-        start, end = schedule.horizon(lookahead), schedule.horizon(2 * lookahead)
-        for at, blocks in enumerate(schedule.between(start, end), start):
-            for block in blocks:
-                if block not in copies and can_come(block):
-                    return at - lookahead
-        return schedule.position + lookahead
-
-    def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool], lookahead: int) -> int | None:
-        """The first block that the next `lookahead` uses read and that is neither here nor `staged`, of those that come
-        through staging. What was looked at is not looked at again until something of it is given up."""
-        schedule, copies = self.schedule, self.copies
-        start, end = max(schedule.position, self._fed_until), schedule.horizon(lookahead)
-        if start >= end:
+    def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
+        """The first block that the next `fed_ahead` uses read and that is neither here nor `staged`, of those that come
+        through staging. As in `missing`, what was looked at is not looked at again until something of it is given up.
+        """
+        if self.fed_for() > 0:
             return None
-        for at, blocks in enumerate(schedule.between(start, end), start):
+        schedule, copies, ahead = self.schedule, self.copies, self.fed_ahead + _FURTHER
+        start, end = max(schedule.position, self._fed_until), schedule.horizon(ahead)
+        for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):
                     self._fed_until = at
-                    return block
-        self._fed_until = end
+                    return block if self.fed_for() <= 0 else None
+        self._fed_until = schedule.position + ahead
         return None
+
+    def fed_for(self) -> int:
+        """So many uses long `unfed` knows of nothing, if nothing is given up."""
+        return self._fed_until - self.schedule.position - self.fed_ahead + 1
 
     # ---- rest --------------------------------------------------------------------------------------------------
 
@@ -244,31 +247,33 @@ class Cache:
         """Another number after whatever may change what is missing here, or where it comes from."""
         return self._moves + self._beside._moves
 
-    def rest(self, until: int, where: Cache | None = None) -> None:
+    def rest(self, until: int, where: Collection[Cache] = ()) -> None:
         """Nothing could be begun: all that may be is on its way; or there is no room on `where` for what comes next.
         That holds up to the use `until`."""
-        self._rest = until, self.moves(), where, 0 if where is None else where._lowest
+        self._rest = until, self.moves(), {place: place._lowest for place in where}
 
     def at_rest(self, lookahead: int) -> bool:
         """Whether looking at what the next `lookahead` uses miss would begin nothing, as far as is known."""
         position, rest = self.schedule.position, self._rest
         if self._present_until >= position + lookahead:
-            return True
+            fed_ahead = self.fed_ahead
+            if not fed_ahead or (self._fed_until >= position + fed_ahead and position < self.wakes):
+                return True
         if rest is None:
             return False
-        until, moves, where, _ = rest
-        if position > until or moves != self._moves + self._beside._moves:
+        until, moves, where = rest
+        if position > until or position >= self.wakes or moves != self._moves + self._beside._moves:
             self._rest = None
             return False
-        if where is not None and where._changed:
-            where._pass_on()
-            return self._rest is not None
-        return True
+        for place in where:
+            if place._changed:
+                place._pass_on()
+        return self._rest is not None
 
     def _disturb(self, where: Cache) -> None:
         """On `where` copies may be given up that perhaps could not be before."""
-        if self._rest is not None and self._rest[2] is where:
-            lowest, needed = self._rest[3], where.needed
+        if self._rest is not None and where in self._rest[2]:
+            lowest, needed = self._rest[2][where], where.needed
             if any(needed(block) >= lowest for block in where._changed):
                 self._rest = None
 

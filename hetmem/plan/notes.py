@@ -102,8 +102,7 @@ class Notes:
         self._key = None
 
     def _expect(self, key: Hashable) -> None:
-        for tier, schedule in self._book.schedules(key).items():
-            self._traffic.execute(self._traffic.residency.expect(tier, schedule))
+        self._traffic.execute(self._traffic.residency.expect_all(self._book.schedules(key)))
 
     # ---- moments -----------------------------------------------------------------------------------------------
 

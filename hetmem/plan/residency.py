@@ -16,6 +16,8 @@ gives way, `Ledger` keeps the books and makes the commands, `Cache` knows one ti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hetmem.errors import CapacityError
 from hetmem.plan.commands import Command, Fetch, Write
 from hetmem.plan.copies import LOADING, STALE, VALID, WAITING, Block, Copy, CopyState
@@ -234,9 +236,15 @@ class Residency:
 
     def expect(self, tier: Tier, schedule: Schedule) -> list[Command]:
         """`schedule` is what comes next on `tier`; prefetching starts."""
-        self._caches[tier].expect(schedule)
+        return self.expect_all({tier: schedule})
+
+    def expect_all(self, schedules: Mapping[Tier, Schedule]) -> list[Command]:
+        """As `expect` for each tier, of all before anything begins: what both use is compared by one clock."""
+        for tier, schedule in schedules.items():
+            self._caches[tier].expect(schedule)
         commands: list[Command] = []
-        self._supply.prefetch(self._caches[tier], commands)
+        for tier in schedules:
+            self._supply.prefetch(self._caches[tier], commands)
         return commands
 
     def suspend(self, block: int) -> None:

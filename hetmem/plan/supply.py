@@ -11,7 +11,7 @@ from hetmem.plan.cache import Cache
 from hetmem.plan.commands import Command
 from hetmem.plan.copies import STALE, VALID, WAITING, Copy
 from hetmem.plan.ledger import Ledger
-from hetmem.plan.trace import DEVICE, HOST, NVME, Tier
+from hetmem.plan.trace import DEVICE, HOST, NEVER, NVME, Tier
 
 _FED_AHEAD = 4  # times the lookahead of the device: more of what is staged then is given up again before it is used
 
@@ -29,10 +29,10 @@ class Supply:
         self._blocks = ledger.blocks
         self._caches = ledger.caches
         self._lookahead = lookahead
+        self._fed_ahead = _FED_AHEAD * lookahead
         self._at_once = at_once
         self._waiting: list[tuple[Tier, int]] = []
         self._suspended: set[int] = set()
-        self._feeding = False  # whether the device was ever fed from staging
         self._too_large: dict[Tier, int] = {}
         """By tier, so many slots in a row were not to be had for a request a moment ago: nor are they for the next."""
 
@@ -103,7 +103,7 @@ class Supply:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
-        self._feeding = True
+        self._caches[DEVICE].feed(self._fed_ahead)
         if staged is None:
             staged = staging.add(block, Copy(WAITING))
         elif staged.state is STALE:
@@ -142,29 +142,64 @@ class Supply:
 
     def _look(self, cache: Cache, commands: list[Command]) -> None:
         """As `prefetch`, where that may begin something."""
+        device, staging = self._caches
+        wakes = cache is device and cache.schedule.position >= cache.wakes
+        if wakes:
+            cache.wakes = NEVER
+        self._begin(cache, commands)
+        if wakes:
+            self.prefetch(staging, commands)
+
+    def _begin(self, cache: Cache, commands: list[Command]) -> None:
+        """Begin what is missing, and note how long nothing else can be."""
+        device, staging = self._caches
+        full: list[Cache | None] = []
         most = self._at_once - cache.loading
         missing = cache.missing(self._lookahead, most)
-        feeding = self._feeding and cache.tier is DEVICE
-        if not missing and not feeding:
+        feeds = cache is device and device.fed_ahead > 0
+        moves = cache.moves()
+        if missing and cache is staging and self._comes_later(missing[0]):
             return
-        moves, full = cache.moves(), None
-        if self._feeding and not feeding and cache.needed(missing[0]) > cache.clock() + 2 * self._lookahead:
-            missing = []  # the device is fed before
-        if feeding:
-            full = self._feed(cache, commands)
+        if feeds:
+            full.append(self._feed(cache, commands))
         for block in missing:
-            waits_for = self._prefetch(block, cache, commands)
-            if waits_for is not None:
-                full = waits_for
+            full.append(self._prefetch(block, cache, commands))
+            if full[-1] is not None:
                 break
-        if cache.moves() != moves:
+        if cache.moves() != moves or not (missing or feeds):
             return
-        if missing and (full is not None or len(missing) >= most):
-            cache.rest(cache.schedule.next_use(missing[0]), full)
-        elif feeding and self._caches[HOST].loading < self._at_once:
-            cache.rest(cache.schedule.position, full)
+        where = [place for place in full if place is not None]
+        if missing and (where or len(missing) >= most):
+            until = cache.schedule.next_use(missing[0])
         else:
-            cache.rest(cache.quiet_until(self._lookahead, self._can_come if cache.tier is DEVICE else self._is_on_nvme))
+            until = self._quiet_until(cache)
+        if feeds and staging.loading < self._at_once:  # or else that it is less is a move
+            until = min(until, cache.schedule.position + max(0, cache.fed_for() - 1))
+        cache.rest(until, where)
+
+    def _comes_later(self, block: int) -> bool:
+        """Whether staging is for the device now, and `block`, which is used in host memory, has time. The device says
+        when that is over."""
+        device, staging = self._caches
+        if not device.fed_ahead:
+            return False
+        begins = staging.needed(block) - 2 * self._lookahead
+        if begins <= staging.clock():
+            return False
+        device.wakes = device.schedule.first_at(begins)
+        return True
+
+    def _quiet_until(self, cache: Cache) -> int:
+        """Up to this use nothing that is missing in `cache`, and can come, gets among the next ones, if nothing moves;
+        `_feed` aside."""
+        schedule, copies, ahead = cache.schedule, cache.copies, self._lookahead
+        can_come = self._can_come if cache.tier is DEVICE else self._is_on_nvme
+        start, end = schedule.horizon(ahead), schedule.horizon(2 * ahead)
+        for at, blocks in enumerate(schedule.between(start, end), start):
+            for block in blocks:
+                if block not in copies and can_come(block):
+                    return at - ahead
+        return schedule.position + ahead
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
@@ -178,7 +213,7 @@ class Supply:
         if home <= tier or (tier is DEVICE and block in self._suspended):
             return None
         if tier is DEVICE and home is NVME:
-            self._feeding = True
+            cache.feed(self._fed_ahead)
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
@@ -202,7 +237,7 @@ class Supply:
         disk works while that computes on what it has. Returns host staging if that has no room."""
         staging = self._caches[HOST]
         while staging.loading < self._at_once:
-            block = device.unfed(staging.copies, self._may_be_fed, _FED_AHEAD * self._lookahead)
+            block = device.unfed(staging.copies, self._is_fed)
             if block is None:
                 break
             if self._bring_in(block, NVME, staging, commands) is not None:
@@ -211,12 +246,12 @@ class Supply:
 
     def _can_come(self, block: int) -> bool:
         """Whether a prefetch can do something for `block`, which is not on the device; `_feed` aside."""
-        if self._blocks[block].home is not NVME or not self._feeding:
+        if self._blocks[block].home is not NVME or not self._caches[DEVICE].fed_ahead:
             return True
         staged = self._caches[HOST].copies.get(block)
         return staged is not None and staged.state is VALID
 
-    def _may_be_fed(self, block: int) -> bool:
+    def _is_fed(self, block: int) -> bool:
         return self._blocks[block].home is NVME and block not in self._suspended
 
     def _is_on_nvme(self, block: int) -> bool:

@@ -130,6 +130,14 @@ class Schedule:
         lap, inside = divmod(at, self._count)
         return lap * self._period + self._times[inside]
 
+    def first_at(self, time: int) -> int:
+        """The first use, counted as `position` is, that does not come before `time` on that clock; NEVER if none."""
+        if not self._count or not self._period:
+            return NEVER
+        lap, inside = divmod(time, self._period)
+        index = bisect_left(self._times, inside)
+        return lap * self._count + index if self.periodic or (lap == 0 and index < self._count) else NEVER
+
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
         one as long as the trace is followed. False, and nothing moves, if none is known."""

@@ -89,8 +89,7 @@ class Runtime:
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
-        for tier, schedule in self.tracer.book.schedules(key).items():
-            self.traffic.execute(self.traffic.residency.expect(tier, schedule))
+        self.traffic.execute(self.traffic.residency.expect_all(self.tracer.book.schedules(key)))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
         memory, residency = self.memory, self.traffic.residency

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Container
 
 from hetmem.plan.cache import Cache
 from hetmem.plan.copies import CopyState
@@ -34,6 +34,11 @@ class ComparedCache(Cache):
     def at_rest(self, lookahead: int) -> bool:
         found = super().at_rest(lookahead)
         assert not found or self.supply._waiting or scan_waits(self)
+        return found
+
+    def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
+        found = super().unfed(staged, comes_from_there)
+        assert found == scan_unfed(self)
         return found
 
     def writing_slots(self, enough: int) -> int:
@@ -71,16 +76,40 @@ class ComparedCache(Cache):
         return found
 
 
-def scan_waits(cache: ComparedCache) -> bool:
+def scan_unfed(device: Cache) -> int | None:
+    """The first block on NVMe that the uses up to four times the lookahead ahead read and that is on neither tier."""
+    assert isinstance(device, ComparedCache)
+    assert device._farther is not None
+    schedule, supply, staging = device.schedule, device.supply, device._farther
+    for at in range(schedule.position, schedule.horizon(4 * supply._lookahead)):
+        for block in schedule.uses[at % len(schedule.uses)]:
+            there = block in device.copies or block in staging.copies or block in supply._suspended
+            if not there and device._blocks[block].home is Tier.NVME:
+                return block
+    return None
+
+
+def scan_feed_waits(device: Cache, staging: Cache, at_once: int) -> bool:
+    """Whether nothing can be read for the device."""
+    unfed = scan_unfed(device) if device.fed_ahead and staging.loading < at_once else None
+    return unfed is None or not scan_room(staging, unfed)
+
+
+def scan_waits(cache: Cache) -> bool:
     """Whether nothing can be begun of what is missing."""
+    assert isinstance(cache, ComparedCache)
     schedule, supply = cache.schedule, cache.supply
     uses = [
         schedule.uses[at % len(schedule.uses)] for at in range(schedule.position, schedule.horizon(supply._lookahead))
     ]
     missing = dict.fromkeys(block for blocks in uses for block in blocks if block not in cache.copies)
-    feeds = supply._feeding and cache.tier is Tier.HOST
-    if feeds and missing and scan_needed(cache, next(iter(missing))) > cache.clock() + 2 * supply._lookahead:
-        return True
+    device = cache._nearer
+    if device is None and cache._farther is not None and not scan_feed_waits(cache, cache._farther, supply._at_once):
+        return False
+    if device is not None and device.fed_ahead and missing:
+        now = min(at.schedule.time(at.schedule.position) for at in (cache, device))
+        if scan_needed(cache, next(iter(missing))) > now + 2 * supply._lookahead:
+            return True
     for block in list(missing)[: max(0, supply._at_once - cache.loading)]:
         home = cache._blocks[block].home
         if home <= cache.tier or (cache.tier is Tier.DEVICE and block in supply._suspended):

@@ -12,7 +12,7 @@ from hetmem.plan.copies import CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.plan.placement import Capacities
 from hetmem.plan.planner import Setting, judge
-from hetmem.plan.rehearsal import Rehearsal
+from hetmem.plan.rehearsal import Rehearsal, rehearse
 from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.trace import Tier
@@ -319,3 +319,22 @@ def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
     assert held == ([3, 4, 5] + [6] * 8 + [5, 4, 3, 2, 1]) * 3
     assert not result.new_bytes
     assert run.arrangement.bytes_by_role(HOST)["grad"] == 6 * MIB
+
+
+@pytest.mark.parametrize(("trails", "expected"), [(True, 20), (False, 30)])
+def test_steps_with_updates_that_trail_are_taken_in_the_mean(
+    trails: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are long and short by turns, and what one leaves to be written the next one writes."""
+    steps, taken = Rehearsal.step, 0
+
+    def by_turns(run: Rehearsal) -> StepResult:
+        nonlocal taken
+        taken += 1
+        written = 1000 if taken <= 4 and trails else 30 if taken % 2 == 0 else 10
+        return replace(steps(run), seconds=1e3 * written, stall_seconds=written, bytes={"nvme_write": written})
+
+    monkeypatch.setattr(Rehearsal, "step", by_turns)
+    arrangement = arrange(workload(), ON_NVME, MIB)
+    result = rehearse(workload(), arrangement, ON_NVME, SLOW, updating=Updating(overlapped=True, trails=trails))
+    assert (result.bytes["nvme_write"], result.stall_seconds, result.seconds) == (expected, expected, 1e3 * expected)
