@@ -168,6 +168,7 @@ class Interception:
         runtime = self.runtime
         measured, transformed = runtime.sanitize, False
         if compute.task < 0:
+            self._saved.forget_others()
             runtime.trailing.pause()
             transformed = torch._C._functorch.maybe_current_level() is not None
             with runtime.unwatched():
@@ -237,9 +238,9 @@ class Interception:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
         self._end(compute)
+        self._saved.watch_functions(output)
         if compute.task < 0:
             self.runtime.notice_writes_without_versions()
-            self._saved.watch_functions(output)
             if measured:
                 self.runtime.monitor.watch_backward(output)
 

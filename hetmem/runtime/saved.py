@@ -130,10 +130,9 @@ class SavedTensors:
         _AUTOGRAD._pop_saved_tensors_default_hooks()
 
     def watch_functions(self, outputs: Any) -> None:
-        """The forward is over: functions of the user's behind `outputs`, of whose saved tensors others may have been
-        told, compute again as the forward did."""
-        met, self._met_others = self._met_others, False
-        for node in nodes_behind(outputs) if met else ():
+        """A forward is over, or a backward within another begins: functions of the user's behind `outputs`, of whose
+        saved tensors others may have been told, compute again as the forward did."""
+        for node in nodes_behind(outputs) if self._met_others else ():
             if isinstance(node, BackwardCFunction):
                 node.register_prehook(_FunctionBegins(self))
 
@@ -142,6 +141,10 @@ class SavedTensors:
         if self._runtime.memory.streams:
             self._segments.on_backward()
         self._recomputes.recomputes_until_node_ends()
+
+    def forget_others(self) -> None:
+        """A forward begins, which has met nobody else's hooks yet."""
+        self._met_others = False
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._by_id:
