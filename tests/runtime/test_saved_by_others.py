@@ -28,7 +28,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
-from tests.runtime.parts import OfOwnFunction
+from tests.runtime.parts import OfOwnFunction, Scale
 
 BATCHES = vector_batches(3, 4, WIDTH)
 
@@ -123,6 +123,47 @@ def test_hooks_of_the_user_around_a_function_that_is_computed_again_change_no_bi
     batches = [(x.requires_grad_(),) for (x,) in vector_batches(3, 4, WIDTH, dtype=mixed)]
     with nullcontext() if inside else kept():
         train_both(*modules, batches, Recipe(steps=3, mixed=mixed))
+
+
+class OfScale(nn.Module):
+    """A function of the user's saves a weight, between two layers."""
+
+    def __init__(self, hooks: Callable[[], AbstractContextManager[None]], reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers, self.hooks, self.reentrant = layers(), hooks, reentrant
+        self.weight = nn.Parameter(torch.ones(WIDTH) + torch.randn(WIDTH) / 8)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Scale.apply(x, self.weight)
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        with self.hooks():
+            x = self.scaled(x) if self.reentrant is None else checkpoint(self.scaled, x, use_reentrant=self.reentrant)
+            x = self.layers[1](x)
+        return self.layers[2](x)
+
+
+@pytest.mark.pairs
+@streamed
+@precisions
+@pytest.mark.parametrize("hooks", [kept, save_on_cpu])
+@pytest.mark.parametrize("inside", [True, False], ids=["within", "around the model"])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoint", "non-reentrant", "reentrant"])
+def test_hooks_of_the_user_see_what_a_function_of_the_user_saves(
+    reentrant: bool | None,
+    inside: bool,
+    hooks: Callable[[], AbstractContextManager[None]],
+    placement: str,
+    mixed: torch.dtype | None,
+    tmp_path: Path,
+) -> None:
+    within, around = (hooks, nullcontext) if inside else (nullcontext, hooks)
+    modules = pair(partial(OfScale, within, reentrant), placement, tmp_path, mixed_precision=mixed)
+    with around():
+        train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(steps=3, mixed=mixed))
+    assert all(parameter.isfinite().all() for parameter in modules[1].parameters())
 
 
 def computed_again(module: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
