@@ -164,10 +164,10 @@ def test_gradients_from_before_a_model_is_managed_go_where_its_weights_go(reside
     room = torch.cuda.memory_allocated() + (256 << 20)
     limits = hetmem.Budget(device=room, host="64MiB", device_chunks=None if resident else "48KiB")
     hetmem.manage(managed, limits, device="cuda", chunk_bytes="16KiB")
-    for left, right in zip(plain.parameters(), managed.parameters(), strict=True):
-        assert right.grad is not None
-        assert right.grad.device == right.device
-        assert right.is_cuda == resident
+    for parameter in managed.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.device == parameter.device
+        assert parameter.is_cuda == resident
     for model in (plain, managed):
         model(torch.ones(4, 64, device="cuda")).square().sum().backward()
     for left, right in zip(plain.parameters(), managed.parameters(), strict=True):
