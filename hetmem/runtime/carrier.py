@@ -184,8 +184,11 @@ class Carrier:
             self._fetching.pop(command.block, None)
         if finished.error is None:
             self.execute(self._residency.done(command))
-        else:
-            self.execute(self._residency.failed(command))
+            return
+        no_memory = isinstance(finished.error, torch.OutOfMemoryError) and isinstance(command, Fetch)
+        ahead = no_memory and not self._residency.uses(command.block, Tier.DEVICE)
+        self.execute(self._residency.failed(command))
+        if not ahead:  # else who uses it asks again, and has idle chunks give memory up
             raise finished.error
 
     def _stalled(self, start: float) -> None:

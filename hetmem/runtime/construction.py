@@ -205,6 +205,9 @@ def settle_in(managed: ManagedParameter, device: torch.device) -> None:
     home = managed.view(Role.PARAM)
     home.copy_(managed.parameter.data)
     reside(managed, home, device)
+    gradient = managed.parameter.grad
+    if gradient is not None and gradient.device != home.device:
+        managed.parameter.grad = gradient.to(home.device)
 
 
 def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:

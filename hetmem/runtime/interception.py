@@ -237,13 +237,17 @@ class Interception:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
         self._end(compute)
+        self._saved.watch_functions(output, forward_is_over=compute.task < 0)
         if compute.task < 0:
             self.runtime.notice_writes_without_versions()
-            self._saved.watch_functions(output)
             if measured:
                 self.runtime.monitor.watch_backward(output)
 
     # ---- what a backward computes once more ----------------------------------------------------------------------
+
+    def computes(self) -> bool:
+        """Whether a forward, or a part of one, is computed on this thread now."""
+        return self._current(sys._getframe()) is not None
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -269,8 +273,7 @@ class Interception:
 
     def _between_nodes(self) -> None:
         """A gradient arrives: nothing is computed, unless the whole backward is a part of a forward."""
-        if self._here():
-            self._current(sys._getframe())
+        self._current(sys._getframe())
         if not any(compute.task < 0 for compute in self._here()):
             self.runtime.bindings.go_home()
 

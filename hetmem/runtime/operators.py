@@ -185,6 +185,8 @@ class OperatorFaults:
 
     def _backward(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """No operator, though it is called as one: it runs nodes, and the user's hooks between them."""
+        with HELD_BACK:
+            self._saved.watch_functions((args, kwargs), forward_is_over=False)
         try:
             return func(*args, **kwargs)
         finally:

@@ -134,5 +134,8 @@ class Pending:
                 self._carrier.wait_for_one()
             except Exception as error:  # noqa: PERF203 - each wait may fail
                 first = first or error
-        if first is not None:
-            raise first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # as in `Carrier.execute`

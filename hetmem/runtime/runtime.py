@@ -150,8 +150,11 @@ class Runtime:
                     self._end_use_of(managed, untracked=untracked, may_be_written=managed in writes)
                 except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
                     first = first or error
-        if first is not None:
-            raise first
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # as in `Carrier.execute`
 
     def _end_use_of(self, managed: ManagedParameter, *, untracked: bool, may_be_written: bool) -> None:
         try:

@@ -41,6 +41,10 @@ class Saved:
 class Recomputes(Protocol):
     """Who is told that a part of a forward may be computed once more."""
 
+    def computes(self) -> bool:
+        """Whether a forward, or a part of one, is computed on this thread now."""
+        ...
+
     def recomputing(self) -> AbstractContextManager[None]:
         """Within."""
         ...
@@ -55,7 +59,8 @@ class SavedTensors:
     Note "hooks of others": a checkpoint, or whoever else has hooks of its own on top, gets to see what is saved in
     its place. It may keep the very tensor, and a parameter is its home again once its operator is over; so it gets an
     alias of the memory that the parameter is bound to, which stays on the device for as long as that is kept. What a
-    function of the user's saves goes past hetmem then: it is told of the backward of that by the graph.
+    function of the user's saves is saved at its end, between operators, and so by `_Over`, which is in the place of
+    those hooks from the first operator in such a function on; hetmem is told of the backward of that by the graph.
     """
 
     def __init__(self, runtime: Runtime, segments: Segments, recomputes: Recomputes) -> None:
@@ -85,7 +90,14 @@ class SavedTensors:
         if top is None or isinstance(top[0], _Pack):  # as in `_is_ours`: this is asked at every function of torch's
             return False
         self._met_others = True
-        _AUTOGRAD._push_saved_tensors_default_hooks(*self._over(top, around, aliases=aliases))
+        if isinstance(top[0], _Over) and top[0].is_of(self):
+            return False
+        pack, unpack = self._over(top, around, aliases=aliases)
+        if aliases and not torch.is_grad_enabled():  # what saves next may be the function of the user's that this is in
+            _AUTOGRAD._pop_saved_tensors_default_hooks()
+            _AUTOGRAD._push_saved_tensors_default_hooks(_Over(self, top[0]), unpack)
+            return False
+        _AUTOGRAD._push_saved_tensors_default_hooks(pack, unpack)
         return True
 
     def displace_others(self, around: Any) -> Any:
@@ -120,7 +132,7 @@ class SavedTensors:
 
         @uncompiled
         def pack_alias(tensor: torch.Tensor) -> Any:
-            return pack(self._alias(tensor))
+            return pack(self.alias(tensor))
 
         return pack_alias if aliases else pack, unpack if pack is around else unpack_again
 
@@ -129,10 +141,10 @@ class SavedTensors:
         """The operator is over."""
         _AUTOGRAD._pop_saved_tensors_default_hooks()
 
-    def watch_functions(self, outputs: Any) -> None:
-        """The forward is over: functions of the user's behind `outputs`, of whose saved tensors others may have been
-        told, compute again as the forward did."""
-        met, self._met_others = self._met_others, False
+    def watch_functions(self, outputs: Any, *, forward_is_over: bool) -> None:
+        """A forward is over, or a backward within another begins: functions of the user's behind `outputs`, of whose
+        saved tensors others may have been told, compute again as the forward did."""
+        met, self._met_others = self._met_others, self._met_others and not forward_is_over
         for node in nodes_behind(outputs) if met else ():
             if isinstance(node, BackwardCFunction):
                 node.register_prehook(_FunctionBegins(self))
@@ -143,10 +155,15 @@ class SavedTensors:
             self._segments.on_backward()
         self._recomputes.recomputes_until_node_ends()
 
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._by_id:
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What others get in the place of `tensor`: of a weight, one of its copy on the device."""
+        managed = self._by_id.get(id(tensor))
+        if managed is None:
             return tensor
-        return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
+        with torch._C.DisableTorchFunction():
+            bound = managed.device is not None and tensor.data_ptr() == managed.device.data_ptr()
+            there = tensor if bound or not self._recomputes.computes() else self._runtime.saved(managed)
+            return torch.nn.Parameter(there.detach(), tensor.requires_grad)
 
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """What autograd is to keep instead of `tensor`."""
@@ -216,6 +233,22 @@ class _Pack(Hook):
             if saved is None or compute is None or not compute.runs():
                 return None, _kept(tensor), tensor._version
             return saved, saved.pack(tensor), tensor._version
+
+
+class _Over:
+    """In the place of somebody else's hooks, which they take away in its place: it may outlive the forward."""
+
+    def __init__(self, saved: SavedTensors, pack: Callable[[torch.Tensor], Any]) -> None:
+        self._saved, self._pack = weakref.ref(saved), pack
+
+    def is_of(self, saved: SavedTensors) -> bool:
+        """Whether it is there for `saved`."""
+        return self._saved() is saved
+
+    @called_by_autograd
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        saved = self._saved()
+        return self._pack(tensor if saved is None else saved.alias(tensor))
 
 
 _Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]

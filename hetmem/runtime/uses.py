@@ -48,8 +48,11 @@ class Uses:
             self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
         self.ask(block, tier, load=load, urgent=True)
         refused = self._wait_for(block, tier, hastens=missing)
-        if refused is not None:  # others may use it, or wait for it: those uses are theirs
-            raise refused
+        try:
+            if refused is not None:  # others may use it, or wait for it: those uses are theirs
+                raise refused
+        finally:
+            del refused  # the error would hold itself, and with the variables of its callers copies
         self.tell_of(block, tier)
         if missing:
             self._events.faults.append(Fault(start, block, time.perf_counter() - start))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -148,4 +149,29 @@ def test_memory_refused_in_a_backward_is_explained_and_training_goes_on(caplog: 
     managed.zero_grad()
     managed(x).backward()
     assert all(parameter.grad.isfinite().all() for parameter in managed.parameters())
+    hetmem.release(managed)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_gradients_from_before_a_model_is_managed_go_where_its_weights_go(resident: bool) -> None:
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    plain(torch.ones(4, 64)).sum().backward()
+    managed = copy.deepcopy(plain)
+    for left, right in zip(plain.parameters(), managed.parameters(), strict=True):
+        assert left.grad is not None
+        right.grad = left.grad.clone()
+    plain.cuda()
+    room = torch.cuda.memory_allocated() + (256 << 20)
+    limits = hetmem.Budget(device=room, host="64MiB", device_chunks=None if resident else "48KiB")
+    hetmem.manage(managed, limits, device="cuda", chunk_bytes="16KiB")
+    for parameter in managed.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.device == parameter.device
+        assert parameter.is_cuda == resident
+    for model in (plain, managed):
+        model(torch.ones(4, 64, device="cuda")).square().sum().backward()
+    for left, right in zip(plain.parameters(), managed.parameters(), strict=True):
+        assert left.grad is not None
+        assert right.grad is not None
+        assert torch.equal(left.grad.cpu(), right.grad.cpu())
     hetmem.release(managed)

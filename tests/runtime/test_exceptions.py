@@ -168,3 +168,24 @@ def test_an_error_of_a_copy_holds_no_activation_once_nobody_holds_it(
         assert model.last() is None
     finally:
         gc.enable()
+
+
+class Joined(Remembered):
+    """One operator needs all weights at once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        self.last = weakref.ref(x)
+        return x.sum() * torch.stack([layer.weight for layer in self.layers if isinstance(layer, nn.Linear)]).sum()
+
+
+def test_weights_that_have_no_room_at_once_hold_no_activation_once_nobody_holds_the_error(tmp_path: Path) -> None:
+    model = manage(Joined(), hetmem.Budget(device="64MiB", host="64MiB", device_chunks=2 * CHUNK), tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(hetmem.errors.DeviceOutOfMemoryError):
+            model(*BATCHES[0])
+        assert model.last() is None
+    finally:
+        gc.enable()

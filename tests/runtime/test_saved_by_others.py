@@ -28,6 +28,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.runtime.parts import OfOwnFunction, Scale
 
 BATCHES = vector_batches(3, 4, WIDTH)
 
@@ -122,6 +123,77 @@ def test_hooks_of_the_user_around_a_function_that_is_computed_again_change_no_bi
     batches = [(x.requires_grad_(),) for (x,) in vector_batches(3, 4, WIDTH, dtype=mixed)]
     with nullcontext() if inside else kept():
         train_both(*modules, batches, Recipe(steps=3, mixed=mixed))
+
+
+class OfScale(nn.Module):
+    """A function of the user's saves a weight, between two layers."""
+
+    def __init__(self, hooks: Callable[[], AbstractContextManager[None]], reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers, self.hooks, self.reentrant = layers(), hooks, reentrant
+        self.weight = nn.Parameter(torch.ones(WIDTH) + torch.randn(WIDTH) / 8)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Scale.apply(x, self.weight)
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        with self.hooks():
+            x = self.scaled(x) if self.reentrant is None else checkpoint(self.scaled, x, use_reentrant=self.reentrant)
+            x = self.layers[1](x)
+        return self.layers[2](x)
+
+
+@pytest.mark.pairs
+@streamed
+@precisions
+@pytest.mark.parametrize("hooks", [kept, save_on_cpu])
+@pytest.mark.parametrize("inside", [True, False], ids=["within", "around the model"])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["no checkpoint", "non-reentrant", "reentrant"])
+def test_hooks_of_the_user_see_what_a_function_of_the_user_saves(
+    reentrant: bool | None,
+    inside: bool,
+    hooks: Callable[[], AbstractContextManager[None]],
+    placement: str,
+    mixed: torch.dtype | None,
+    tmp_path: Path,
+) -> None:
+    within, around = (hooks, nullcontext) if inside else (nullcontext, hooks)
+    modules = pair(partial(OfScale, within, reentrant), placement, tmp_path, mixed_precision=mixed)
+    with around():
+        train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(steps=3, mixed=mixed))
+    assert all(parameter.isfinite().all() for parameter in modules[1].parameters())
+
+
+def computed_again(module: nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    """By a checkpoint of the older kind, whose backward has another one within it."""
+    output: torch.Tensor = checkpoint(module, *batch, use_reentrant=True)  # type: ignore[no-untyped-call]
+    return output.float().square().mean()
+
+
+class ComputedAgain(nn.Module):
+    """`part` behind such a checkpoint."""
+
+    def __init__(self, part: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.part = part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@streamed
+@precisions
+@pytest.mark.parametrize("part", [partial(AgainByFunction, False), partial(OfOwnFunction, WIDTH)], ids=["again", "own"])
+@pytest.mark.parametrize("within", [True, False], ids=["within", "around the model"])
+def test_hooks_of_the_user_around_a_backward_within_a_backward_change_no_bit(
+    within: bool, part: Callable[[], nn.Module], placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    modules = pair(partial(ComputedAgain, part) if within else part, placement, tmp_path, mixed_precision=mixed)
+    batches = [(x.requires_grad_(),) for (x,) in vector_batches(3, 4, WIDTH, dtype=mixed)]
+    with kept():
+        train_both(*modules, batches, Recipe(steps=3, mixed=mixed), loss=loss_of if within else computed_again)
 
 
 @streamed
