@@ -84,13 +84,12 @@ class Batch:
             task()
         except BaseException as caught:  # whoever joins gets it, whatever it is
             error = caught
+            self.failed[place] = task
+        del task  # before it counts: whoever waits for the end finds the memory that it held free
         with self._lock:
             self._first_error = self._first_error or error
-            if error is not None:
-                self.failed[place] = task
             self._unfinished -= 1
             last = self._unfinished == 0
-        del task  # whoever waits for the end finds the memory that it held free
         if last:
             self._end()
         return True

@@ -40,6 +40,36 @@ def test_every_task_runs_once(threads: int) -> None:
     assert ran == [50] * 100
 
 
+def test_whoever_joins_finds_what_tasks_held_free() -> None:
+    class Slow:
+        """A lock that the worker is slow to go on from."""
+
+        def __init__(self, lock: threading.Lock) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self._lock.release()
+            if threading.current_thread().name.startswith("hetmem-worker"):
+                time.sleep(0.05)
+
+    class Held:
+        """Memory of a chunk, say."""
+
+    pool, meeting = WorkerPool(2), threading.Barrier(2)
+    held = [Held(), Held()]
+    known = [weakref.ref(one) for one in held]
+    batch = workers.Batch([partial(lambda _: meeting.wait(30) and None, one) for one in held])
+    vars(batch)["_lock"] = Slow(batch._lock)
+    held.clear()
+    pool._share(batch, 1)
+    batch.join()
+    assert [reference() for reference in known] == [None, None]
+    pool.close()
+
+
 def test_tasks_run_on_as_many_threads_as_asked() -> None:
     pool, meeting = WorkerPool(3), threading.Barrier(3)
     pool.run([lambda: meeting.wait(30) and None] * 3)  # a third thread missing breaks the barrier
