@@ -131,6 +131,52 @@ def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
         assert right.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("overlap", ["backward", "speculative", "forward"])
+def test_the_norm_is_of_gradients_that_were_scaled_before_their_turn(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward has queued their sums, which workers that are slow have not begun, and left copies in staging."""
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
+    for batch in vector_batches(4, 4, 64):
+        plain.load_state_dict(managed.state_dict())
+        for module in (plain, managed):
+            module.zero_grad()
+            with monkeypatch.context() as patch:
+                patch.setattr(Updates, "pump", lambda _: None)
+                loss_of(module, batch).backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(0.5)
+        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        right.step()
+        assert right.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_updates_that_have_not_begun_are_made_of_scaled_gradients_or_the_step_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, where nothing waits for a norm. Some may begin before the step has looked at what was written."""
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    optimizers = adamws(plain, managed, overlap="forward")
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer in zip((plain, managed), optimizers, strict=True):
+            optimizer.zero_grad()
+            with monkeypatch.context() as patch:
+                patch.setattr(Updates, "pump", lambda _: None)
+                loss_of(module, batch).backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(0.5)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                assert module is managed
+                assert "changed after their update had begun" in str(error)  # noqa: PT017
+                return
+        assert_same_weights(plain, managed)
+
+
 @pytest.mark.parametrize("write", ["counted", "uncounted", "clipped"])
 @pytest.mark.parametrize("place", ["host", "nvme"])
 def test_streamed_gradients_that_are_written_to_before_their_update_are_not_stepped_in_silence(
@@ -150,8 +196,7 @@ def test_streamed_gradients_that_are_written_to_before_their_update_are_not_step
     if write == "clipped":
         torch.nn.utils.clip_grad_norm_(left, 1e-3)
     for parameter in left if write != "clipped" else ():
-        gradient = parameter.grad if write == "counted" else parameter.grad.data
-        gradient.mul_(0.5)
+        (parameter.grad if write == "counted" else parameter.grad.data).mul_(0.5)
     with pytest.raises(RuntimeError, match=r"changed after their update had begun during backward .*max_grad_norm="):
         optimizer.step()
 
