@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.memory.chunk import Role
+from hetmem.memory.nvme import BLOCK_BYTES
 from hetmem.optim.progress import as_sampled, sample_of
 from hetmem.optim.updates import Updates
+from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import adamw, one, overlaps, twins, with_gradients
 from tests.runtime.harness import (
@@ -148,6 +152,62 @@ def test_the_norm_is_of_gradients_that_were_scaled_before_their_turn(
             for parameter in module.parameters():
                 assert parameter.grad is not None
                 parameter.grad.data.mul_(0.5)
+        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        right.step()
+        assert right.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+class HalfwayDisk(FaultyDisk):
+    """A read of two blocks or more waits in the middle, while `waits`, until the test goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = False
+        self.halfway, self.goes_on = threading.Event(), threading.Event()
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        (memory,) = buffers
+        if not self.waits or len(memory) < 2 * BLOCK_BYTES:
+            return super().preadv(fd, buffers, offset)
+        moved = super().preadv(fd, [memory[:BLOCK_BYTES]], offset)
+        self.halfway.set()
+        assert self.goes_on.wait(30)
+        return moved + super().preadv(fd, [memory[BLOCK_BYTES:]], offset + BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_a_gradient_that_was_being_read_ahead_while_it_was_scaled_is_read_again(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block of the copy is of before, and its greatest element of after."""
+    disk = HalfwayDisk()
+    disk.used_by(monkeypatch)
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
+    interception = registry.of_module(managed)
+    traffic = interception.runtime.traffic
+    for batch in vector_batches(3, 4, 64):
+        plain.load_state_dict(managed.state_dict())
+        for module in (plain, managed):
+            module.zero_grad()
+            loss_of(module, batch).backward()
+            if module is managed:
+                chunk = interception.runtime.bindings.by_id[id(managed[2].weight)].chunk
+                traffic.superseded(chunk, Role.GRAD)
+                traffic.pending.quiesce()
+                disk.halfway.clear()
+                disk.goes_on.clear()
+                disk.waits = True
+                traffic.ask_role(chunk, Role.GRAD, load=True)
+                assert disk.halfway.wait(30)
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(16.0)
+            disk.waits = False
+            disk.goes_on.set()
+        while not traffic.role_is_there(chunk, Role.GRAD):
+            traffic.wait_for_one()
+        traffic.unask_role(chunk, Role.GRAD)
         norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
         right.step()
         assert right.grad_norm == pytest.approx(norm, rel=1e-5)
