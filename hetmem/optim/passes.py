@@ -177,6 +177,14 @@ class Passes:
                 writes.by_user(managed)
         self.notice_states(chunk)
 
+    def notice_before(self, progress: Progress) -> None:
+        """A step begins. What a pass of `progress` will read, and has not, it may find in staging, and it has seen
+        nothing that could be compared with the home later."""
+        if not progress.begun and progress.saved is None:  # else `Untouched` sees it
+            self.notice_written(progress.chunk)
+        if not progress.kept and any(part.sample is None for part in progress.parts):
+            honour_written_gradients(self._runtime, progress.chunk)
+
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""
         for role in self._optimizer.states.written(chunk):

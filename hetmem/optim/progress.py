@@ -65,16 +65,17 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `saving`: what
-    it changes is on its way to `saved`, which must not be given back before. `disturbed`: somebody wrote to its
-    streamed gradients before it had read them. `kept`: they are read on the device, where they arrived. `optimizer`:
-    whose update it is, which must live as long."""
+    """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `summing`: its
+    sums were, and are not made. `saving`: what it changes is on its way to `saved`, which must not be given back
+    before. `disturbed`: somebody wrote to its streamed gradients before it had read them. `kept`: they are read on the
+    device, where they arrived. `optimizer`: whose update it is, which must live as long."""
 
     chunk: Chunk
     parts: list[Part]
     optimizer: object
     sums: list[Sums | torch.Tensor] = field(default_factory=list)
     begun: bool = False
+    summing: bool = False
     scale: float = 1.0
     saved: Saved | None = None
     saving: bool = False

@@ -217,8 +217,7 @@ class Stepper:
         with self._remembering_a_failure():
             wait_for_staged_gradients(self._runtime, self._runtime.chunks)
             for progress in self._progress.values():
-                if not progress.begun and progress.saved is None:  # else `_check_untouched` sees it
-                    self._passes.notice_written(progress.chunk)
+                self._passes.notice_before(progress)
             if not self._trails:
                 self._carry_out()
         self._places.choose(self._optimizer.groups_by_parameter())
@@ -238,7 +237,7 @@ class Stepper:
             self._check_untouched()
             wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
             for progress in wanted:
-                if not progress.sums:
+                if not (progress.sums or progress.summing):
                     self._add_sums(progress)
             self._carry_out()
         return on_host([sums for progress in wanted for sums in progress.sums])
@@ -375,7 +374,7 @@ class Stepper:
     # ---- jobs --------------------------------------------------------------------------------------------------
 
     def _summed(self, progress: Progress, done: bool) -> None:
-        progress.saving = False
+        progress.saving = progress.summing = False
         dropped = self._progress.get(progress.chunk) is not progress
         if dropped:
             self._undo.give_back(progress.saved)
@@ -386,6 +385,7 @@ class Stepper:
 
     def _add_sums(self, progress: Progress) -> None:
         self._updates.add(self._passes.sums_job(progress, partial(self._summed, progress)))
+        progress.summing = True
 
     def _add_update(self, progress: Progress, grad_scale: float) -> None:
         self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these

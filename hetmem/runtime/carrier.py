@@ -26,6 +26,7 @@ from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings
 from hetmem.runtime.events import CopyChange, EventLog, Span, Transfer
+from hetmem.runtime.exposed import Exposed
 from hetmem.runtime.fingerprints import Fingerprints
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.statistics import Statistics
@@ -65,6 +66,7 @@ class Carrier:
         self.near: tuple[Chunk, torch.Tensor] | None = None
         """A chunk of which the device has what its home says, while that is so: a copy there needs no link."""
         self.fingerprints = Fingerprints()
+        self.exposed = Exposed(residency, self.chunk_of_block)
         self._memory = memory
         self._residency = residency
         self._engine = engine
@@ -214,6 +216,7 @@ class Carrier:
         if isinstance(command, Write):
             self._engine.write(command, extent, memory)
         else:
+            self.exposed.reads(command.block, chunk, role)
             self._engine.read(command, extent, memory)
 
     def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:

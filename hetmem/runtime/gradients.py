@@ -325,7 +325,9 @@ def honour_written_gradients(runtime: Runtime, chunk: Chunk, taken: Container[Ma
         if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
             managed.grad_version = managed.grad_home._version
             written = True
-    if written or _staged_differs(runtime, chunk, taken):
+    home, carrier = chunk.homes.get(Role.GRAD), runtime.traffic.carrier
+    mixed = home is not None and home.block is not None and carrier.exposed.mixed(home.block)
+    if written or mixed or _staged_differs(runtime, chunk, taken):
         runtime.traffic.superseded(chunk, Role.GRAD)
 
 

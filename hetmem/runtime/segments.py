@@ -139,6 +139,7 @@ class Segments:
             return
         self.in_backward = True
         self._runtime.trailing.begin_backward()
+        self._runtime.traffic.carrier.exposed.hide()
         self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
@@ -157,16 +158,19 @@ class Segments:
             self._runtime.trailing.end_backward()
             with self._runtime.unwatched():
                 self.backward_ended()
+            self._runtime.traffic.carrier.exposed.show()
             self._runtime.events.end_segment()  # what the user does before the step is no compute
 
     def rest(self) -> None:
         """Neither a forward nor a step follows at once: the user may read parameters."""
         self._runtime.trailing.resume()
+        self._runtime.traffic.carrier.exposed.show()
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
         self._runtime.trailing.pause()
+        self._runtime.traffic.carrier.exposed.hide()
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 

@@ -203,7 +203,11 @@ class Traffic:
             return chunk.flat(role)
         assert home.block is not None
         self._uses.tell_of(home.block, Tier.HOST)
-        return self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
+        staged = self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
+        if self.carrier.exposed.mixed(home.block):
+            staged.copy_(chunk.flat(role))  # nobody writes there while hetmem is asked
+            self.carrier.exposed.forget(home.block)
+        return staged
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
         """Take `ask_role` back."""
@@ -255,6 +259,7 @@ class Traffic:
                 self.wait_for_one()
             if self.residency.state(block, tier) is not CopyState.WAITING:  # what is not there yet is not old
                 self.execute(self.residency.invalidate(block, tier))
+            self.carrier.exposed.forget(block)
 
     def forget_copies(self) -> None:
         """Drop every copy on every tier; nothing may be in use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.memory.chunk import Role
+from hetmem.memory.nvme import BLOCK_BYTES
 from hetmem.optim.progress import as_sampled, sample_of
 from hetmem.optim.updates import Updates
+from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import adamw, one, overlaps, twins, with_gradients
 from tests.runtime.harness import (
@@ -131,6 +135,108 @@ def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
         assert right.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("overlap", ["backward", "speculative", "forward"])
+def test_the_norm_is_of_gradients_that_were_scaled_before_their_turn(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward has queued their sums, which workers that are slow have not begun, and left copies in staging."""
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
+    for batch in vector_batches(4, 4, 64):
+        plain.load_state_dict(managed.state_dict())
+        for module in (plain, managed):
+            module.zero_grad()
+            with monkeypatch.context() as patch:
+                patch.setattr(Updates, "pump", lambda _: None)
+                loss_of(module, batch).backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(0.5)
+        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        right.step()
+        assert right.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+class HalfwayDisk(FaultyDisk):
+    """A read of two blocks or more waits in the middle, while `waits`, until the test goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = False
+        self.halfway, self.goes_on = threading.Event(), threading.Event()
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        (memory,) = buffers
+        if not self.waits or len(memory) < 2 * BLOCK_BYTES:
+            return super().preadv(fd, buffers, offset)
+        moved = super().preadv(fd, [memory[:BLOCK_BYTES]], offset)
+        self.halfway.set()
+        assert self.goes_on.wait(30)
+        return moved + super().preadv(fd, [memory[BLOCK_BYTES:]], offset + BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_a_gradient_that_was_being_read_ahead_while_it_was_scaled_is_read_again(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block of the copy is of before, and its greatest element of after."""
+    disk = HalfwayDisk()
+    disk.used_by(monkeypatch)
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
+    interception = registry.of_module(managed)
+    traffic = interception.runtime.traffic
+    for batch in vector_batches(3, 4, 64):
+        plain.load_state_dict(managed.state_dict())
+        for module in (plain, managed):
+            module.zero_grad()
+            loss_of(module, batch).backward()
+            if module is managed:
+                chunk = interception.runtime.bindings.by_id[id(managed[2].weight)].chunk
+                traffic.superseded(chunk, Role.GRAD)
+                traffic.pending.quiesce()
+                disk.halfway.clear()
+                disk.goes_on.clear()
+                disk.waits = True
+                traffic.ask_role(chunk, Role.GRAD, load=True)
+                assert disk.halfway.wait(30)
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(16.0)
+            disk.waits = False
+            disk.goes_on.set()
+        while not traffic.role_is_there(chunk, Role.GRAD):
+            traffic.wait_for_one()
+        traffic.unask_role(chunk, Role.GRAD)
+        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+        right.step()
+        assert right.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_updates_that_have_not_begun_are_made_of_scaled_gradients_or_the_step_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, where nothing waits for a norm. Some may begin before the step has looked at what was written."""
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    optimizers = adamws(plain, managed, overlap="forward")
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer in zip((plain, managed), optimizers, strict=True):
+            optimizer.zero_grad()
+            with monkeypatch.context() as patch:
+                patch.setattr(Updates, "pump", lambda _: None)
+                loss_of(module, batch).backward()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(0.5)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                assert module is managed
+                assert "changed after their update had begun" in str(error)  # noqa: PT017
+                return
+        assert_same_weights(plain, managed)
+
+
 @pytest.mark.parametrize("write", ["counted", "uncounted", "clipped"])
 @pytest.mark.parametrize("place", ["host", "nvme"])
 def test_streamed_gradients_that_are_written_to_before_their_update_are_not_stepped_in_silence(
@@ -150,8 +256,7 @@ def test_streamed_gradients_that_are_written_to_before_their_update_are_not_step
     if write == "clipped":
         torch.nn.utils.clip_grad_norm_(left, 1e-3)
     for parameter in left if write != "clipped" else ():
-        gradient = parameter.grad if write == "counted" else parameter.grad.data
-        gradient.mul_(0.5)
+        (parameter.grad if write == "counted" else parameter.grad.data).mul_(0.5)
     with pytest.raises(RuntimeError, match=r"changed after their update had begun during backward .*max_grad_norm="):
         optimizer.step()
 
