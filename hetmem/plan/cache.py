@@ -1,7 +1,4 @@
-"""One cached tier: its slots, the copies in them, and what to give up for another one. Pure; sends no commands.
-
-`Residency` owns the transitions of copies; here is only what a single tier knows by itself.
-"""
+"""One cached tier: its slots, the copies in them, and what to give up for another one. Pure; sends no commands."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ _FURTHER = 32  # uses that are looked at behind those that matter: where all is 
 class Cache:
     """The copies on `tier`, by block number. `limit` of the `slots` may be taken, those of loads in flight included.
 
-    `nearer` is the next faster tier, which is fed from here: see `needed`. Whoever changes a copy in a
-    way that an eviction or a policy may know of says so with `touch(block)`.
+    `nearer` is the next faster tier, which is fed from here: see `needed`. Whoever changes a copy in a way that an
+    eviction or a policy may know of says so with `touch(block)`.
 
     Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again
     at every use would take longer than all else. So it is remembered what a look came to, and that stands until what
@@ -288,10 +285,10 @@ class Cache:
         """What may be given up now, without `spared`, for a block of `span` slots that is needed at `needed_at`.
 
         On the device what MIN would give up then, or what is used almost as late: if a copy that is used before is the
-        one used far later, its turn must be waited for. So prefetching costs hardly a fetch that demand would not. But
-        where all is used round and round, as by forwards without a backward, MIN's choice is always the block that is
-        in use, and waiting for it would leave no fetch behind compute: the one before is as good but for one fetch a
-        round. In HOST staging, where the optimizer scans its states, anything needed later gives way.
+        one used far later, its turn must be waited for. So prefetching costs hardly a fetch that demand would not. Where
+        all is used round and round, as by forwards alone, MIN's choice is always the block in use, and waiting for it
+        would leave no fetch behind compute: the one before is as good but for one fetch a round. In HOST staging, where
+        the optimizer scans its states, anything needed later gives way.
         """
         self._lowest = needed_at + 1
         if needed_at >= NEVER:
