@@ -285,10 +285,10 @@ class Cache:
         """What may be given up now, without `spared`, for a block of `span` slots that is needed at `needed_at`.
 
         On the device what MIN would give up then, or what is used almost as late: if a copy that is used before is the
-        one used far later, its turn must be waited for. So prefetching costs hardly a fetch that demand would not. Where
-        all is used round and round, as by forwards alone, MIN's choice is always the block in use, and waiting for it
-        would leave no fetch behind compute: the one before is as good but for one fetch a round. In HOST staging, where
-        the optimizer scans its states, anything needed later gives way.
+        one used far later, its turn must be waited for. So prefetching costs hardly a fetch that demand would not.
+        Where all is used round and round, as by forwards alone, MIN's choice is always the block in use, and waiting
+        for it would leave no fetch behind compute: the one before is as good but for one fetch a round. In HOST
+        staging, where the optimizer scans its states, anything needed later gives way.
         """
         self._lowest = needed_at + 1
         if needed_at >= NEVER:
