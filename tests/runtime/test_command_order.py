@@ -34,7 +34,7 @@ def test_no_command_overtakes_one_that_was_given_before_it(tmp_path: Path, monke
     poisoned after it had been filled anew: rarely, and then with wrong results."""
     given: list[Any] = []
     carried_out: list[Any] = []
-    for name in ("acquire", "release", "settle", "invalidate", "limit", "expect", "prefetch", "done"):
+    for name in ("acquire", "release", "settle", "invalidate", "limit", "expect_all", "prefetch", "done"):
         event = getattr(Residency, name)
 
         def spy(self: Residency, *args: Any, _event: Any = event, **keywords: Any) -> Any:
