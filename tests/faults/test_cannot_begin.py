@@ -97,9 +97,12 @@ def test_a_transfer_for_which_no_thread_can_be_started_is_an_error_of_the_step_a
             loss_of(managed, batch).backward()
         try:
             right.step()
-            right.synchronize()
         except RuntimeError:
             right.step()
+        try:
+            right.synchronize()
+        except RuntimeError:  # the step is done, and is not made again: what was to be written or read ahead is asked for
+            right.synchronize()
         assert_same_weights(plain, managed, f"call {at}")
         assert_same_states(left, right, f"call {at}")
         left.zero_grad()
