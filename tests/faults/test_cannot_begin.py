@@ -101,7 +101,7 @@ def test_a_transfer_for_which_no_thread_can_be_started_is_an_error_of_the_step_a
             right.step()
         try:
             right.synchronize()
-        except RuntimeError:  # the step is done, and is not made again: what was to be written or read ahead is asked for
+        except RuntimeError:  # the step is done: what was to be written or read ahead is asked for again
             right.synchronize()
         assert_same_weights(plain, managed, f"call {at}")
         assert_same_states(left, right, f"call {at}")
