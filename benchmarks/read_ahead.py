@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 import hetmem
-from benchmarks.replay import gpt
+from benchmarks.replay import go_through, gpt
 from hetmem.plan.copies import Block
 from hetmem.plan.prefetch import FARTHER, Prefetch
 from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Schedule, Tier, Uses
+from hetmem.plan.trace import Tier, Uses
 from hetmem.planning import load_profile
 
 BLOCKS, BLOCK_BYTES, OPERATORS, PASSES = 96, 64 << 20, 4, 4
@@ -55,16 +55,7 @@ def simulate(slots: tuple[int, int], compute: float, prefetch: Prefetch, *, back
     for _ in range(PASSES):
         began, read_before = traffic.now, link.load.bytes
         for segment, coming in zip(segments, known, strict=True):
-            traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(coming, segment=len(segment))))
-            traffic.execute(traffic.residency.expect(Tier.HOST, Schedule()))
-            for blocks in segment:
-                traffic.poll()
-                traffic.residency.reach(blocks, Tier.DEVICE)
-                for block in blocks:
-                    traffic.acquire(block, Tier.DEVICE)
-                traffic.now += operator_seconds
-                for block in blocks:
-                    traffic.release(block, Tier.DEVICE)
+            go_through(traffic, segment, coming, operator_seconds)
     reads = (link.load.bytes - read_before) // BLOCK_BYTES
     least = max(reads * read_seconds, operator_seconds * sum(map(len, segments)))
     return (traffic.now - began) / least, reads

@@ -218,6 +218,20 @@ class Speed:
     evictions: int
 
 
+def go_through(traffic: SimulatedTraffic, segment: Sequence[tuple[int, ...]], coming: Uses, seconds: float) -> None:
+    """The uses of `segment`, with which `coming` begins, on the device, each for `seconds`; staging has no others."""
+    schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment)), Tier.HOST: Schedule()}
+    traffic.execute(traffic.residency.expect_all(schedules))
+    for blocks in segment:
+        traffic.poll()
+        traffic.residency.reach(blocks, Tier.DEVICE)
+        for block in blocks:
+            traffic.acquire(block, Tier.DEVICE)
+        traffic.now += seconds
+        for block in blocks:
+            traffic.release(block, Tier.DEVICE)
+
+
 def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int = 3) -> Speed:
     """`steps` steps of `trace` on the simulator, with `slots` slots of the device and a little compute per operator.
 
@@ -239,16 +253,7 @@ def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int 
         for now, later in (segments, segments[::-1]):
             if id(now) not in known:
                 known[id(now)] = Uses(now + later)
-            traffic.execute(traffic.residency.expect(Tier.DEVICE, Schedule(known[id(now)], segment=len(now))))
-            traffic.execute(traffic.residency.expect(Tier.HOST, Schedule()))
-            for blocks in now:
-                traffic.poll()
-                traffic.residency.reach(blocks, Tier.DEVICE)
-                for block in blocks:
-                    traffic.acquire(block, Tier.DEVICE)
-                traffic.now += seconds
-                for block in blocks:
-                    traffic.release(block, Tier.DEVICE)
+            go_through(traffic, now, known[id(now)], seconds)
     spent = time.process_time() - began
     operators = (steps - 1) * len(trace.uses)
     counts = traffic.residency.counts
