@@ -12,9 +12,7 @@ import hetmem
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.memory import Memory
-from tests.runtime.harness import (
-    Tower,
-)
+from tests.runtime.harness import Tower
 
 BF16 = torch.bfloat16
 MIXED = pytest.mark.parametrize("mixed", [None, BF16], ids=["float32", "bfloat16"])

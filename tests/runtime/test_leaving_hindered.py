@@ -1,4 +1,4 @@
-"""A model leaves the device in the middle of a function, or is hindered: no memory, a copy that fails, a user who holds."""
+"""A model leaves the device in the middle of a function, or is hindered: no memory, copies that fail, what users hold."""
 
 from __future__ import annotations
 
