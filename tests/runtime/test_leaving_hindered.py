@@ -1,4 +1,4 @@
-"""A model leaves the device in the middle of a function, or is hindered: no memory, copies that fail, what users hold."""
+"""A model leaves the device in the middle of a function, or is hindered: no memory, failing copies, held views."""
 
 from __future__ import annotations
 
