@@ -70,10 +70,14 @@ class Cache:
 
     def remove(self, block: int) -> Copy:
         """There is no copy of `block` here any more; returns what was."""
-        self._present_until = min(self._present_until, self.schedule.next_use(block))
-        fed = self if self._nearer is None else self._nearer
-        if fed._fed_until:
-            fed._fed_until = min(fed._fed_until, fed.schedule.next_use(block))
+        nearer, at = self._nearer, self.schedule.next_use(block)
+        if at < self._present_until:
+            self._present_until = at
+        if nearer is None:
+            if at < self._fed_until:
+                self._fed_until = at
+        elif nearer._fed_until:
+            nearer._fed_until = min(nearer._fed_until, nearer.schedule.next_use(block))
         self._moves += 1
         self._freed += 1
         copy = self.copies.pop(block)

@@ -72,7 +72,6 @@ class Ledger:
         self.in_flight += 1
         cache = self.caches[tier]
         cache.loading += 1
-        cache.touch(block)
         cache.turned()
         self.counts.fetches[tier] += 1
         if source is HOST and self.blocks[block].home is NVME:  # it is in use while the device is fed from it

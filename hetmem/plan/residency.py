@@ -142,6 +142,7 @@ class Residency:
         elif copy.state is STALE:
             copy.state = WAITING
             copy.load = load
+            cache.touch(block)
             cache.turned()
         copy.uses += 1
         copy.last_use = ledger.tick

@@ -342,11 +342,11 @@ class SimulatedTraffic:
         """Start `commands` in order; what follows from one that is done at once goes behind the others."""
         waiting = self._commands
         for command in commands:
-            if isinstance(command, Drop):
+            if type(command) is Drop:
                 self.events += 1  # is done by being decided
             else:
                 waiting.append((command, command.block == urgent))
-        if self._executing:
+        if self._executing or not waiting:
             return
         self._executing = True
         while waiting:

@@ -73,7 +73,10 @@ class SlotMap:
         """`block` takes `span` free slots from `slot` on."""
         bits = ((1 << span) - 1) << slot
         assert self.free_bits & bits == bits, f"slot {slot} is taken"
-        self._owner[slot : slot + span] = [block] * span
+        if span == 1:
+            self._owner[slot] = block
+        else:
+            self._owner[slot : slot + span] = [block] * span
         self.free_bits ^= bits
         self.used += span
 

@@ -108,6 +108,7 @@ class Supply:
             staged = staging.add(block, Copy(WAITING))
         elif staged.state is STALE:
             staged.state = WAITING
+            staging.touch(block)
         if staged.state is WAITING:
             if not self._find_place(block, HOST, staged, commands):
                 if staged.uses == 0:
@@ -194,11 +195,15 @@ class Supply:
         `_feed` aside."""
         schedule, copies, ahead = cache.schedule, cache.copies, self._lookahead
         can_come = self._can_come if cache.tier is DEVICE else self._is_on_nvme
+        looked_at: tuple[int, ...] = ()
         start, end = schedule.horizon(ahead), schedule.horizon(2 * ahead)
         for at, blocks in enumerate(schedule.between(start, end), start):
+            if blocks == looked_at:
+                continue
             for block in blocks:
                 if block not in copies and can_come(block):
                     return at - ahead
+            looked_at = blocks
         return schedule.position + ahead
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
