@@ -57,6 +57,8 @@ class StoreFile:
                 opened.callback(os.close, self.direct)
             # Runs at `close` or when the last transfer and the store have let go of the file, whichever is first.
             self.close = weakref.finalize(self, opened.pop_all().close)
+            # Not at the end of the process: what is still queued then would write to whoever gets the numbers next.
+            self.close.atexit = False
 
     @property
     def is_direct(self) -> bool:

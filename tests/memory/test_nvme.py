@@ -332,6 +332,36 @@ def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(tmp_path:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(tmp_path: Path) -> None:
+    """Its threads go on while others end: a descriptor that is closed then is the next file's."""
+    program = (
+        "import atexit, os, sys, threading\n"
+        "wrote, go_on = threading.Event(), threading.Event()\n"
+        "def save():\n"  # what is registered first is called last
+        "    results = [os.open(f'{sys.argv[1]}/{n}', os.O_RDWR | os.O_CREAT) for n in range(8)]\n"
+        "    go_on.set()\n"
+        "    wrote.wait(30)\n"
+        "    print(*(os.fstat(result).st_size for result in results))\n"
+        "atexit.register(save)\n"
+        "from hetmem.memory.mapping import Mapping\n"
+        "from hetmem.memory.nvme import NvmeStore\n"
+        "class Late:\n"
+        "    preadv = staticmethod(os.preadv)\n"
+        "    def pwritev(self, *request):\n"
+        "        go_on.wait()\n"
+        "        try:\n"
+        "            return os.pwritev(*request)\n"
+        "        finally:\n"
+        "            wrote.set()\n"
+        "store = NvmeStore([sys.argv[1]], 1 << 24, threads=1, io=Late())\n"
+        "future = store.write(store.reserve(4096), Mapping(4096).buffer(0, 4096))\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0 0 0 0 0 0 0 0\n", "")
+
+
 def test_unusable_directories_are_named_and_nothing_stays_open(tmp_path: Path, nothing_left: None) -> None:
     (tmp_path / "file").touch()
     for bad in (tmp_path / "missing", tmp_path / "file", Path("/proc")):  # /proc refuses root as well
