@@ -83,7 +83,7 @@ class Link:
 
     @contextmanager
     def asked(self, file: StoreFile, nbytes: int, position: int) -> Iterator[None]:
-        """Within it the system is asked to move `nbytes` at `position` of `file`: that counts for `patience_seconds`."""
+        """Within it the system is asked for `nbytes` at `position` of `file`, which counts for `patience_seconds`."""
         with self._lock:
             asked = _Asked(file, nbytes, position)
             self._asked[asked] = None

@@ -280,6 +280,19 @@ def test_the_timeout_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     store.close()
 
 
+def test_who_would_wait_for_ever_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a thread is allowed to say."""
+    monkeypatch.setenv("HETMEM_NVME_TIMEOUT", "1e12")
+    store = NvmeStore([tmp_path], MIB)
+    engine = TransferEngine(SimDevice(), store)
+    start(engine, "read", store, "read")
+    finished = engine.take(wait=True)
+    assert finished is not None and finished.error is None
+    assert store.look(store.reserve(BLOCK_BYTES), 0).first(1) == b"\0"
+    engine.close()
+    store.close()
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
 def test_a_senseless_timeout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("HETMEM_NVME_TIMEOUT", text)

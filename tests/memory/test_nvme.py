@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from hetmem.errors import BudgetError, CapacityError, StoreError
+from hetmem.memory import nvme_file
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import BLOCK_BYTES, Extent, NvmeStore
 from hetmem.units import MIB
@@ -368,6 +369,17 @@ def test_unusable_directories_are_named_and_nothing_stays_open(tmp_path: Path, n
         with pytest.raises(BudgetError, match=f"{bad}.*Name an existing, writable directory"):
             NvmeStore([tmp_path, tmp_path, bad], MIB)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_without_room_in_the_address_space_nothing_stays_open(
+    tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_: int) -> None:
+        raise CapacityError("cannot map 4096 bytes")
+
+    monkeypatch.setattr(nvme_file, "Mapping", no_room)
+    with pytest.raises(CapacityError, match="cannot map"):
+        NvmeStore([tmp_path], MIB)
 
 
 def test_senseless_arguments_are_refused(tmp_path: Path, nothing_left: None) -> None:
