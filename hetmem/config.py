@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class Budget:
                 f"Budget(nvme={self.nvme!r}) needs a directory to put its file in: add nvme_dir='/path/on/the/drive'"
             )
         if nvme is None:
-            nvme = sum(_free_bytes(directory) for directory in directories)
+            nvme = sum(dict(map(_free_bytes, directories)).values())
         return Limits(device, host, nvme, directories if nvme else (), chunks, self.home_copies)
 
     def _directories(self) -> tuple[Path, ...]:
@@ -109,7 +110,8 @@ def kernel_cache_directory() -> Path:
 
 
 def nvme_timeout_seconds() -> float:
-    """How long a disk may leave one request without an answer: HETMEM_NVME_TIMEOUT, by default 120.
+    """How long a disk may leave one request without an answer: HETMEM_NVME_TIMEOUT, by default 120; not above what
+    threads can wait for, some 292 years.
 
     Raises `BudgetError` if that is no number of seconds above 0.
     """
@@ -120,13 +122,14 @@ def nvme_timeout_seconds() -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise BudgetError(f"HETMEM_NVME_TIMEOUT must be a number of seconds above 0, got {text!r}")
-    return seconds
+    return min(seconds, threading.TIMEOUT_MAX)
 
 
-def _free_bytes(directory: Path) -> int:
-    """Nine tenths of what is free in `directory`; 1 if it cannot be asked (the store then says why)."""
+def _free_bytes(directory: Path) -> tuple[object, int]:
+    """The filesystem of `directory`, and nine tenths of what is free there; 1 if it cannot be asked (the store then
+    says why)."""
     try:
-        status = os.statvfs(directory)
+        status, filesystem = os.statvfs(directory), os.stat(directory).st_dev
     except OSError:
-        return 1
-    return status.f_bavail * status.f_frsize * 9 // 10
+        return directory, 1
+    return filesystem, status.f_bavail * status.f_frsize * 9 // 10

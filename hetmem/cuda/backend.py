@@ -163,9 +163,18 @@ def _cache_directory() -> Path:
         return _own_directory()
 
 
+def _check_compiles() -> None:
+    """Raise `CompileError` where NVRTC compiles for none of the GPUs: newer ones leave old GPUs out."""
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    newest = max((10 * major + minor for major, minor in capabilities), default=None)
+    if newest is not None:
+        nvrtc.target(newest)
+
+
 @cache
 def backend(cache_directory: Path | None = None) -> Backend:
-    """The kernels' home in this process: CuPy where a GPU, CuPy and NVRTC are at hand, else torch; `.reason` says why.
+    """The kernels' home in this process: CuPy where a GPU, CuPy and an NVRTC that compiles for it are at hand and
+    work, else torch; `.reason` says why.
 
     `cache_directory`: where compiled kernels are kept, by default what `hetmem.config` says.
     """
@@ -174,6 +183,7 @@ def backend(cache_directory: Path | None = None) -> Backend:
     try:
         home = CupyBackend(cache_directory or _cache_directory())
         nvrtc.library()
-    except (ImportError, nvrtc.CompileError) as error:
+        _check_compiles()
+    except Exception as error:  # also of a CuPy that another package has broken: torch gives the same results
         return TorchBackend(f"{type(error).__name__}: {error}")
     return home

@@ -55,7 +55,7 @@ class CudaDevice:
                 "use device='sim'"
             )
         index = torch.cuda.current_device() if index is None else index
-        if index >= torch.cuda.device_count():
+        if not 0 <= index < torch.cuda.device_count():
             raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
         self.torch_device = torch.device("cuda", index)
         self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")

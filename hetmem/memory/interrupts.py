@@ -30,8 +30,11 @@ _main = threading.main_thread().ident
 
 
 def _ask_anew() -> None:
+    """In a fork. One that another thread has made has not what the main thread was doing."""
     global _main
-    _main = threading.main_thread().ident
+    before, _main = _main, threading.main_thread().ident
+    if _main != before:
+        HELD_BACK.forget()
 
 
 os.register_at_fork(after_in_child=_ask_anew)
@@ -83,6 +86,11 @@ class HeldBack(ContextDecorator):
             return wait()
         finally:
             self._wake = None
+
+    def forget(self) -> None:
+        """Whoever has entered it is no more, and what came is not this process's."""
+        self._came, self._wake = False, None
+        self._give_back()
 
     def _remember(self, _: int, __: FrameType | None) -> None:
         if self._came:  # the second one

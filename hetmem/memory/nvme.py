@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 
 from hetmem.config import nvme_timeout_seconds
 from hetmem.errors import BudgetError, CapacityError, StoreError
@@ -197,7 +196,7 @@ class NvmeStore:
         with self._lock:
             file = self._file_of(extent)
             for start in sorted(starts):
-                self._looks.submit(extent.file, partial(file.cache, extent.offset + start))
+                self._looks.cache(file, extent.file, extent.offset + start)
 
     def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
         """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.

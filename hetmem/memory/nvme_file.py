@@ -57,6 +57,8 @@ class StoreFile:
                 opened.callback(os.close, self.direct)
             # Runs at `close` or when the last transfer and the store have let go of the file, whichever is first.
             self.close = weakref.finalize(self, opened.pop_all().close)
+            # Not at the end of the process: what is still queued then would write to whoever gets the numbers next.
+            self.close.atexit = False
 
     @property
     def is_direct(self) -> bool:
@@ -73,10 +75,11 @@ class StoreFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.buffered, self.reserved_bytes, nbytes)
         except OSError as error:
+            missing = f", {sized(nbytes - free)} are missing" if nbytes > free else ""  # a quota, say, else
             raise StoreError(
                 error.errno,
-                f"cannot reserve {sized(nbytes)} in {self.directory!r}: {error.strerror}; {sized(free)} were free, "
-                f"{sized(max(0, nbytes - free))} are missing. Free disk space or lower the NVMe budget",
+                f"cannot reserve {sized(nbytes)} in {self.directory!r}: {error.strerror}; {sized(free)} were free"
+                f"{missing}. Free disk space or lower the NVMe budget",
             ) from error
 
     def trim(self) -> None:
@@ -139,10 +142,11 @@ def _open_unnamed(directory: str) -> int:
 
 def _open_direct(fd: int) -> int:
     """A second descriptor of the same file, with O_DIRECT; `fd` itself where the filesystem does not do that."""
+    block = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
     direct = fd
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
-        os.preadv(direct, [Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)], 0)  # some accept the flag and fail the I/O
+        os.preadv(direct, [block], 0)  # some accept the flag and fail the I/O
     except OSError:
         if direct != fd:
             os.close(direct)

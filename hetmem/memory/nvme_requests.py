@@ -10,8 +10,10 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 
 from hetmem.errors import StoreError
 from hetmem.memory.disks import Requests
@@ -38,7 +40,7 @@ class Link:
         self._in_flight = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
-        self._running: dict[_Request, float] = {}  # in order of their start
+        self._asked: dict[_Asked, None] = {}  # in order of their start
 
     def start(self, file: StoreFile, index: int, memory: memoryview, position: int) -> Future[int]:
         """Move `memory` from or to `position` of `file`, the store's number `index`."""
@@ -52,10 +54,14 @@ class Link:
             self._in_flight += 1
         return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
 
-    def submit(self, index: int, work: Callable[[], None]) -> None:
-        """Run `work`, which must not raise and is no transfer, on a thread of the store's file number `index`."""
+    def cache(self, file: StoreFile, index: int, position: int) -> None:
+        """Bring the page with byte `position` of `file`, the store's number `index`, to the page cache."""
         self._threads[index].start()
-        self._threads[index].submit(work)
+        self._threads[index].submit(partial(self._cache, file, position))
+
+    def _cache(self, file: StoreFile, position: int) -> None:
+        with self.asked(file, BLOCK_BYTES, position):
+            file.cache(position)
 
     def end(self, moved_bytes: int) -> None:
         """A transfer has ended."""
@@ -72,13 +78,20 @@ class Link:
 
     def perform(self, request: _Request) -> None:
         """Carry `request` out, here."""
-        with self._lock:
-            self._running[request] = time.perf_counter()
-        try:
+        with self.asked(request.file, request.memory.nbytes, request.position):
             request.file.transfer(self.verb, self.move, request.memory, request.position)
+
+    @contextmanager
+    def asked(self, file: StoreFile, nbytes: int, position: int) -> Iterator[None]:
+        """Within it the system is asked for `nbytes` at `position` of `file`, which counts for `patience_seconds`."""
+        with self._lock:
+            asked = _Asked(file, nbytes, position)
+            self._asked[asked] = None
+        try:
+            yield
         finally:
             with self._lock:
-                del self._running[request]
+                del self._asked[asked]
 
     def patience_seconds(self, timeout_seconds: float) -> float:
         """How long the system has for the oldest request that it has not answered; all of the timeout if there is none.
@@ -86,16 +99,15 @@ class Link:
         Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if that time is over.
         """
         with self._lock:
-            oldest = next(iter(self._running.items()), None)
+            oldest = next(iter(self._asked), None)
         if oldest is None:
             return timeout_seconds
-        request, start = oldest
-        waited = time.perf_counter() - start
+        waited = time.perf_counter() - oldest.start
         if waited < timeout_seconds:
             return timeout_seconds - waited
         raise StoreError(
             errno.ETIMEDOUT,
-            f"{request.file.failure(self.verb, request.memory.nbytes, request.position)}: no answer for {waited:.0f} "
+            f"{oldest.file.failure(self.verb, oldest.nbytes, oldest.position)}: no answer for {waited:.0f} "
             f"seconds, the limit is {timeout_seconds:g} (HETMEM_NVME_TIMEOUT). The disk hangs; the memory of this "
             "request stays in use until the disk answers, and then training can go on",
         )
@@ -107,6 +119,16 @@ class Link:
         for threads in self._threads:
             while not threads.join(self.patience_seconds(timeout_seconds)):
                 pass
+
+
+class _Asked:
+    """What the system was asked for at the time `start`, and has not answered yet."""
+
+    __slots__ = ("file", "nbytes", "position", "start")
+
+    def __init__(self, file: StoreFile, nbytes: int, position: int) -> None:
+        self.file, self.nbytes, self.position = file, nbytes, position
+        self.start = time.perf_counter()
 
 
 class Threads:
@@ -223,7 +245,8 @@ class _Transfer:
             future.set_exception(error)
 
     def _whole_or_not(self, error: StoreError) -> StoreError:
-        kept = self._file.keep_in_cache(self._link.move, self._memory, self._position)
+        with self._link.asked(self._file, self._memory.nbytes, self._position):  # this may hang too
+            kept = self._file.keep_in_cache(self._link.move, self._memory, self._position)
         what = "Until it is written again " + ("only the page cache has all of it" if kept else "a part of it is old")
         told = StoreError(error.errno, f"{error.strerror}. {what}")
         told.__cause__ = error.__cause__

@@ -311,9 +311,13 @@ class TransferEngine:
             return
 
         def done(ended: Future[Any]) -> None:
-            if self.observe is not None:
-                self.observe(link, tag, start, time.perf_counter(), nbytes)
-            finished.put(Finished(tag, ended.exception(), beside=True))
+            error = ended.exception()
+            try:
+                if self.observe is not None:
+                    self.observe(link, tag, start, time.perf_counter(), nbytes)
+            except Exception as failure:  # no memory, say: a job that nobody is told of would be waited for for ever
+                error = error or failure
+            finished.put(Finished(tag, error, beside=True))
 
         self._beside += 1
         future.add_done_callback(done)

@@ -29,10 +29,14 @@ def largest_parameters(
     one does. An estimate where no layers repeat, where so many fit that nobody tried, or where even these do not (then
     never more than this one has).
     """
+    if not workload.numel:
+        return 0
     estimate = _estimated(workload, asked, best)
     if best is None:
         return min(estimate, workload.numel)
-    if not (found := stacks(workload.parameters)):
+    sizes = [spec.numel for spec in workload.parameters]
+    found = [stack for stack in stacks(workload.parameters) if any(sizes[number] for number in stack.layers[0])]
+    if not found:
         return estimate
     deepest = max(len(stack.layers) for stack in found)
 

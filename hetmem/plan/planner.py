@@ -168,7 +168,7 @@ def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
     """For where the largest chunk with its neighbours does not fit on the device."""
     if asked.chunk_bytes is None:
         itemsize = max(spec.itemsize for spec in workload.parameters)
-        size = round_up(max(spec.numel for spec in workload.parameters), PAGE_ELEMENTS) * itemsize
+        size = round_up(max((1, *(spec.numel for spec in workload.parameters))), PAGE_ELEMENTS) * itemsize
         for parts in (1, 4, 16):
             yield replace(asked, chunk_bytes=round_up(size // parts, PAGE_ELEMENTS * itemsize))
 

@@ -10,6 +10,7 @@ each node of the graph; they exist only in steps that are watched.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -45,7 +46,8 @@ class DeviceMonitor(TorchDispatchMode):
         strict: bool,
     ) -> None:
         super().__init__()
-        self.live_bytes = 0
+        self._live_bytes = 0
+        self._dead: deque[int] = deque()
         self.paused = False
         self.transformed = False
         self.left = False
@@ -54,6 +56,15 @@ class DeviceMonitor(TorchDispatchMode):
         self._grown = grown
         self._strict = strict
         self._sizes: dict[int, int] = {}
+
+    @property
+    def live_bytes(self) -> int:
+        """What is alive now. For the thread that computes: tensors die on any, also in the middle of a sum of this one,
+        and only leave their bytes here."""
+        while self._dead:
+            nbytes = self._dead.popleft()
+            self._live_bytes -= nbytes
+        return self._live_bytes
 
     def unwatched(self) -> AbstractContextManager[None]:
         """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it. Nor is it for
@@ -103,8 +114,8 @@ class DeviceMonitor(TorchDispatchMode):
             key = storage._cdata
             if key in self._sizes or self._is_home(storage.data_ptr()) or self._is_device(storage.data_ptr()):
                 continue
-            self._sizes[key] = storage.nbytes()
-            self.live_bytes += storage.nbytes()
+            self._sizes[key] = nbytes = storage.nbytes()
+            self._live_bytes += nbytes
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
         if self.live_bytes > before:
             self._grown(operator, self.live_bytes)
@@ -169,7 +180,7 @@ def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
     """A storage has died. Weak: the finalizer lives as long as the storage and must not keep a model alive."""
     alive = monitor()
     if alive is not None:
-        alive.live_bytes -= alive._sizes.pop(key, 0)
+        alive._dead.append(alive._sizes.pop(key, 0))
 
 
 def _has_memory(value: Any) -> bool:

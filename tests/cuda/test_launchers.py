@@ -135,6 +135,7 @@ def test_without_a_home_kernels_are_kept_until_the_process_ends(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: given.append(cache))
     monkeypatch.setattr(nvrtc, "library", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     assert backend.__wrapped__().native
@@ -149,6 +150,37 @@ def test_the_backend_says_that_the_compiler_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: None)
     monkeypatch.setattr(nvrtc, "library", missing)
     assert backend.__wrapped__().reason == "CompileError: NVRTC was not found"
+
+
+class BrokenCupy:
+    """An old CuPy with a new numpy, say: no error of an import."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "cupy":
+            raise AttributeError("module 'numpy' has no attribute 'bool8'")
+
+
+def test_the_backend_says_that_cupy_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [BrokenCupy(), *sys.meta_path])
+    assert backend.__wrapped__().reason == "AttributeError: module 'numpy' has no attribute 'bool8'"
+
+
+@pytest.mark.parametrize(("capabilities", "native"), [([(7, 0)], False), ([(7, 0), (9, 0)], True), ([(7, 5)], True)])
+def test_the_backend_says_that_the_compiler_has_left_the_gpu_out(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], native: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: setattr(self, "reason", ""))
+    monkeypatch.setattr(nvrtc, "library", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "architectures", lambda: [75, 90])
+    found = backend.__wrapped__()
+    assert found.native is native
+    assert native or found.reason == "CompileError: NVRTC (13, 0) compiles for [75, 90], not for a device of 70"
 
 
 def test_importing_the_launchers_does_not_import_cupy() -> None:

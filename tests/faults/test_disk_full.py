@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hetmem.config import Budget
 from hetmem.errors import StoreError
 from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
 from hetmem.units import MIB
@@ -65,3 +68,36 @@ def test_a_reservation_that_fails_half_way_takes_no_blocks_on_any_disk(
     assert [(extent.file, extent.offset) for extent in extents] == [(1, BLOCK_BYTES), (0, BLOCK_BYTES)]
     assert all(bytes(store.view(extent)) == bytes(MIB) for extent in extents)
     store.close()
+
+
+def test_what_is_refused_for_another_reason_is_not_said_to_lack_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def over_quota(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    store = NvmeStore([tmp_path], MIB)
+    monkeypatch.setattr(os, "posix_fallocate", over_quota)
+    with pytest.raises(StoreError, match=r"quota exceeded; [0-9]+ bytes \(.*\) were free\. Free disk space"):
+        store.reserve(BLOCK_BYTES)
+    store.close()
+
+
+def test_what_is_free_on_a_disk_counts_once_for_several_directories_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: status)
+    (other := tmp_path / "other").mkdir()
+    nine_tenths = status.f_bavail * status.f_frsize * 9 // 10
+    assert Budget(nvme_dir=tmp_path).limits().nvme_bytes == nine_tenths
+    assert Budget(nvme_dir=[tmp_path, other]).limits().nvme_bytes == nine_tenths
+    assert Budget(nvme_dir=[tmp_path, tmp_path / "missing"]).limits().nvme_bytes == nine_tenths + 1
+
+    real = os.stat
+
+    def another_disk(path: object, **options: Any) -> Any:
+        return SimpleNamespace(st_dev=-1) if path == other else real(path, **options)
+
+    monkeypatch.setattr(os, "stat", another_disk)
+    assert Budget(nvme_dir=[tmp_path, other]).limits().nvme_bytes == 2 * nine_tenths

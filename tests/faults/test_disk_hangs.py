@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
 from hetmem.memory.transfer import TransferEngine
 from hetmem.units import MIB
-from tests.faults.disk import FaultyDisk
+from tests.faults.disk import EIO, FaultyDisk
 from tests.runtime.harness import (
     adamws,
     assert_same_states,
@@ -189,6 +190,59 @@ def test_closing_does_not_wait_for_ever_either(tmp_path: Path, disk: FaultyDisk,
             os.fstat(descriptor)
 
 
+class CacheHangs(FaultyDisk):
+    """The disk fails, and the page cache, which is asked next, does not answer until it is to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fault = EIO
+        self.asked, self.answer = threading.Event(), threading.Event()
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        moved = super().pwritev(fd, buffers, offset)
+        self.asked.set()
+        assert self.answer.wait(60)
+        return moved
+
+
+def test_a_page_cache_that_takes_no_failed_write_is_not_waited_for_either(tmp_path: Path) -> None:
+    disk = CacheHangs()
+    store = NvmeStore([tmp_path], MIB, threads=1, io=disk, timeout_seconds=SHORT_SECONDS)
+    future = store.write(store.reserve(BLOCK_BYTES), Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES))
+    assert disk.asked.wait(30)
+    time.sleep(2 * SHORT_SECONDS)
+    with pytest.raises(StoreError, match=f"cannot write {BLOCK_BYTES} bytes at offset 0 .*no answer for"):
+        store.patience_seconds()
+    assert not future.done()
+    disk.answer.set()
+    with pytest.raises(StoreError, match="only the page cache has all of it"):
+        future.result(timeout=30)
+    store.close()
+
+
+def test_looks_behind_pages_that_hang_are_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = NvmeStore([tmp_path], MIB, timeout_seconds=SHORT_SECONDS)
+    extent, answer, read = store.reserve(64 * BLOCK_BYTES), threading.Event(), os.preadv
+
+    def hangs(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert answer.wait(60)
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", hangs)
+    store.cache_pages(extent, range(0, 64 * BLOCK_BYTES, BLOCK_BYTES))  # as many as would take every thread
+    look = store.look(extent, 0)
+    time.sleep(2 * SHORT_SECONDS)
+    for waits in (store.patience_seconds, lambda: look.first(1), store.close):
+        with pytest.raises(StoreError, match=f"cannot read {BLOCK_BYTES} bytes at offset .*no answer for"):
+            waits()
+    answer.set()
+    store.timeout_seconds = 60
+    assert look.first(1) == b"\0"
+    store.close()
+
+
 def test_the_interpreter_ends_although_the_disk_hangs(tmp_path: Path) -> None:
     program = (
         "import os, sys, threading\n"
@@ -223,6 +277,19 @@ def test_the_timeout_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HETMEM_NVME_TIMEOUT", text)
     store = NvmeStore([tmp_path], MIB)
     assert store.timeout_seconds == float(text or 120)
+    store.close()
+
+
+def test_who_would_wait_for_ever_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a thread is allowed to say."""
+    monkeypatch.setenv("HETMEM_NVME_TIMEOUT", "1e12")
+    store = NvmeStore([tmp_path], MIB)
+    engine = TransferEngine(SimDevice(), store)
+    start(engine, "read", store, "read")
+    finished = engine.take(wait=True)
+    assert finished is not None and finished.error is None
+    assert store.look(store.reserve(BLOCK_BYTES), 0).first(1) == b"\0"
+    engine.close()
     store.close()
 
 

@@ -146,6 +146,8 @@ def test_the_budget_is_nine_tenths_of_what_is_free_or_already_this_process_s(cud
 def test_without_a_gpu_or_with_a_wrong_index_the_user_is_told(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ManageError, match=r"there is no cuda:1: torch sees 1 GPU"):
         CudaDevice(1)
+    with pytest.raises(ManageError, match=r"there is no cuda:-1: torch sees 1 GPU"):
+        CudaDevice(-1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ManageError, match=r"torch sees no CUDA GPU"):
         CudaDevice()

@@ -12,6 +12,7 @@ from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Finished, Seen, TransferEngine
 from hetmem.plan.links import Link
+from tests.runtime.harness import comes_to_be
 
 BLOCK = 4096
 
@@ -101,6 +102,24 @@ def test_a_copy_that_is_over_is_told_of_while_a_job_goes_on() -> None:
     taken = engine.take(wait=True)
     assert taken is not None
     assert (taken.tag, device.streams.waits) == ("copy", 0)
+
+
+def test_a_transfer_of_the_disk_is_told_of_although_nobody_could_note_it(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path], BLOCK)
+    engine = TransferEngine(Device(), store)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    engine.observe = fails
+    extent, memory = store.reserve(BLOCK), Mapping(BLOCK).buffer(0, BLOCK)
+    for begin in (engine.read, engine.write):
+        begin("job", extent, memory)
+        assert comes_to_be(engine.anything_over)
+        taken = engine.take(wait=False)
+        assert taken is not None and taken.tag == "job"
+        assert isinstance(taken.error, MemoryError)
+    store.close()
 
 
 class NoTimeouts:

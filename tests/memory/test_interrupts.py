@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -157,6 +158,30 @@ def test_another_thread_holds_nothing_back() -> None:
         thread.join()
     with HELD_BACK:
         pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_that_another_thread_makes_holds_nothing_back() -> None:
+    """The main thread, which has entered, is not there."""
+    ended: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                ctrl_c()
+            except KeyboardInterrupt:
+                code = 0
+            finally:
+                os._exit(code)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    with HELD_BACK:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert ended == [0]
 
 
 def engine() -> TransferEngine:

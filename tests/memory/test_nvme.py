@@ -1,15 +1,12 @@
-"""The NVMe store on a healthy disk: bits, coherence, reservations, lifetime."""
+"""The NVMe store on a healthy disk: bits, coherence, reservations."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import os
 import random
 import stat
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,34 +15,15 @@ from typing import Any
 
 import pytest
 
-from hetmem.errors import BudgetError, CapacityError, StoreError
+from hetmem.errors import BudgetError, CapacityError
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import BLOCK_BYTES, Extent, NvmeStore
 from hetmem.units import MIB
+from tests.memory.left import nothing_left, open_files, random_memory
 from tests.memory.pages import cached_blocks
 from tests.runtime.harness import comes_to_be
 
-
-def random_memory(nbytes: int, seed: int) -> memoryview:
-    view = Mapping(nbytes).buffer(0, nbytes)
-    view[:] = random.Random(seed).randbytes(nbytes)
-    return view
-
-
-def open_files() -> Counter[str]:
-    """What the process has open, without the descriptor that lists it."""
-    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-    return Counter(os.readlink(link) for link in links if os.path.islink(link))
-
-
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    files, threads = open_files(), set(threading.enumerate())
-    yield
-    if open_files() - files:
-        gc.collect()  # a test's own cycles, such as a caught exception, may hold its store
-    assert open_files() - files == Counter()
-    assert set(threading.enumerate()) - threads == set()
+__all__ = ["nothing_left"]  # a fixture
 
 
 @pytest.fixture
@@ -251,93 +229,6 @@ def test_an_extent_that_was_not_reserved_is_refused(store: NvmeStore, extent: Ex
         store.view(extent)
     with pytest.raises(ValueError, match="not reserved"):
         store.read(extent, Mapping(4096).buffer(0, 4096))
-
-
-def test_close_finishes_what_was_started_and_leaves_neither_threads_nor_files(
-    tmp_path: Path, nothing_left: None
-) -> None:
-    store = NvmeStore([tmp_path, tmp_path], 64 * MIB, request_bytes=BLOCK_BYTES)
-    extents = store.reserve_many([2 * MIB, 2 * MIB])
-    futures = [store.write(extent, random_memory(2 * MIB, seed)) for seed, extent in enumerate(extents)]
-    store.close()
-    assert [future.done() and future.result() for future in futures] == [2 * MIB, 2 * MIB]
-    store.close()
-    for operation in (
-        lambda: store.reserve(1),
-        lambda: store.view(extents[0]),
-        lambda: store.read(extents[0], random_memory(BLOCK_BYTES, 0)),
-        lambda: store.write(extents[0], random_memory(BLOCK_BYTES, 0)),
-    ):
-        with pytest.raises(StoreError, match="closed"):
-            operation()
-
-
-def test_views_outlive_the_store(tmp_path: Path, nothing_left: None) -> None:
-    store = NvmeStore([tmp_path], MIB)
-    _, extent = store.reserve_many([BLOCK_BYTES, BLOCK_BYTES])
-    view = store.view(extent)
-    source = random_memory(BLOCK_BYTES, 3)
-    store.write(extent, source).result()
-    store.close()
-    del store
-    gc.collect()
-    assert bytes(view) == bytes(source)
-    view[:] = bytes(BLOCK_BYTES)
-    assert bytes(view) == bytes(BLOCK_BYTES)
-
-
-def test_a_store_dropped_without_close_finishes_and_cleans_up(tmp_path: Path, nothing_left: None) -> None:
-    threads = set(threading.enumerate())
-    store = NvmeStore([tmp_path], 8 * MIB, request_bytes=BLOCK_BYTES)
-    extent = store.reserve(2 * MIB)
-    view, source = store.view(extent), random_memory(2 * MIB, 1)
-    future = store.write(extent, source)
-    del store
-    assert future.result() == 2 * MIB
-    assert bytes(view) == bytes(source)
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=30)
-
-
-def test_kill_leaves_no_file_and_no_blocks_behind(tmp_path: Path) -> None:
-    program = (
-        "import sys, time\n"
-        "from hetmem.memory.nvme import NvmeStore\n"
-        "store = NvmeStore([sys.argv[1]], 1 << 24)\n"
-        "store.view(store.reserve(1 << 20))[:] = b'x' * (1 << 20)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        assert os.listdir(tmp_path) == []
-        process.kill()
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from hetmem.memory.mapping import Mapping\n"
-        "from hetmem.memory.nvme import NvmeStore\n"
-        "store = NvmeStore([sys.argv[1]], 1 << 24, request_bytes=4096)\n"
-        "future = store.write(store.reserve(1 << 20), Mapping(1 << 20).buffer(0, 1 << 20))\n"
-    )
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_unusable_directories_are_named_and_nothing_stays_open(tmp_path: Path, nothing_left: None) -> None:
-    (tmp_path / "file").touch()
-    for bad in (tmp_path / "missing", tmp_path / "file", Path("/proc")):  # /proc refuses root as well
-        with pytest.raises(BudgetError, match=f"{bad}.*Name an existing, writable directory"):
-            NvmeStore([tmp_path, tmp_path, bad], MIB)
-    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_senseless_arguments_are_refused(tmp_path: Path, nothing_left: None) -> None:

@@ -174,3 +174,27 @@ def test_of_a_message_of_many_lines_the_first_is_enough(tmp_path: Path) -> None:
     with pytest.raises(planning.PlanError, match=r"is no Hugging Face configuration: .*nonesuch") as caught:
         planning.hugging_face_call(tmp_path / "config.json", 1, 8, None)
     assert "\n" not in str(caught.value)
+
+
+class Gates(nn.Module):
+    """Layers of parameters without elements, around one that has some, or none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList([nn.ParameterDict({"gate": nn.Parameter(torch.ones(0, 8))}) for _ in range(4)])
+        self.layer = nn.Linear(8, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() + sum(part["gate"].sum() for part in self.gates)
+
+
+# torch's remark on the initialisation of a layer of no elements
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("device", ["1MiB", "4KiB"])
+@pytest.mark.parametrize("width", [0, 8])
+def test_parameters_without_elements_are_planned_like_others(width: int, device: str) -> None:
+    """No more of them makes a model larger: what was divided by that was nothing."""
+    budget = hetmem.Budget(device=device, host="1MiB")
+    found = hetmem.plan(lambda: Gates(width), (torch.ones(2, 8, device="meta"),), budget)
+    assert (found.parameters, found.fits) == (9 * width, device == "1MiB")  # the other has no room for a chunk
+    assert not found.fits or (found.largest_parameters > 0) == (width > 0)

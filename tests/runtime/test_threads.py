@@ -16,6 +16,7 @@ import torch
 
 import hetmem
 from hetmem.errors import ManageError
+from hetmem.runtime.monitor import DeviceMonitor
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -132,3 +133,23 @@ def test_in_a_forked_child_what_needs_threads_is_refused_and_what_does_not_works
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     train_both(plain, managed, BATCHES, Recipe(steps=2))
+
+
+def test_what_dies_while_something_is_counted_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread of a copy, or by the garbage collector: a sum that has begun must not put its bytes back."""
+    monitor = DeviceMonitor(lambda _: False, lambda _: False, lambda *_: None, strict=False)
+    with monitor:
+        dying = [torch.ones(100) for _ in range(3)]
+    size = torch.UntypedStorage.nbytes
+
+    def dies_meanwhile(storage: torch.UntypedStorage) -> int:
+        dying.pop()
+        return size(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "nbytes", dies_meanwhile)
+    with monitor:
+        kept = torch.ones(50)
+    dying.clear()
+    assert monitor.live_bytes == 4 * kept.numel()
+    del kept
+    assert monitor.live_bytes == 0
