@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,6 +99,15 @@ class CupyBackend:
         with torch.cuda.device(stream.device), self._external(stream):
             self._kernel(stream.device.index, source, kernel)((blocks,), (THREADS,), tuple(arguments))
 
+    def works(self, device: str = "cuda") -> bool:
+        """Whether a kernel gets through compiler, driver and device, and gives the right bits. Waits for it."""
+        numbers = torch.linspace(-4, 4, 2 * THREADS + 1, dtype=torch.float32, device=device)
+        rounded = torch.zeros_like(numbers, dtype=torch.bfloat16)
+        table = torch.tensor([[0, 0, numbers.numel()]], dtype=torch.int64, device=device)
+        arguments = (np.uint64(table.data_ptr()), np.int64(1), *(np.uint64(x.data_ptr()) for x in (numbers, rounded)))
+        self.launch("cast.cu", "cast_f32_bf16", 1, arguments, None)
+        return torch.equal(rounded, numbers.bfloat16())
+
     def _external(self, stream: torch.cuda.Stream) -> Any:
         """The torch stream as CuPy knows it, made anew each time: it holds no reference that could outlive torch's."""
         kind = self._cupy.cuda.Stream
@@ -176,4 +186,23 @@ def backend(cache_directory: Path | None = None) -> Backend:
         nvrtc.library()
     except (ImportError, nvrtc.CompileError) as error:
         return TorchBackend(f"{type(error).__name__}: {error}")
-    return home
+    try:
+        well = home.works()
+    except Exception as error:  # of CuPy, the driver or the compiler, each with its own kinds
+        return TorchBackend(f"{type(error).__name__}: {error} ({_versions()})")
+    return home if well else TorchBackend(f"a kernel gave wrong bits here ({_versions()})")
+
+
+def _versions() -> str:
+    """Which CuPy is installed beside which torch: one for another CUDA imports well and launches nothing."""
+    names = (f"cupy-cuda{major}x" for major in (11, 12, 13))
+    found = [f"{name} {version}" for name in names if (version := _version_of(name))]
+    wanted = (torch.version.cuda or "?").split(".")[0]
+    return f"{', '.join(found) or 'CuPy'} beside torch for CUDA {torch.version.cuda}, which wants hetmem[cuda{wanted}]"
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
