@@ -21,7 +21,7 @@ from hetmem.measuring import ordinary_torch
 
 ELEMENTS = 16 << 20
 ROUNDS = 21
-_LONG_SECONDS, _LEAST_ROUNDS = 1.5, 5  # of a way that takes longer than that altogether so many rounds are enough
+_LONG_SECONDS, _LEAST_ROUNDS = 1.0, 3  # of a way that takes longer than that altogether so many rounds are enough
 PAIRS = (
     (torch.float32, torch.float32),
     (torch.float32, torch.float16),

@@ -228,10 +228,25 @@ def test_the_largest_model_is_as_large_as_memory_disk_and_time_allow() -> None:
     assert (whole.host_bytes, whole.nvme_bytes) == (80 * gib, 40 * gib)
     assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).host_bytes == 50 * gib
     assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).nvme_bytes == 10 * gib
+    assert gpu_sizes.largest(70, 1000 * gib, 1000 * gib, gib).nvme_bytes == 5 * gib
     assert gpu_sizes.largest(1e6, 100 * gib, 5 * gib).nvme_bytes == 4 * gib
     for seconds in (80, 300, 1e6):
         size = gpu_sizes.largest(seconds, 100 * gib, 60 * gib)
         assert 0 < gpu_sizes.STATE_BYTES * size.parameters < 0.9 * (size.host_bytes + size.nvme_bytes)
+
+
+def test_the_largest_model_of_a_large_gpu_does_not_fit_there_as_a_whole() -> None:
+    """Else nothing of it would leave that: 139 GiB of an H200 beside 125 of a host and a disk of 2 GB a second."""
+    gib = gpu_sizes.GIB
+    size = gpu_sizes.largest(260, 125 * gib, 64 * gib, 2e9)
+    assert size.parameters > 9.7e9
+    assert 16 * size.parameters > 139 * gib
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    assert gpu_sizes.measured_rate(tmp_path, 16 << 20) not in (0, gpu_sizes._DISK_RATE)
+    assert not list(tmp_path.iterdir())
+    assert gpu_sizes.measured_rate(tmp_path / "none", 16 << 20) == gpu_sizes._DISK_RATE
 
 
 @pytest.mark.parametrize(("filesystem", "there"), [("tmpfs", False), ("ext4", True)])
