@@ -1,29 +1,29 @@
-"""What a GPU shows: its tests, link rates, the managed step against plain torch with all, half and a tenth of the
-memory, and the largest GPT that trains here.
+"""What a GPU shows: its tests, link rates, every way to move and cast (`hetmem bench transfers`), the managed step
+against plain torch with all, half and a tenth of the memory, the largest GPT that trains here, and with --tests what
+NVIDIA's compute-sanitizer finds in the kernels.
 
-    python -m benchmarks.gpu [--tests] [--only rates,resident,streamed,largest] [--seconds 460]
-                             [--largest 9.4 --host 104GiB --nvme 52GiB]
+    python -m benchmarks.gpu [--tests] [--only rates,transfers,resident,streamed,largest] [--seconds 520]
+                             [--largest 10.7 --host 100GiB --nvme 40GiB]
 
 Writes gpu-<name>-<date>.json and .md with device, driver, versions and commit. Every part runs in a process of its own,
 so one that fails, or hangs, leaves the others' numbers; what one found before its time was up is kept, with "cut off".
 What was found on the same day at the same commit stays, but for the parts that are run again.
-How large the largest model is depends on the memory, the disk and the time that are left, unless it is said.
+How large the largest model is depends on the memory, the disk and the time that are left, unless it is said. For that
+and the sanitizer some time is kept, whatever hangs before.
 Ratios are of medians within one run.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpu_processes import TESTS, in_a_process, shortened, tested
-from benchmarks.gpu_results import begun, write
+from benchmarks.gpu_processes import SANITIZER, TESTS, in_a_process, sanitized, shortened, tested
+from benchmarks.gpu_results import begun, environment, write
 from benchmarks.gpu_sizes import disk, largest_here
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
-SECONDS = {"rates": 40, "resident": 60, "streamed": 100, "largest": 260}
+SECONDS = {"rates": 40, "transfers": 60, "resident": 60, "streamed": 100, "largest": 260}
 """The most that each part may take; all together no more than --seconds."""
+KEPT_SECONDS = {"largest": 150, SANITIZER: 45}
+"""What parts before these may not take of --seconds."""
 
 DEVICE: Any = "cuda"
 """What models are managed on; the tests take one that this machine has."""
@@ -145,6 +147,13 @@ def rates(nbytes: int = GIB) -> dict[str, Any]:
     return {"GB/s": found, "ways": keep_ways()}
 
 
+def transfers(elements: int | None = None) -> dict[str, Any]:
+    """The matrix of `hetmem bench transfers`."""
+    from hetmem import bench
+
+    return asdict(bench.transfers(elements or bench.ELEMENTS))
+
+
 def resident(width: int = 1024, depth: int = 12) -> dict[str, Any]:
     """Everything on the GPU, float32 with TF32 products: managed against plain, rounds in turn."""
     import hetmem
@@ -170,6 +179,7 @@ def resident(width: int = 1024, depth: int = 12) -> dict[str, Any]:
         "plain ms": 1e3 * statistics.median(plain),
         "managed ms": 1e3 * statistics.median(ours),
         "ratio": statistics.median(ours) / statistics.median(plain),
+        "step": hetmem.report(model).to_dict()["step"],
     }
 
 
@@ -234,7 +244,8 @@ def largest(billions: float, host: str, nvme: str, width: int = 6144) -> dict[st
             mock.patch.object(nn.Embedding, "reset_parameters", _fill),
         ):
             model = Large(width, depth)
-        optimizer = hetmem.AdamW(model.parameters(), lr=1e-5)
+        options: dict[str, Any] = {"overlap": "backward", "gradients": "streamed"}
+        optimizer = hetmem.AdamW(model.parameters(), lr=1e-5, **options)
         built = time.perf_counter() - start
         tell({"parameters": count, "seconds to build": built})
         batch = tokens(8)
@@ -284,28 +295,6 @@ def _training_step(model: Any, optimizer: Any, batch: torch.Tensor) -> Callable[
 # ---- running and writing --------------------------------------------------------------------------------------------
 
 
-def environment() -> dict[str, Any]:
-    def said(*command: str) -> str:
-        try:
-            ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=10)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"unknown ({type(error).__name__})"
-        return ended.stdout.strip() or "unknown"
-
-    return {
-        "device": torch.cuda.get_device_name(),
-        "device memory GiB": torch.cuda.get_device_properties(0).total_memory / GIB,
-        "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "cores": len(os.sched_getaffinity(0)),
-        "commit": said("git", "rev-parse", "HEAD"),
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SECONDS), help="parts, separated by commas")
@@ -322,7 +311,7 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the process of a part is not to outlive us
     if options.part:
-        run = {"rates": rates, "resident": resident, "streamed": streamed}
+        run = {"rates": rates, "transfers": transfers, "resident": resident, "streamed": streamed}
         arguments = () if options.part in run else (options.largest, options.host, options.nvme)
         tell(run.get(options.part, largest)(*arguments))
         return 0
@@ -335,12 +324,15 @@ def measure(options: argparse.Namespace) -> int:
     found = begun(environment(), options.directory)
     write(found, options.directory)
     parts = [*(TESTS if options.tests else ()), *(options.only.split(",") if options.only else ())]
-    for part in parts:
-        left = until - time.monotonic()
+    parts += [SANITIZER] if options.tests else []
+    for at, part in enumerate(parts):
+        left = until - time.monotonic() - sum(KEPT_SECONDS.get(later, 0) for later in parts[at + 1 :])
         if left <= 0:
             found[part] = {"failed": "no time was left"}
         elif part in TESTS:
             found[part] = tested(part, min(TESTS[part], left))
+        elif part == SANITIZER:
+            found[part] = sanitized(left)
         else:
             found[part] = {}
             keep = partial(_keep_so_far, found, part, options.directory)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ TESTS = {
     "tests/gpu/test_managed.py": 110,
 }
 """Seconds that each may take. One process each: after an illegal access a process can do nothing more on a GPU."""
+SANITIZER = "compute-sanitizer"
+_SANITIZER_SECONDS = 90
+_TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 _LOOK_SECONDS = 5.0
 _STUCK_SECONDS = 25  # after so many of one test pytest says where each thread is
 _GRACE_SECONDS = 5.0  # what is interrupted says what it found; what hangs in the driver says where, and is killed
@@ -42,6 +46,24 @@ def tested(path: str, seconds: float) -> dict[str, Any]:
         result["said"] = f"{shortened(out)}{shortened(errors)}"
     elif code:
         result["failed"] = f"{shortened(out)}{shortened(errors)}"
+    return result
+
+
+def sanitized(seconds: float) -> dict[str, Any]:
+    """What NVIDIA's checker of memory accesses finds in the kernels, where it is installed: torch brings none."""
+    toolkits = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    checker = shutil.which(SANITIZER, path=os.pathsep.join([os.environ.get("PATH", ""), *toolkits, *_TOOLKITS]))
+    if checker is None:
+        return {"skipped": f"{SANITIZER} is not on this machine: it comes with the CUDA toolkit"}
+    seconds = min(seconds, _SANITIZER_SECONDS)
+    program = [checker, "--tool=memcheck", "--report-api-errors=no", "--error-exitcode=86", sys.executable]
+    options = ["-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "--tb=short", "-k", "test_equals_torch"]
+    code, out, errors = in_a_process(["-m", "pytest", *options, "tests/cuda/test_on_gpu.py"], seconds, program=program)
+    result: dict[str, Any] = {"said": shortened(out)[-1500:]}
+    if code is None:
+        result["cut off"] = f"longer than {seconds:.0f} s"
+    elif code:
+        result["failed"] = f"exit status {code}\n{shortened(out)}{shortened(errors)}"
     return result
 
 
@@ -70,16 +92,19 @@ def _environment() -> dict[str, str]:
 
 
 def in_a_process(
-    command: list[str], seconds: float, seen: Callable[[str], None] = lambda _: None
+    command: list[str],
+    seconds: float,
+    seen: Callable[[str], None] = lambda _: None,
+    program: Sequence[str] = (sys.executable,),
 ) -> tuple[int | None, str, str]:
-    """Exit status, output and errors of Python with `command`; the status is None if it took longer and was ended.
-    `seen` is called now and then with the output so far: whoever ends this process ends the other one with it."""
+    """Exit status, output and errors of Python, or `program`, with `command`; the status is None if it took longer and
+    was ended. `seen` is called now and then with the output so far: whoever ends this process ends the other one."""
     with (
         tempfile.TemporaryFile("w+", errors="replace") as out,
         tempfile.TemporaryFile("w+", errors="replace") as errors,
     ):
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [*program, *command],
             stdout=out,
             stderr=errors,
             cwd=ROOT,

@@ -21,6 +21,7 @@ from hetmem.measuring import ordinary_torch
 
 ELEMENTS = 16 << 20
 ROUNDS = 21
+_LONG_SECONDS, _LEAST_ROUNDS = 1.0, 3  # of a way that takes longer than that altogether so many rounds are enough
 PAIRS = (
     (torch.float32, torch.float32),
     (torch.float32, torch.float16),
@@ -28,7 +29,7 @@ PAIRS = (
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float32),
 )
-_FORMS = ("snorm8", "unorm8")
+FORMS = ("snorm8", "unorm8")
 """Of the 8-bit rows: float32 to codes and the scales of their blocks."""
 
 
@@ -58,7 +59,8 @@ class Transfers:
     skipped: tuple[str, ...]
 
     def __str__(self) -> str:
-        head = f"{self.machine}; {self.elements:,} elements, median of {ROUNDS} rounds"
+        rounds = f"median of {ROUNDS} rounds, of at least {_LEAST_ROUNDS} where they are long"
+        head = f"{self.machine}; {self.elements:,} elements, {rounds}"
         ceilings = ", ".join(f"{route} {rate / 1e9:.1f} GB/s" for route, rate in self.ceilings.items())
         lines = [head, f"ceilings: {ceilings}", ""]
         lines += ["| route | cast | way | memory | GB/s | of the ceiling |", "|---|---|---|---|---|---|"]
@@ -112,8 +114,8 @@ def transfers(elements: int = ELEMENTS, rounds: int = ROUNDS) -> Transfers:
 
 
 def timed(run: Callable[[], Any], rounds: int, *, on_device: bool) -> list[float]:
-    """Seconds of each of `rounds` runs after two that warm up."""
-    seconds = []
+    """Seconds of each of `rounds` runs, fewer of what takes long, after two that warm up."""
+    seconds: list[float] = []
     for index in range(rounds + 2):
         if on_device:
             torch.cuda.synchronize()
@@ -123,6 +125,8 @@ def timed(run: Callable[[], Any], rounds: int, *, on_device: bool) -> list[float
             torch.cuda.synchronize()
         if index > 1:
             seconds.append(time.perf_counter() - start)
+        if len(seconds) >= _LEAST_ROUNDS and sum(seconds) > _LONG_SECONDS:
+            break
     return seconds
 
 
@@ -161,7 +165,7 @@ def _least_bytes(route: str, source: torch.dtype, target: str, elements: int) ->
 
 def itemsize_of(name: str) -> int:
     """Bytes of an element of the dtype or 8-bit form called `name`; the scales of blocks are not counted."""
-    return 1 if name in _FORMS else int(getattr(torch, name).itemsize)
+    return 1 if name in FORMS else int(getattr(torch, name).itemsize)
 
 
 def short_name(dtype: torch.dtype) -> str:
@@ -210,7 +214,7 @@ def quantised_routes(
 
     here = TorchBackend("host memory") if device == "cpu" else backend()
     source = torch.randn(elements, device=device).abs_()
-    for form in _FORMS:
+    for form in FORMS:
         code = quantise.Format(form)
         codes = torch.zeros(elements, dtype=code.dtype, device=device)
         scales = torch.zeros(quantise.scales_numel(elements), device=device)

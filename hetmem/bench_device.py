@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
-from hetmem.bench import PAIRS, Way, in_one, in_two, quantised_routes, short_name, timed
-from hetmem.cuda.backend import Backend, backend
+from hetmem.bench import FORMS, PAIRS, Way, in_one, in_two, quantised_routes, short_name, timed
+from hetmem.cuda import quantise
+from hetmem.cuda.backend import Backend, TorchBackend, backend
 from hetmem.cuda.cast import CASTS, cast
 from hetmem.cuda.segments import Segments
 from hetmem.memory import mapping, ways
@@ -26,6 +27,9 @@ from hetmem.units import MIB
 Route = tuple[str, torch.dtype, str, list[Way]]
 Grids = Mapping[int, float]
 """Seconds of a kernel by the number of its blocks."""
+
+DEVICE = "cuda"
+"""Where routes begin or end; the tests take what this machine has."""
 
 BLOCKS = (8, 16, 32, 64, 132)
 _WAY_ELEMENTS = 64 * MIB
@@ -51,7 +55,7 @@ class Registered:
 def device_ceilings(elements: int, rounds: int) -> dict[str, float]:
     """Bytes per second of the copy engine in each direction, and of a copy on the device (read and written)."""
     nbytes = 4 * elements
-    there, other = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    there, other = (torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     with Registered(nbytes) as here:
         up = timed(partial(in_one, here, there), rounds, on_device=True)
         down = timed(partial(in_one, there, here), rounds, on_device=True)
@@ -66,28 +70,32 @@ def device_ceilings(elements: int, rounds: int) -> dict[str, float]:
 def device_routes(elements: int) -> Iterator[Route]:
     """Every pair of dtypes over every route with a device at one end or both."""
     kernels = backend()
-    whole = Segments([(0, 0, elements)], "cuda")
+    whole = Segments([(0, 0, elements)], DEVICE)
     for source_dtype, target_dtype in PAIRS:
         with Registered(elements * (source_dtype.itemsize + target_dtype.itemsize)) as memory:
             pinned = memory[: elements * source_dtype.itemsize].view(source_dtype)
             pinned.copy_(torch.randn(elements).to(source_dtype))
             target = memory[elements * source_dtype.itemsize :].view(target_dtype)
-            there = torch.randn(elements, device="cuda").to(source_dtype)
+            there = torch.randn(elements, device=DEVICE).to(source_dtype)
             yield _up(kernels, whole, pinned, target_dtype)
             yield _down(kernels, whole, there, target)
         yield _within(kernels, whole, there, target_dtype)
-    yield from quantised_routes("device to device", elements, "cuda", "device")
+    for form in FORMS:
+        with Registered(4 * elements) as memory:
+            yield _quantised_up(kernels, form, memory[: 4 * elements].view(torch.float32))
+        yield _quantised_down(kernels, form, elements)
+    yield from quantised_routes("device to device", elements, DEVICE, "device")
 
 
 def _up(kernels: Backend, whole: Segments, pinned: torch.Tensor, dtype: torch.dtype) -> Route:
-    there = torch.empty(pinned.numel(), dtype=dtype, device="cuda")
-    buffer = torch.empty_like(pinned, device="cuda")
+    there = torch.empty(pinned.numel(), dtype=dtype, device=DEVICE)
+    buffer = torch.empty_like(pinned, device=DEVICE)
     ways = []
     for memory, source in (("pinned", pinned), ("pageable", pinned.clone())):
         if source.dtype is dtype:
             ways.append(Way("copy", memory, partial(in_one, source, there), there.nbytes))
             continue
-        cast_here = torch.empty_like(source, dtype=dtype, pin_memory=memory == "pinned")
+        cast_here = _on_host(source.numel(), dtype, memory)
         ways.append(
             Way(
                 "cast then copy",
@@ -116,7 +124,7 @@ def _down(kernels: Backend, whole: Segments, there: torch.Tensor, pinned: torch.
             ways.append(Way("copy", memory, partial(in_one, there, target), there.nbytes))
             continue
         buffer = torch.empty_like(there, dtype=target.dtype)
-        here = torch.empty_like(target, dtype=there.dtype, pin_memory=memory == "pinned")
+        here = _on_host(target.numel(), there.dtype, memory)
         ways.append(
             Way(
                 "cast then copy",
@@ -132,12 +140,90 @@ def _down(kernels: Backend, whole: Segments, there: torch.Tensor, pinned: torch.
 
 
 def _within(kernels: Backend, whole: Segments, source: torch.Tensor, dtype: torch.dtype) -> Route:
-    target = torch.empty(source.numel(), dtype=dtype, device="cuda")
-    nbytes = source.nbytes + target.nbytes
+    target = torch.empty(source.numel(), dtype=dtype, device=DEVICE)
+    one, other = source.nbytes, target.nbytes
+    nbytes = one + other
     ways = [Way("torch", "device", partial(in_one, source, target), nbytes)]
+    if source.dtype is not dtype:
+        cast_there, copied = torch.empty_like(target), torch.empty_like(source)
+        ways.append(Way("cast then copy", "device", partial(in_two, source, cast_there, target), one + 3 * other))
+        ways.append(Way("copy then cast", "device", partial(in_two, source, copied, target), 3 * one + other))
     if kernels.native and (source.dtype, dtype) in CASTS:
         ways.append(Way("fused", "device", partial(cast, kernels, whole, source, target), nbytes))
     return "device to device", source.dtype, short_name(dtype), ways
+
+
+def _on_host(numel: int, dtype: torch.dtype, memory: str) -> torch.Tensor:
+    """Memory of the host, page-locked by torch where `memory` says so."""
+    return torch.empty(numel, dtype=dtype, pin_memory=memory == "pinned" and DEVICE == "cuda")
+
+
+class _Codes:
+    """Codes of 8 bits and their scales, in one memory."""
+
+    def __init__(self, form: str, numel: int, where: str) -> None:
+        """`where`: "device", or a memory of the host."""
+        self.form = quantise.Format(form)
+        scales = quantise.scales_numel(numel)
+        if where == "device":
+            self.codes = torch.empty(numel, dtype=self.form.dtype, device=DEVICE)
+            self.scales = torch.empty(scales, device=DEVICE)
+        else:
+            self.codes, self.scales = _on_host(numel, self.form.dtype, where), _on_host(scales, torch.float32, where)
+        self.nbytes = self.codes.nbytes + self.scales.nbytes
+
+    def make(self, kernels: Backend, source: torch.Tensor) -> None:
+        """Of `source`, where the codes are or where `kernels` reach."""
+        quantise.quantise(kernels, self.form, source, self.codes, self.scales)
+
+    def copy(self, other: _Codes) -> None:
+        """From `other`, in two copies."""
+        in_one(other.codes, self.codes)
+        in_one(other.scales, self.scales)
+
+
+_BY_TORCH = TorchBackend("host memory")
+
+
+def _quantised_up(kernels: Backend, form: str, pinned: torch.Tensor) -> Route:
+    numel = pinned.numel()
+    pinned.copy_(torch.rand(numel))
+    there, buffer = _Codes(form, numel, "device"), torch.empty_like(pinned, device=DEVICE)
+    ways = []
+    for memory, source in (("pinned", pinned), ("pageable", pinned.clone())):
+        here = _Codes(form, numel, memory)
+        cast_first = partial(_after, partial(here.make, _BY_TORCH, source), partial(there.copy, here))
+        copy_first = partial(_after, partial(in_one, source, buffer), partial(there.make, kernels, buffer))
+        ways.append(Way("cast then copy", memory, cast_first, there.nbytes))
+        ways.append(Way("copy then cast", memory, copy_first, source.nbytes))
+    if kernels.native:
+        ways.append(Way("fused", "pinned", partial(there.make, kernels, pinned), pinned.nbytes))
+    return "host to device", torch.float32, form, ways
+
+
+def _quantised_down(kernels: Backend, form: str, numel: int) -> Route:
+    source, there = torch.rand(numel, device=DEVICE), _Codes(form, numel, "device")
+    ways = []
+    for where in ("pinned", "pageable"):
+        here, buffer = _Codes(form, numel, where), _on_host(numel, torch.float32, where)
+        cast_first = partial(_after, partial(there.make, kernels, source), partial(here.copy, there))
+        copy_first = partial(_after, partial(_arrive, source, buffer), partial(here.make, _BY_TORCH, buffer))
+        ways.append(Way("cast then copy", where, cast_first, there.nbytes))
+        ways.append(Way("copy then cast", where, copy_first, source.nbytes))
+    if kernels.native:
+        here = _Codes(form, numel, "pinned")
+        ways.append(Way("fused", "pinned", partial(here.make, kernels, source), here.nbytes))
+    return "device to host", torch.float32, form, ways
+
+
+def _after(first: Callable[[], None], then: Callable[[], None]) -> None:
+    first()
+    then()
+
+
+def _arrive(source: torch.Tensor, here: torch.Tensor) -> None:
+    """A copy to the host that the host waits for: it goes on with the values."""
+    here.copy_(source)
 
 
 # ---- which way is faster -----------------------------------------------------------------------------------------

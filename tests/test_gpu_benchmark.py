@@ -30,6 +30,7 @@ def small(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("hetmem.memory.cuda.CudaDevice", CpuCuda)
     monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
     monkeypatch.setattr(bench_device, "backend", CpuCuda()._kernels)
+    monkeypatch.setattr(bench_device, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(gpu, "VOCABULARY", 512)
@@ -44,17 +45,21 @@ def small(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_part_runs_and_its_result_is_json() -> None:
     found = {
         "rates": gpu.rates(1 << 16),
+        "transfers": gpu.transfers(1 << 12),
         "resident": gpu.resident(128, 1),
         "streamed": gpu.streamed(128, 16, "256MiB"),
         "largest": gpu.largest(0.0067, "1GiB", "1GiB", 128),
     }
-    assert json.loads(json.dumps(found)) == found
+    found = json.loads(json.dumps(found))
     assert len(found["streamed"]["rows"]) == 3 and found["largest"]["parameters"] == gpu.parameters_of(128, 1)
     assert found["rates"]["ways"].startswith("ways across the link")
     assert all(loss == loss for loss in found["largest"]["losses"])
     environment = {"device": "a fake GPU 1.5", "date": "2000-01-01"}
     text = gpu_results.markdown({"environment": environment, **found})
     assert all(f"\n## {part}\n" in text for part in gpu.SECONDS)
+    assert "\n| device to host | float32 to bfloat16 | cast then copy | pinned | " in text
+    steps = [found["resident"]["step"], found["largest"]["step"], *(row["step"] for row in found["streamed"]["rows"])]
+    assert all(0 < step["overlap"] == max(step["terms"].values()) / step["seconds"] for step in steps)
 
 
 def test_each_share_of_the_weights_holds_the_largest_of_them_beside_another() -> None:
@@ -119,6 +124,50 @@ def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, mo
     assert again.keys() == {"environment", "rates"}
 
 
+def test_the_largest_model_and_the_sanitizer_have_time_whatever_hangs_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, limits = [0.0], {}
+
+    def hang(part: str, seconds: float) -> dict[str, Any]:
+        limits[part] = seconds
+        now[0] += seconds
+        return {"cut off": "it hung"}
+
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(gpu, "environment", lambda: {"device": "a fake GPU", "date": "2000-01-01"})
+    monkeypatch.setattr(gpu, "tested", hang)
+    monkeypatch.setattr(gpu, "sanitized", lambda seconds: hang("sanitizer", seconds))
+    monkeypatch.setattr(gpu, "_measured", lambda part, options, seconds, keep: hang(part, seconds))
+    assert gpu.measure(options(tmp_path, 500.0, ",".join(gpu.SECONDS), tests=True)) == 1
+    assert limits["largest"] == 150
+    assert limits["sanitizer"] == 45
+    assert now[0] <= 500.0
+    assert list(limits)[-2:] == ["largest", "sanitizer"]
+
+
+@pytest.mark.parametrize(("status", "key"), [(0, None), (86, "failed")])
+def test_the_kernel_tests_run_under_the_sanitizer_where_there_is_one(
+    status: int, key: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = tmp_path / "bin" / "compute-sanitizer"
+    checker.parent.mkdir()
+    checker.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
+    checker.chmod(0o755)
+    monkeypatch.setattr(gpu_processes, "_TOOLKITS", ())
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert gpu_processes.sanitized(60.0).keys() == {"skipped"}
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    found = gpu_processes.sanitized(60.0)
+    assert found["said"].startswith(
+        f"--tool=memcheck --report-api-errors=no --error-exitcode=86 {sys.executable} -m pytest"
+    )
+    assert "tests/cuda/test_on_gpu.py" in found["said"]
+    assert found.keys() - {"said"} == ({key} if key else set())
+
+
 def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,10 +228,25 @@ def test_the_largest_model_is_as_large_as_memory_disk_and_time_allow() -> None:
     assert (whole.host_bytes, whole.nvme_bytes) == (80 * gib, 40 * gib)
     assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).host_bytes == 50 * gib
     assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).nvme_bytes == 10 * gib
+    assert gpu_sizes.largest(70, 1000 * gib, 1000 * gib, gib).nvme_bytes == 5 * gib
     assert gpu_sizes.largest(1e6, 100 * gib, 5 * gib).nvme_bytes == 4 * gib
     for seconds in (80, 300, 1e6):
         size = gpu_sizes.largest(seconds, 100 * gib, 60 * gib)
         assert 0 < gpu_sizes.STATE_BYTES * size.parameters < 0.9 * (size.host_bytes + size.nvme_bytes)
+
+
+def test_the_largest_model_of_a_large_gpu_does_not_fit_there_as_a_whole() -> None:
+    """Else nothing of it would leave that: 139 GiB of an H200 beside 125 of a host and a disk of 2 GB a second."""
+    gib = gpu_sizes.GIB
+    size = gpu_sizes.largest(260, 125 * gib, 64 * gib, 2e9)
+    assert size.parameters > 9.7e9
+    assert 16 * size.parameters > 139 * gib
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    assert gpu_sizes.measured_rate(tmp_path, 16 << 20) not in (0, gpu_sizes._DISK_RATE)
+    assert not list(tmp_path.iterdir())
+    assert gpu_sizes.measured_rate(tmp_path / "none", 16 << 20) == gpu_sizes._DISK_RATE
 
 
 @pytest.mark.parametrize(("filesystem", "there"), [("tmpfs", False), ("ext4", True)])

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,6 +99,15 @@ class CupyBackend:
         with torch.cuda.device(stream.device), self._external(stream):
             self._kernel(stream.device.index, source, kernel)((blocks,), (THREADS,), tuple(arguments))
 
+    def works(self, device: str = "cuda") -> bool:
+        """Whether a kernel gets through compiler, driver and device, and gives the right bits. Waits for it."""
+        numbers = torch.linspace(-4, 4, 2 * THREADS + 1, dtype=torch.float32, device=device)
+        rounded = torch.zeros_like(numbers, dtype=torch.bfloat16)
+        table = torch.tensor([[0, 0, numbers.numel()]], dtype=torch.int64, device=device)
+        arguments = (np.uint64(table.data_ptr()), np.int64(1), *(np.uint64(x.data_ptr()) for x in (numbers, rounded)))
+        self.launch("cast.cu", "cast_f32_bf16", 1, arguments, None)
+        return torch.equal(rounded, numbers.bfloat16())
+
     def _external(self, stream: torch.cuda.Stream) -> Any:
         """The torch stream as CuPy knows it, made anew each time: it holds no reference that could outlive torch's."""
         kind = self._cupy.cuda.Stream
@@ -163,14 +173,6 @@ def _cache_directory() -> Path:
         return _own_directory()
 
 
-def _check_compiles() -> None:
-    """Raise `CompileError` where NVRTC compiles for none of the GPUs: newer ones leave old GPUs out."""
-    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-    newest = max((10 * major + minor for major, minor in capabilities), default=None)
-    if newest is not None:
-        nvrtc.target(newest)
-
-
 @cache
 def backend(cache_directory: Path | None = None) -> Backend:
     """The kernels' home in this process: CuPy where a GPU, CuPy and an NVRTC that compiles for it are at hand and
@@ -183,7 +185,25 @@ def backend(cache_directory: Path | None = None) -> Backend:
     try:
         home = CupyBackend(cache_directory or _cache_directory())
         nvrtc.library()
-        _check_compiles()
     except Exception as error:  # also of a CuPy that another package has broken: torch gives the same results
         return TorchBackend(f"{type(error).__name__}: {error}")
-    return home
+    try:
+        well = home.works()
+    except Exception as error:  # of CuPy, the driver or the compiler, each with its own kinds
+        return TorchBackend(f"{type(error).__name__}: {error} ({_versions()})")
+    return home if well else TorchBackend(f"a kernel gave wrong bits here ({_versions()})")
+
+
+def _versions() -> str:
+    """Which CuPy is installed beside which torch: one for another CUDA imports well and launches nothing."""
+    names = (f"cupy-cuda{major}x" for major in (11, 12, 13))
+    found = [f"{name} {version}" for name in names if (version := _version_of(name))]
+    wanted = (torch.version.cuda or "?").split(".")[0]
+    return f"{', '.join(found) or 'CuPy'} beside torch for CUDA {torch.version.cuda}, which wants hetmem[cuda{wanted}]"
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -63,7 +63,7 @@ class CudaDevice:
         self._registered: list[range] = []
         self._refused = ""
         self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
-        self._peak_bytes = 0
+        self._peak_bytes = self._fragment_bytes = 0
         _devices.add(self)
 
     def __repr__(self) -> str:
@@ -139,13 +139,19 @@ class CudaDevice:
     def peak_bytes(self) -> int:
         """The most that torch's allocator had handed out at one time since the last call, whoever else has asked it
         meanwhile: there is one peak for all models on a GPU, and each sets it back."""
-        peak = int(torch.cuda.max_memory_allocated(self.torch_device))
+        seen = torch.cuda.memory_stats(self.torch_device)
+        peak, fragments = (int(seen.get(f"{what}_bytes.all.peak", 0)) for what in ("allocated", "inactive_split"))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         for device in list(_devices):
             if device.torch_device == self.torch_device:
                 device._peak_bytes = max(device._peak_bytes, peak)
+                device._fragment_bytes = max(device._fragment_bytes, fragments)
         peak, self._peak_bytes = max(peak, self._peak_bytes), 0
         return peak
+
+    def fragment_bytes(self) -> int:
+        """As torch's allocator says; 0 of another allocator, which says nothing."""
+        return self._fragment_bytes
 
     @cached_property
     def moves(self) -> Moves:

@@ -61,6 +61,10 @@ class Device(Protocol):
         """Unless `watched`: the most that was allocated on it, by anyone in this process, since the last call."""
         ...
 
+    def fragment_bytes(self) -> int:
+        """The most that its allocator had at one time between tensors: free, and of no use to anybody else."""
+        ...
+
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Ask for `source`, a home, to be copied to `target`, a slot, on the current stream: both 1-D, contiguous and
         as long. It is cast to the slot's dtype as `Tensor.copy_` does it; a NaN stays one, with any payload."""
@@ -136,6 +140,10 @@ class SimDevice:
 
     def peak_bytes(self) -> int:
         """The program is watched instead."""
+        return 0
+
+    def fragment_bytes(self) -> int:
+        """Nothing is between tensors here: bytes are counted."""
         return 0
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:

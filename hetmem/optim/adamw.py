@@ -27,6 +27,7 @@ from hetmem.optim.rule import ParameterUpdate, Rule, Streamed
 from hetmem.optim.scaling import LossScale, is_number
 
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
+_FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
 class AdamW(OffloadedOptimizer):
@@ -134,6 +135,12 @@ class AdamWRule:
         """See `Rule`."""
         return torch.optim.AdamW([torch.zeros(1, device="cpu")])
 
+    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+        """See `Rule`."""
+        param, grad, exp_avg, exp_avg_sq = (_one(dtype) for _ in range(4))
+        copy = None if copy_dtype is None else _one(copy_dtype)
+        adamw_tasks(_FIRST, param, grad, exp_avg, exp_avg_sq, copy)
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
         states = update.states
@@ -212,6 +219,16 @@ class CompactAdamWRule:
         """See `Rule`."""
         return torch.optim.AdamW([torch.zeros(1, device="cpu")])
 
+    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+        """See `Rule`."""
+        param, grad, copy = _one(dtype), _one(dtype), None if copy_dtype is None else _one(copy_dtype)
+        if self._moments == "8bit":
+            m, root = (Codes8Bit(_one(code), _one(torch.float32)) for code in (torch.int8, torch.uint8))
+            adamw_8_bit_tasks(_FIRST, param, grad, m, root, copy, key=0)
+        else:
+            m16, v16 = (_one(role.dtype or dtype) for role in self.roles({}, dtype))
+            adamw_compact_tasks(_FIRST, param, grad, m16, v16, copy, key=0)
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
         assert self.seed is not None
@@ -229,6 +246,10 @@ class CompactAdamWRule:
             "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a whole: "
             "leave them out, or set Budget(device_chunks=…) lower, so that its states stay in host memory"
         )
+
+
+def _one(dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(1, dtype=dtype, device="cpu")
 
 
 def _count(update: ParameterUpdate) -> AdamWStep:

@@ -88,6 +88,9 @@ class TorchRule:
         """See `Rule`."""
         return self.optimizer_of([torch.zeros(1, device="cpu")], self._options(group))
 
+    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+        """torch is compiled."""
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One run of torch's `step` for each tile; the first one also counts the step."""
         numbers = {name: value for name, value in update.state.items() if name not in update.states}

@@ -93,6 +93,8 @@ class Tails:
     here: dict[ManagedParameter, torch.Tensor]
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
     there: bool
+    lost: bool = False
+    """They did not arrive, and are to be sent once more."""
 
     @classmethod
     def of(cls, parts: Iterable[tuple[ManagedParameter, torch.Tensor]]) -> Tails:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.optim.ahead import compile_ahead
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import Places, saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
@@ -120,10 +121,7 @@ class OffloadedOptimizer(Optimizer):
         Raises `StoreError` if a drive fails (call `step` again: see above), and RuntimeError where gradients or
         hyper-parameters changed after their update had begun during backward.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._step()
         return loss
 
@@ -297,6 +295,7 @@ class OffloadedOptimizer(Optimizer):
                 chunks[chunk] = tuple(dict.fromkeys(roles))
         for interception, chunks in kept.items():
             self._reserve_homes(interception, chunks)
+            compile_ahead(self.rule, interception.runtime.memory, chunks, norm=self.needs_all_gradients)
 
     def _reserve_homes(self, interception: Interception, kept: dict[Chunk, tuple[Role, ...]]) -> None:
         check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)

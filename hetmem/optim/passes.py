@@ -233,7 +233,8 @@ class Passes:
             progress.way = self._places.way_of(progress)
         if progress.way is Way.STREAMED:
             tails = self._tails_of(progress) if self._kept.holds(chunk) else None
-            return Job(chunk, needed, tasks, done, writes=True, streamed=partial(self._streamed, progress), tails=tails)
+            streamed, left = partial(self._streamed, progress), progress.left
+            return Job(chunk, needed, tasks, done, writes=True, left=left, streamed=streamed, tails=tails)
         if self._kept.holds(chunk):
             self._kept.bring_home(chunk)
         return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress), left=progress.left)

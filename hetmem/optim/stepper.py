@@ -268,11 +268,11 @@ class Stepper:
 
     def end(self, *, updated: bool) -> None:
         """The step is over for all models of the optimizer: nobody will try it again."""
+        self._updates.owe()  # what trails and fails from here on is nobody's to repeat
         self._end()
         self._runtime.statistics.steps += updated
         self._runtime.after_step()
         if self._trails:
-            self._updates.owe()
             self._runtime.trailing.begin()
 
     def synchronize(self) -> None:

@@ -25,8 +25,8 @@ import torch
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.views import Memory
-from hetmem.optim.kept import KeptGradients
-from hetmem.optim.rule import Streamed
+from hetmem.optim.kept import KeptGradients, Tails
+from hetmem.optim.rule import HalfComputedError, Streamed
 from hetmem.plan.links import Link
 from hetmem.plan.streaming import SLOTS
 from hetmem.runtime.runtime import Runtime
@@ -149,10 +149,14 @@ class StreamedUpdates:
         """Queue `job`, of a chunk all of whose roles have homes in host memory, but for gradients that are kept."""
         self._queue.append(job)
         if job.tails is not None and not job.tails.there:
-            self._tails += 1
-            self.sent_home_bytes += job.tails.nbytes
-            arrived = partial(self._tails_arrived, job)
-            self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, job.tails, job.tails.nbytes, arrived)
+            self._send_tails(job, job.tails)
+
+    def _send_tails(self, job: Job, tails: Tails) -> None:
+        tails.lost = False
+        self._tails += 1
+        self.sent_home_bytes += tails.nbytes
+        arrived = partial(self._tails_arrived, job, tails)
+        self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, tails, tails.nbytes, arrived)
 
     def place_for(self, chunk: Chunk) -> Memory | None:
         """Memory here for gradients of `chunk` that are about to arrive; waits for an update to have read those of
@@ -167,7 +171,10 @@ class StreamedUpdates:
         return any(one.job.chunk is chunk for one in self._running)
 
     def pump(self) -> None:
-        """Begin what has a slot."""
+        """Begin what has a slot, and once more what did not arrive."""
+        for lost in [job for job in self._queue if job.tails is not None and job.tails.lost and not self._closing]:
+            assert lost.tails is not None
+            self._send_tails(lost, lost.tails)
         while self._free and not self._closing and (job := self._next()) is not None:
             self._queue.remove(job)
             self._begin(job, self._free.pop())
@@ -196,12 +203,13 @@ class StreamedUpdates:
         """Whether a place will be free that is not, whatever arrives."""
         return any(job.tails is not None for job in self._queue) or any(one.reads_gradients for one in self._running)
 
-    def _tails_arrived(self, job: Job, error: BaseException | None) -> None:
-        assert job.tails is not None
+    def _tails_arrived(self, job: Job, tails: Tails, error: BaseException | None) -> None:
         self._tails -= 1
-        job.tails.there = error is None
+        tails.there = error is None
         if error is not None:
-            if job in self._queue:
+            if job in self._queue and job.owed:
+                tails.lost = True
+            elif job in self._queue:
                 self._queue.remove(job)
                 self._traffic.end_update(job.chunk, renew=job.had_copy)
                 job.done(False)
@@ -287,9 +295,10 @@ class StreamedUpdates:
         if error is not None:
             try:
                 self._traffic.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
-            except BaseException:  # a device that fails twice is lost, with everything on it
+            except BaseException as again:  # a device that fails twice is lost, with everything on it
+                one.job.left.places[:], one.job.left.ruined = [0], True
                 self._fail(one)
-                raise
+                raise again from HalfComputedError("what the device has updated is not all at home: load a checkpoint")
         chunk = one.job.chunk
         with self._runtime.unwatched(), torch.no_grad():
             self._traffic.end_update(chunk, renew=one.job.had_copy, near=one.there[chunk.operand])
@@ -299,14 +308,19 @@ class StreamedUpdates:
         self._ended()
 
     def _fail(self, one: _UnderWay) -> None:
-        """`one` was not brought to the device: its home is as it was."""
+        """`one` was not brought to the device: its home is as it was. Nobody else would ask again for what is owed."""
+        job = one.job
         with self._runtime.unwatched(), torch.no_grad():
             for _, streamed in one.updated:
                 streamed.undo()
-            self._traffic.end_update(one.job.chunk, renew=one.job.had_copy)
+            again = job.owed and not job.left.ruined
+            if not again:
+                self._traffic.end_update(job.chunk, renew=job.had_copy)
             one.slot.marks = [self._traffic.engine.mark()]
             self._over(one)
-            one.job.done(False)
+            job.done(False)
+            if again:
+                self._queue.append(job)
 
     def _over(self, one: _UnderWay) -> None:
         self._running.remove(one)

@@ -165,6 +165,7 @@ def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
         "used_bytes": runtime.room.chunk_bytes(),
         "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.room.chunk_bytes()),
         "non_model_peak_bytes": statistics.non_model_peak_bytes,
+        "fragment_bytes": memory.device.fragment_bytes(),
     }
     host = {
         "capacity_bytes": memory.host_pool.capacity_bytes,

@@ -111,7 +111,15 @@ def _step(step: dict[str, Any]) -> str:
         rows.append([TERM_NAMES[term], format_seconds(seconds), _share(share), "█" * round(share * _BAR) + mark])
     head = [f"last step, {format_seconds(step['seconds'])}", "busy", "of step", ""]
     terms = grid(head, rows, left=(0, 3))
-    return terms + "\n\n" + _wrapped(f"Overlap {_share(step['overlap'])}. {step['sentence']}")
+    text = f"Overlap {_share(step['overlap'])}. {step['sentence']}{_written(step)}"
+    return terms + "\n\n" + _wrapped(text)
+
+
+def _written(step: dict[str, Any]) -> str:
+    """What the step wrote to NVMe, if it did, as drives are rated."""
+    nbytes, per_day = step["bytes"]["nvme_write"], step["nvme_written_bytes_per_day"]
+    said = f" NVMe: {format_size(nbytes)} written in the step, {format_size(per_day)} a day at this pace."
+    return said if nbytes else ""
 
 
 def _wrapped(text: str) -> str:
@@ -130,7 +138,7 @@ def _summary(data: dict[str, Any]) -> str:
         f"{_number_of(data['chunks'], 'chunk')} of {format_size(data['chunk_bytes'])}, "
         f"{_share(data['chunk_waste'])} of them unused; "
         f"{data['bytes_per_parameter']:.1f} bytes per parameter{_kept(data['tiers'])}"
-        f"{_updates(data.get('updates', {}))}"
+        f"{_updates(data.get('updates', {}))}{_fragments(data['tiers']['device'])}"
     )
 
 
@@ -146,6 +154,14 @@ def _updates(updates: dict[str, int]) -> str:
     total = sum(updates.values())
     parts = [f"{_share(nbytes / total)} {_PLACES[way]}" for way, nbytes in updates.items() if nbytes]
     return "\n" + _wrapped(f"updated {', '.join(parts)}") if parts else ""
+
+
+def _fragments(device: dict[str, Any]) -> str:
+    """What the device's allocator could not hand out, if there was any; reports of before do not say."""
+    nbytes = device.get("fragment_bytes", 0)
+    advice = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer"
+    said = f"up to {format_size(nbytes)} of the device lay in fragments of torch's allocator ({advice})"
+    return f"\n{_wrapped(said)}" if nbytes else ""
 
 
 def _kept(tiers: dict[str, Any]) -> str:

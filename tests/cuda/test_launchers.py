@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetmem.cuda import backend as backend_module
 from hetmem.cuda import nvrtc
 from hetmem.cuda.adam import SCALARS, adamw
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
@@ -23,7 +25,7 @@ from hetmem.cuda.quantise import BLOCK_ELEMENTS, Format, dequantise, quantise
 from hetmem.cuda.segments import TILE_ELEMENTS, Segments
 from hetmem.optim.kernels import AdamWStep, update
 from tests.cuda.kernel_checks import CHECKS
-from tests.cuda.shim import ROOT, SOURCES
+from tests.cuda.shim import GPP, ROOT, SOURCES, ShimBackend, build
 from tests.cuda.vectors import Place
 
 TORCH = TorchBackend("a test")
@@ -134,8 +136,8 @@ def test_without_a_home_kernels_are_kept_until_the_process_ends(monkeypatch: pyt
     given: list[Path] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: given.append(cache))
+    monkeypatch.setattr(CupyBackend, "works", lambda self: True)
     monkeypatch.setattr(nvrtc, "library", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     assert backend.__wrapped__().native
@@ -167,20 +169,49 @@ def test_the_backend_says_that_cupy_is_broken(monkeypatch: pytest.MonkeyPatch) -
     assert backend.__wrapped__().reason == "AttributeError: module 'numpy' has no attribute 'bool8'"
 
 
-@pytest.mark.parametrize(("capabilities", "native"), [([(7, 0)], False), ([(7, 0), (9, 0)], True), ([(7, 5)], True)])
-def test_the_backend_says_that_the_compiler_has_left_the_gpu_out(
-    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], native: bool
-) -> None:
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, a compiler, and a CuPy that imports."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: setattr(self, "reason", ""))
+    monkeypatch.setattr(CupyBackend, "__init__", lambda self, cache: None)
     monkeypatch.setattr(nvrtc, "library", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(backend_module, "_version_of", lambda name: "14.0" if name == "cupy-cuda13x" else "")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_cupy_for_another_cuda_is_found_out_before_training_and_torch_does_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def launch(*_: object) -> None:
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+
+    works = CupyBackend.works
+    monkeypatch.setattr(CupyBackend, "works", lambda self: works(self, "cpu"))
+    monkeypatch.setattr(CupyBackend, "launch", launch)
+    found = backend.__wrapped__()
+    assert (found.name, found.native) == ("torch", False)
+    assert found.reason.startswith("RuntimeError: cudaErrorInsufficientDriver: ")
+    assert found.reason.endswith("(cupy-cuda13x 14.0 beside torch for CUDA 12.8, which wants hetmem[cuda12])")
+    monkeypatch.setattr(CupyBackend, "launch", lambda *_: None)
+    assert backend.__wrapped__().reason.startswith("a kernel gave wrong bits here (cupy-cuda13x 14.0 beside torch")
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_backend_says_that_the_compiler_has_left_the_gpu_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = CupyBackend.works
+    monkeypatch.setattr(CupyBackend, "works", lambda self: works(self, "cpu"))
+    monkeypatch.setattr(CupyBackend, "launch", lambda *_: nvrtc.target(70))
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "architectures", lambda: [75, 90])
-    found = backend.__wrapped__()
-    assert found.native is native
-    assert native or found.reason == "CompileError: NVRTC (13, 0) compiles for [75, 90], not for a device of 70"
+    left_out = "CompileError: NVRTC (13, 0) compiles for [75, 90], not for a device of 70"
+    assert backend.__wrapped__().reason.startswith(left_out)
+
+
+@pytest.mark.skipif(GPP is None, reason="g++ is not installed")
+def test_kernels_that_work_are_found_to_work(tmp_path: Path) -> None:
+    kernels: Any = ShimBackend({"cast.cu": build("cast.cu", tmp_path)})
+    assert CupyBackend.works(kernels, "cpu")
 
 
 def test_importing_the_launchers_does_not_import_cupy() -> None:

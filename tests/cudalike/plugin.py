@@ -19,6 +19,7 @@ for _absent in os.environ.get("CUDALIKE_ABSENT", "hypothesis transformers playwr
 
 import torch  # noqa: E402
 
+from hetmem.cuda.backend import CupyBackend  # noqa: E402
 from tests.memory.fake_cuda import FakeCuda, LateKernels, current_stream, install  # noqa: E402
 
 MEMORY_BYTES = 3 << 30
@@ -40,6 +41,11 @@ class Kernels(LateKernels):
             raise ValueError(f"{what} must be on the GPU or in pinned memory, got unpinned memory on {tensor.device}")
         return super().address(tensor, what)
 
+    def works(self) -> bool:
+        """As the one that it stands for."""
+        works: Any = CupyBackend.works
+        return bool(works(self))
+
 
 def pytest_configure() -> None:
     """Before anything asks whether there is a GPU."""
@@ -58,7 +64,10 @@ def pytest_configure() -> None:
         "init": lambda: None,
         "memory_allocated": lambda device=None: library.cudalike_allocated(),
         "memory_reserved": lambda device=None: library.cudalike_allocated(),
-        "memory_stats": lambda device=None: {"allocation.all.allocated": library.cudalike_allocated()},
+        "memory_stats": lambda device=None: {
+            "allocation.all.allocated": library.cudalike_allocated(),
+            "allocated_bytes.all.peak": library.cudalike_peak(),
+        },
         "empty_cache": lambda: None,
         "_sleep": lambda cycles: current_stream().ask(lambda: None),
     }

@@ -184,6 +184,7 @@ class FakeCuda:
         self.made: list[str] = []
         self.kept: list[tuple[int, Stream]] = []
         self.allocated_bytes = 0
+        self.fragment_bytes = 0
         self.observers: list[Callable[[int, int, int, int], None]] = []
         self.properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0, uuid="12-34")
 
@@ -280,7 +281,10 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         "get_device_properties": lambda device=None: fake.properties,
         "memory_reserved": lambda device=None: fake.reserved_bytes,
         "memory_allocated": lambda device=None: fake.allocated_bytes,
-        "max_memory_allocated": lambda device=None: fake.peak(),
+        "memory_stats": lambda device=None: {
+            "allocated_bytes.all.peak": fake.peak(),
+            "inactive_split_bytes.all.peak": fake.fragment_bytes,
+        },
         "reset_peak_memory_stats": lambda device=None: fake.reset_peak(),
         "cudart": Cudart,
         "Stream": Stream,

@@ -138,6 +138,20 @@ def test_what_the_process_needed_before_is_no_need_of_the_model(cuda: FakeCuda, 
     assert registry.of_module(managed).runtime.room.non_model_peak_bytes == 0
 
 
+def test_the_report_says_how_much_of_the_device_lay_in_fragments(cuda: FakeCuda, tmp_path: Path) -> None:
+    """The most of all times, whichever of two models on the device has asked: each sets the allocator's count back."""
+    one, other = (train(cuda, "host", tmp_path) for _ in range(2))
+    assert "fragments" not in str(hetmem.report(one))
+    cuda.fragment_bytes = 3 << 20
+    registry.of_module(other).runtime.room.look_at_allocator()
+    cuda.fragment_bytes = 1 << 20
+    registry.of_module(one).runtime.room.look_at_allocator()
+    for managed in (one, other):
+        report = hetmem.report(managed)
+        assert report.to_dict()["tiers"]["device"]["fragment_bytes"] == 3 << 20
+        assert "up to 3.00 MiB of the device lay in fragments of torch's allocator" in str(report)
+
+
 def test_the_budget_is_nine_tenths_of_what_is_free_or_already_this_process_s(cuda: FakeCuda) -> None:
     cuda.free_bytes, cuda.reserved_bytes = 700, 300
     assert CpuCuda().available_bytes() == 900

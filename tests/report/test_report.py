@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -260,6 +261,15 @@ def test_a_saved_report_renders_to_the_same_files(tmp_path: Path) -> None:
         render(tmp_path / "r.json", tmp_path / f"later.{ending}")
         assert (tmp_path / f"now.{ending}").read_text() == (tmp_path / f"later.{ending}").read_text()
     hetmem.release(model)
+
+
+def test_the_text_says_what_a_step_writes_to_nvme_as_drives_are_rated() -> None:
+    report = copy.deepcopy(SAMPLE)
+    report["step"]["bytes"]["nvme_write"] = 0
+    assert "written in the step" not in table(report)
+    report["step"]["bytes"]["nvme_write"], report["step"]["nvme_written_bytes_per_day"] = 3 << 20, 5 << 40
+    said = " ".join(table(report).split())
+    assert "NVMe: 3.00 MiB written in the step, 5.00 TiB a day at this pace." in said
 
 
 @pytest.mark.parametrize(
