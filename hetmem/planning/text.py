@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from hetmem.plan.prefetch import Prefetch
-from hetmem.planning.plan import TIERS, Plan
+from hetmem.planning.checks import TIERS
+from hetmem.planning.plan import Plan
 from hetmem.units import format_seconds, format_size
 
 _RESOURCES = {
