@@ -200,6 +200,8 @@ def _function(name: str) -> Callable[..., Any]:
         raise PlanError(f"cannot find {name}: {error}") from error
     finally:
         sys.path.pop(0)
+    if not callable(found):
+        raise PlanError(f"{name} is no function: expected one, got {found!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -213,7 +215,10 @@ def _input(text: str) -> Any:
     sizes = shape.split("x")
     if not isinstance(dtype, torch.dtype) or not all(size.isdigit() and int(size) for size in sizes):
         raise PlanError(f"--input: expected sizes and a dtype, e.g. 4x2048 or 8x3x224x224:float32, got {text!r}")
-    return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+    try:
+        return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise PlanError(f"--input: there is no tensor of {text!r}: {str(error).splitlines()[0]}") from error
 
 
 def _figure(text: str) -> tuple[str, float]:

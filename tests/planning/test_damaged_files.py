@@ -71,6 +71,16 @@ def test_the_field_is_named_and_what_it_should_be(name: str, value: Any, expecte
     assert expected in str(caught.value)
 
 
+def test_roles_that_are_more_than_the_peak_are_said_to_be_of_different_moments() -> None:
+    data, said = fitting(), "the most of each, at different moments"
+    roles = {**data["role_bytes"], "device": {"copies": 3 << 20, "activations": 4 << 20}}
+    for peak, expected in ((5 << 20, True), (7 << 20, False)):
+        peaks = {**data["peak_bytes"], "device": peak}
+        text = str(Plan.from_dict({**data, "role_bytes": roles, "peak_bytes": peaks}))
+        line = next(line for line in text.splitlines() if line.startswith("device "))
+        assert (said in line) == expected
+
+
 @pytest.mark.parametrize("cut", [0, 1, 40, 1000])
 def test_a_plan_that_was_cut_off_is_none(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
