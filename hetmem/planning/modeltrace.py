@@ -142,7 +142,8 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
 
 def _run(call: Call, model: nn.Module, results: Results | None, device: str = "meta") -> Workload:
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
-    loss_of, results = call.loss or default_loss, results or Results()
+    made, results = call.loss, results or Results()
+    loss_of = default_loss if made is None else lambda output: _scalar(made(output))
     try:
         return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
     except PlanError:
@@ -192,7 +193,11 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def default_loss(output: Any) -> torch.Tensor:
     """`.loss` of the output, or the output if it is a scalar. Raises `PlanError` for anything else."""
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
+    return _scalar(output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output))
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    """`loss`, if it can be differentiated."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:

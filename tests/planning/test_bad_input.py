@@ -86,6 +86,18 @@ def test_a_model_without_anything_to_train_is_told_apart_from_one_without_a_loss
         planning.plan(lambda: GPT(1).requires_grad_(False), BATCH, BUDGET)
 
 
+@pytest.mark.parametrize("made", [None, torch.zeros(3), 0.5])
+def test_a_loss_that_is_none_is_told_apart_from_a_batch_that_is_refused(made: Any) -> None:
+    with pytest.raises(planning.PlanError, match=r"expected a scalar loss, .* got (NoneType|a tensor of shape|float)"):
+        planning.plan(lambda: GPT(1), BATCH, BUDGET, loss=lambda output: made)
+
+
+def test_more_tokens_than_a_tensor_may_have_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))
+    with pytest.raises(planning.PlanError, match="there is no tensor of 1000000000000000000 sequences of 1000"):
+        planning.hugging_face_call(tmp_path / "config.json", 10**18, 1000, None)
+
+
 @pytest.mark.parametrize("kind", [UserDict, MappingProxyType])
 def test_a_batch_is_any_mapping_as_tokenizers_return_one(kind: Any) -> None:
     tokens = torch.zeros(4, 32, dtype=torch.int64)
