@@ -161,6 +161,7 @@ def test_what_was_planned_stands_beside_what_was_measured(browser: Any, tmp_path
             assert page.evaluate("document.documentElement.scrollWidth") == 390
         if name == "with":
             assert rows[1] == ["Step time", "1.50 s", "8.00 s", "−81.3%"]  # 81.25: JavaScript rounds a tie up
+            assert rows[2][:3] == ["Compute", "1.25 s", format_seconds(data["step"]["terms"]["compute"])]
             assert rows[-2:] == [["Host peak", "50 B", "50 B", "+0.0%"], ["NVMe peak", "0 B", "50 B", "−100.0%"]]
 
 
