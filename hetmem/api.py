@@ -69,6 +69,11 @@ class RunnablePlan(Protocol):
         ...
 
     @property
+    def prediction(self) -> dict[str, Any]:
+        """What the report of the run is to show beside what it measures."""
+        ...
+
+    @property
     def profile(self) -> dict[str, Any] | None:
         """The fields of the `HardwareProfile` that the run is to know; None = it needs none."""
         ...
@@ -102,7 +107,8 @@ def manage(
     elements of the widest dtype; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
     memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
-    and `mixed_precision`, or the path of its file; an optimizer that takes more memory than was planned is refused.
+    and `mixed_precision`, or the path of its file; an optimizer that takes more memory than was planned is refused,
+    and the report shows what was planned beside what it measured.
     `hardware`: what this machine can do, as for `hetmem.plan`: the path
     of a profile that `hetmem probe -o` wrote, the name of a shipped one, or a `HardwareProfile`. Then states of
     `hetmem.AdamW` that lie in host memory are brought to the device for their update, for as great a part of the model
@@ -150,6 +156,7 @@ def manage(
         runtime = Runtime(memory, residency, engine, sanitize=sanitize)
         runtime.hardware = profile
         runtime.planned_optimizer = {} if planned is None else planned.optimizer
+        runtime.prediction = None if planned is None else planned.prediction
         registry.add(module, Interception(module, runtime))
         undone.pop_all()
     backwards.watch()

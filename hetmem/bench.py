@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hetmem.measuring import ordinary_torch
+from hetmem.whole_files import write_whole
 
 ELEMENTS = 16 << 20
 ROUNDS = 21
@@ -70,8 +71,8 @@ class Transfers:
         return "\n".join([*lines, *(f"\nnot measured: {reason}" for reason in self.skipped)])
 
     def save(self, path: str | Path) -> None:
-        """As JSON."""
-        Path(path).write_text(json.dumps({"schema_version": 1, **asdict(self)}, indent=2) + "\n")
+        """As JSON; the file appears whole or not at all."""
+        write_whole(Path(path), json.dumps({"schema_version": 1, **asdict(self)}, indent=2) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

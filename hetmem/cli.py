@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
 import re
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import hetmem
 from hetmem.errors import HetmemError
 from hetmem.units import parse_size
+from hetmem.whole_files import write_whole
 
 _RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
 
@@ -56,10 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_output(path: str | None) -> None:
     """Before the work whose result is to be written there, which may take minutes."""
-    if path is not None and not Path(path).parent.is_dir():
-        raise HetmemError(f"cannot write {path}: there is no directory {Path(path).parent}")
-    if path is not None and Path(path).is_dir():
+    if path is None:
+        return
+    file, directory = Path(path), Path(os.path.realpath(path)).parent
+    if not file.parent.is_dir():
+        raise HetmemError(f"cannot write {path}: there is no directory {file.parent}")
+    if file.is_dir():
         raise HetmemError(f"cannot write {path}: it is a directory, name a file in it")
+    if (file.is_file() or not file.exists()) and not os.access(directory, os.W_OK):
+        raise HetmemError(f"cannot write {path}: nothing may be written in {directory}")
 
 
 # ---- plan --------------------------------------------------------------------------------------------------------
@@ -193,6 +200,8 @@ def _function(name: str) -> Callable[..., Any]:
         raise PlanError(f"cannot find {name}: {error}") from error
     finally:
         sys.path.pop(0)
+    if not callable(found):
+        raise PlanError(f"{name} is no function: expected one, got {found!r}")
     return found  # type: ignore[no-any-return]
 
 
@@ -206,7 +215,10 @@ def _input(text: str) -> Any:
     sizes = shape.split("x")
     if not isinstance(dtype, torch.dtype) or not all(size.isdigit() and int(size) for size in sizes):
         raise PlanError(f"--input: expected sizes and a dtype, e.g. 4x2048 or 8x3x224x224:float32, got {text!r}")
-    return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+    try:
+        return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise PlanError(f"--input: there is no tensor of {text!r}: {str(error).splitlines()[0]}") from error
 
 
 def _figure(text: str) -> tuple[str, float]:
@@ -239,7 +251,11 @@ def _probe(options: argparse.Namespace) -> int:
 
     text = probe(options.nvme_dir, quick=options.quick).to_json()
     if options.output:
-        Path(options.output).write_text(text)
+        try:
+            write_whole(Path(options.output), text)
+        except OSError:
+            print(text, end="")  # a minute's measurements are not lost with a full disk
+            raise
     else:
         print(text, end="")
     if torch.cuda.is_available():

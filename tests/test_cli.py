@@ -130,6 +130,9 @@ def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
         ([*SMALL, "-o", "no/such/plan.json"], "cannot write no/such/plan.json: there is no directory no/such"),
         (["plan", "tests.test_cli:scores", "--input", "2x64:float32"], "(--loss MODULE:FUNCTION)"),
         ([*SMALL, "--loss", "tests.test_cli:nothing"], "cannot find tests.test_cli:nothing"),
+        ([*SMALL, "--loss", "tests.test_cli:MODEL"], "tests.test_cli:MODEL is no function"),
+        (["plan", MODEL, "--input", f"{10**18}x{10**18}"], "there is no tensor of '1000"),
+        (["plan", MODEL, "--input", f"{10**30}"], "there is no tensor of '1000"),
         (["plan", MODEL], "say what the model is called with"),
         (["plan", "tests.test_planning", "--input", "2"], "expected MODULE:FUNCTION"),
         (["plan", "tests.test_planning:Nothing", "--input", "2"], "cannot find tests.test_planning:Nothing"),
@@ -221,3 +224,41 @@ def test_the_doctor_says_what_works_and_how_to_mend_the_rest(
 def test_top_without_a_training_process_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--once"]) == 0
     assert capsys.readouterr().out.strip()
+
+
+def keys(data: dict[str, object], before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in data.items():
+        found.append((*before, key))
+        if isinstance(value, dict) and key != "timeline":
+            found += keys(value, (*before, key))
+    return found
+
+
+def test_a_damaged_report_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, path = tmp_path / "whole.json", tmp_path / "cut.json"
+    saved_report(whole)
+    text = whole.read_text()
+    for name in keys(json.loads(text)):
+        for value in (None, "words"):
+            data = json.loads(text)
+            place = data
+            for key in name[:-1]:
+                place = place[key]
+            place[name[-1]] = value
+            path.write_text(json.dumps(data))
+            status = main(["report", str(whole), str(path)])
+            said = capsys.readouterr().err
+            assert status == 0 or (status == 2 and "cut.json" in said and said.count("\n") == 1), (name, value, said)
+    for size in (0, 1, 100, len(text) - 3):
+        path.write_text(text[:size])
+        assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 2
+        assert "cut.json is not a saved report" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_trace_for_perfetto_is_told_from_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_report(tmp_path / "a.json")
+    assert main(["report", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.trace.json")]) == 0
+    assert main(["report", str(tmp_path / "a.trace.json")]) == 2
+    assert "is a trace for Perfetto, which is not read back: save one with" in capsys.readouterr().err

@@ -6,7 +6,6 @@ Pure: text and dicts in, a checked `HardwareProfile` out. It reads no files and 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
@@ -126,7 +125,7 @@ class HardwareProfile:
         """The profile that `to_json` wrote, or a person. Raises `ProfileError`."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ProfileError(f"a hardware profile must be JSON: {error}") from error
         return cls.from_dict(data)
 
@@ -222,7 +221,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
 
 def _number(value: Any, name: str, *, whole: bool) -> float:
     """Rates and sizes must be above zero; latencies may be zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MOST:  # NaN is not
         raise _wrong(name, "a number", value)
     may_be_zero = name.endswith(("_seconds", "memory_bytes", "allocator_share", "nvme_both_ways_bytes_per_second"))
     if value < 0 or (value == 0 and not may_be_zero):
@@ -237,6 +236,7 @@ def _number(value: Any, name: str, *, whole: bool) -> float:
     return int(value) if whole else float(value)
 
 
+_MOST = 1e300
 _PLAUSIBLE = (
     ("memory_bytes", 1 << 20, 1e15, "bytes"),
     ("bytes_per_second", 1e4, 1e15, "bytes a second"),

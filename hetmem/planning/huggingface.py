@@ -50,7 +50,10 @@ def hugging_face_call(
             f"{path}: {config.model_type} is no language model, which --hf-config is for: write a function that builds "
             f"it, and name that with what it is called with (hetmem plan MODULE:FUNCTION --input 8x3x224x224:float32)"
         )
-    tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
+    try:
+        tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise PlanError(f"there is no tensor of {batch} sequences of {sequence} tokens") from error
 
     def build() -> torch.nn.Module:
         model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)

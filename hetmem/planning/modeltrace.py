@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from hetmem.planning.metatrace import trace_step
 from hetmem.planning.plan import PlanError
 from hetmem.planning.realmemory import RefuseRealMemory
 from hetmem.planning.results import Results
+from hetmem.runtime.building import as_written
 
 Builder = Callable[[], nn.Module]
 
@@ -33,6 +34,10 @@ class Call:
     batch: Any
     loss: Callable[[Any], torch.Tensor] | None = None
     mixed_precision: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch, Mapping):  # as tokenizers return one: no dict, and torch sees no tensors in it
+            object.__setattr__(self, "batch", dict(self.batch))
 
 
 def trace(call: Call, results: Results | None = None) -> Workload:
@@ -118,7 +123,7 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
             f"that it can be built without memory"
         )
     try:
-        with torch.device(device), RefuseRealMemory() if device == "meta" else nullcontext():
+        with torch.device(device), as_written(), RefuseRealMemory() if device == "meta" else nullcontext():
             model = build_model()
     except PlanError:
         raise
@@ -137,7 +142,8 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
 
 def _run(call: Call, model: nn.Module, results: Results | None, device: str = "meta") -> Workload:
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
-    loss_of, results = call.loss or default_loss, results or Results()
+    made, results = call.loss, results or Results()
+    loss_of = default_loss if made is None else lambda output: _scalar(made(output))
     try:
         return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
     except PlanError:
@@ -187,9 +193,18 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def default_loss(output: Any) -> torch.Tensor:
     """`.loss` of the output, or the output if it is a scalar. Raises `PlanError` for anything else."""
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
+    return _scalar(output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output))
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    """`loss`, if it can be differentiated."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        raise PlanError(
+            "the loss does not depend on any parameter that requires a gradient, so there is nothing to train: are all "
+            "of them frozen (requires_grad_(False)), or is the loss detached?"
+        )
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise PlanError(
         f"expected a scalar loss, or an output with one in `.loss`, got {what}: pass loss=, a function from the output "

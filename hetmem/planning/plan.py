@@ -19,17 +19,14 @@ from hetmem.plan.placement import Capacities
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.trace import Tier
 from hetmem.plan.updating import Updating
+from hetmem.planning.checks import TIERS, TUPLES, expected
+from hetmem.whole_files import write_whole
 
 PLAN_VERSION = 4
-TIERS = ("device", "host", "nvme")
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
 """The role of the slots on the device that states are brought to."""
-
-
-OPTIONS = {"overlap": ("off", "backward", "forward"), "gradients": ("visible", "streamed")}
-"""What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
 
 class PlanError(HetmemError, ValueError):
@@ -144,6 +141,20 @@ class Plan:
             said["home_copies"] = str(self.home_copies)
         return f"hetmem.Budget({', '.join(f'{name}={value}' for name, value in said.items())})"
 
+    @property
+    def prediction(self) -> dict[str, Any]:
+        """What the report of a run by this plan shows beside what it measured: the machine and the batch it is for, the
+        seconds of a step and of each term by the report's names, and the peak of each tier in bytes."""
+        terms = {"host_optimizer" if name == "update" else name: seconds for name, seconds in self.terms.items()}
+        return {
+            "hardware": self.hardware,
+            "rows": self.rows,
+            "micro_batches": self.micro_batches,
+            "step_seconds": self.step_seconds,
+            "terms": terms,
+            "peak_bytes": dict(self.peak_bytes),
+        }
+
     def with_nvme(self, *nvme_directories: str | os.PathLike[str]) -> Plan:
         """The same plan, with its files in `nvme_directories`: a plan knows no directories of other machines."""
         return replace(self, nvme_directories=tuple(os.fspath(path) for path in nvme_directories))
@@ -168,15 +179,16 @@ class Plan:
         return {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to `path` as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        """Write the plan to `path` as JSON. The file appears whole or not at all; raises OSError with the old one as it
+        was."""
+        write_whole(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan that `save` wrote. Raises `PlanError` naming the field that is wrong."""
         try:
-            data = json.loads(Path(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{os.fspath(path)} is no plan: {error}") from error
         return cls.from_dict(data)
 
@@ -192,52 +204,17 @@ class Plan:
         for name in names:
             if name not in data:
                 raise PlanError(f"plan: {name} is missing")
-            _check(name, data[name])
-        values: dict[str, Any] = {name: tuple(data[name]) if name in _TUPLES else data[name] for name in names}
+            if (wanted := expected(name, data[name])) is not None:
+                raise PlanError(f"plan: {name}: expected {wanted}, got {data[name]!r}")
+        if data["fits"] and not (data["step_seconds"] and data["terms"] and data["binding"] in data["terms"]):
+            raise PlanError("plan: one that fits has step_seconds, terms, and the longest of them as binding")
+        values: dict[str, Any] = {name: tuple(data[name]) if name in TUPLES else data[name] for name in names}
         return cls(**values)
 
     def __str__(self) -> str:
         from hetmem.planning.text import describe
 
         return describe(self)
-
-
-_TUPLES = ("reasons", "advice", "nvme_directories", "alternatives")
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("model", "hardware"), (str,)),
-    **dict.fromkeys(("fits", "checkpointing"), (bool,)),
-    "mixed_precision": (str, type(None)),
-    "prefetch": (dict, type(None)),
-    **dict.fromkeys(("device_update_share", "streamed_update_share"), (float, int)),
-    **dict.fromkeys(("streaming", "profile"), (dict, type(None))),
-    "profile_name": (str, type(None)),
-    "optimizer": (dict,),
-    "home_copies": (bool, type(None)),
-    **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
-    **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, type(None))),
-    **dict.fromkeys(("step_seconds", "stall_seconds"), (float, int, type(None))),
-    **dict.fromkeys(("capacity_bytes", "peak_bytes", "role_bytes", "terms", "missing_bytes", "link_bytes"), (dict,)),
-    **dict.fromkeys(_TUPLES, (list, tuple)),
-}
-
-
-def _check(name: str, value: Any) -> None:
-    kinds = _KINDS.get(name)
-    if kinds and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise PlanError(f"plan: {name}: expected {expected}, got {value!r}")
-    if name == "mixed_precision" and value not in (None, "bfloat16", "float16"):
-        raise PlanError(f"plan: {name}: expected bfloat16, float16 or null, got {value!r}")
-    if name == "prefetch" and value is not None:
-        whole = all(type(number) is int and number > 0 for number in value.values())
-        if set(value) != {spec.name for spec in fields(Prefetch)} or not whole:
-            raise PlanError(f"plan: {name}: expected uses_ahead and in_flight, whole numbers above zero, got {value!r}")
-    of_tiers = {"capacity_bytes": int, "peak_bytes": int, "role_bytes": dict}.get(name)
-    if of_tiers is not None and not all(type(value.get(tier)) is of_tiers for tier in TIERS):
-        raise PlanError(f"plan: {name}: expected one {of_tiers.__name__} each for {', '.join(TIERS)}, got {value!r}")
-    if name == "optimizer" and any(value[option] not in OPTIONS.get(option, ()) for option in value):
-        said = " and ".join(f"{option} ({' or '.join(known)})" for option, known in OPTIONS.items())
-        raise PlanError(f"plan: {name}: expected at most {said}, got {value!r}")
 
 
 def _size(nbytes: int) -> str:

@@ -29,6 +29,6 @@ def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
         known = ", ".join(known_profiles())
         raise ProfileError(f"no hardware profile {text!r}: it is no file, and the shipped ones are {known}")
     try:
-        return HardwareProfile.from_json(path.read_text())
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (ProfileError, UnicodeDecodeError) as error:
         raise ProfileError(f"{text}: {error}") from error

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from hetmem.plan.prefetch import Prefetch
-from hetmem.planning.plan import TIERS, Plan
+from hetmem.planning.checks import TIERS
+from hetmem.planning.plan import Plan
 from hetmem.units import format_seconds, format_size
 
 _RESOURCES = {
@@ -45,6 +46,8 @@ def _tiers(plan: Plan) -> Iterator[str]:
     for tier in TIERS:
         there = plan.role_bytes[tier].items()
         roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
+        if sum(nbytes for _, nbytes in there) > plan.peak_bytes[tier]:
+            roles += " (the most of each, at different moments)"
         peak, capacity = format_size(plan.peak_bytes[tier]), format_size(plan.capacity_bytes[tier])
         yield f"{tier:8}{peak:>12} {capacity:>11}   {roles}".rstrip()
     others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]

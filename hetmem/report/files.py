@@ -23,7 +23,7 @@ _KEYS = (
     *("staging_faults", "stall_seconds", "chunks", "chunk_bytes", "chunk_waste", "bytes_per_parameter", "missing"),
     *("step", "timeline"),
 )
-"""What every report has; `updates` came later."""
+"""What every report has; `updates` and `planned` came later."""
 
 
 def json_text(data: dict[str, Any]) -> str:
@@ -55,13 +55,19 @@ def write_atomically(path: Path, text: str) -> None:
     write_whole(path, text)
 
 
+def _no_number(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
+
+
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The dict of a saved `.json` report. Raises ValueError for any other file, OSError if it cannot be read."""
     name = os.fspath(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not a saved report: {error}; {_HOW}") from error
+    if isinstance(data, dict) and "traceEvents" in data:
+        raise ValueError(f"{name} is a trace for Perfetto, which is not read back: {_HOW}")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"{name} is not a saved report: {_HOW}")
     if data.get("schema_version") != SCHEMA_VERSION:

@@ -12,6 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -160,14 +161,19 @@ def top() -> str:
     return _top(statuses())
 
 
+def _row(status: dict[str, Any]) -> list[str]:
+    took = format_seconds(status["step_seconds"]) if status["step_seconds"] else "-"
+    tiers = [_of(*status["tiers"][tier]) for tier in ("device", "host", "nvme")]
+    age = f"{status['age_seconds']:.0f} s ago"
+    row = [str(status["process"]), str(status["model"]), str(status["steps"]), took, f"{status['stall_share']:.0%}"]
+    return [*row, *tiers, age]
+
+
 def _top(found: Iterable[dict[str, Any]]) -> str:
     rows = []
     for status in found:
-        took = format_seconds(status["step_seconds"]) if status["step_seconds"] else "-"
-        tiers = [_of(*status["tiers"][tier]) for tier in ("device", "host", "nvme")]
-        age = f"{status['age_seconds']:.0f} s ago"
-        row = [str(status["process"]), status["model"], str(status["steps"]), took, f"{status['stall_share']:.0%}"]
-        rows.append([*row, *tiers, age])
+        with suppress(KeyError, TypeError, ValueError):  # of another version of hetmem
+            rows.append(_row(status))
     if not rows:
         return "No training process of yours reports: call hetmem.progress(model) once a step."
     return grid(

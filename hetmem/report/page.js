@@ -90,6 +90,27 @@ function fillNumbers() {
   }
 }
 
+// ---- what was planned -------------------------------------------------------------------------------------------------
+const TIER_PEAKS = { device: "Device peak", host: "Host peak", nvme: "NVMe peak" };
+
+function fillPlanned() {
+  const planned = data.planned, at = (key) => key.split(".").reduce((part, name) => part?.[name], data);
+  if (!planned) return;
+  byId("planned").hidden = false;
+  const batches = planned.micro_batches === 1 ? "" : `${planned.micro_batches} micro-batches of `;
+  byId("planned-for").textContent = `Planned for ${planned.hardware}, ${batches}${planned.rows} ${planned.rows === 1 ? "row" : "rows"} a step.`;
+  const pairs = [
+    ["Step time", "planned.step_seconds", "step.seconds", "seconds"],
+    ...Object.keys(TERMS).map((term) => [TERMS[term], `planned.terms.${term}`, `step.terms.${term}`, "seconds"]),
+    ...Object.keys(TIER_PEAKS).map((tier) => [TIER_PEAKS[tier], `planned.peak_bytes.${tier}`, `tiers.${tier}.peak_bytes`, "bytes"]),
+  ].filter(([, expected, seen]) => at(expected) || at(seen));
+  fillTable(byId("plan"), ["", "Planned", "This run", "Plan is off by"], pairs.map(([name, expected, seen, format]) => [
+    element("td", "", name), at(expected) === undefined ? element("td", "", "–") : shows(element("td"), expected, format),
+    at(seen) === undefined ? element("td", "", "–") : shows(element("td"), seen, format),
+    element("td", "", at(seen) ? `${at(expected) < at(seen) ? "−" : "+"}${formatShare(Math.abs(at(expected) / at(seen) - 1))}` : ""),
+  ]));
+}
+
 // ---- tables ---------------------------------------------------------------------------------------------------------
 function fillTable(table, heads, rows) {
   const head = table.createTHead().insertRow(), body = table.createTBody();
@@ -323,6 +344,7 @@ function listenToTheme() {
 fillHead();
 fillVerdict();
 fillNumbers();
+fillPlanned();
 fillLinks();
 fillWaits();
 makeCharts();

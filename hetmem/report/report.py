@@ -87,6 +87,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "chunk_bytes": layout.chunk_elements * _widest(runtime),
         "chunk_waste": layout.waste,
         "bytes_per_parameter": (_home_bytes(runtime.chunks) + runtime.memory.spare_bytes) / max(1, parameters),
+        "planned": None if runtime.prediction is None else dict(runtime.prediction),
         "missing": _missing(runtime, window),
         "step": step_section(window, tiers) if window is not None and whole else None,
         "timeline": _timeline(runtime, window) if window is not None else None,

@@ -21,6 +21,8 @@ def table(data: dict[str, Any]) -> str:
     parts = [_wrapped(head), _tiers(data), _links(data)]
     if data["step"] is not None:
         parts.append(_step(data["step"]))
+    if data.get("planned") is not None:
+        parts.append(_planned(data))
     parts.append(_summary(data))
     return "\n\n".join(parts + [_wrapped(missing) for missing in data["missing"]])
 
@@ -120,6 +122,33 @@ def _written(step: dict[str, Any]) -> str:
     nbytes, per_day = step["bytes"]["nvme_write"], step["nvme_written_bytes_per_day"]
     said = f" NVMe: {format_size(nbytes)} written in the step, {format_size(per_day)} a day at this pace."
     return said if nbytes else ""
+
+
+def _planned_rows(data: dict[str, Any]) -> list[tuple[str, float, float | None, Any]]:
+    """What the plan expected beside what the run did, with how to show it; None where no whole step was seen."""
+    planned, step = data["planned"], data["step"]
+    rows: list[tuple[str, float, float | None, Any]]
+    rows = [("Step time", planned["step_seconds"], step and step["seconds"], format_seconds)]
+    for term, name in TERM_NAMES.items():
+        expected, seen = planned["terms"].get(term, 0.0), step and step["terms"][term]
+        if expected or seen:
+            rows.append((name, expected, seen, format_seconds))
+    for tier, name in (("device", "Device peak"), ("host", "Host peak"), ("nvme", "NVMe peak")):
+        expected, seen = planned["peak_bytes"][tier], data["tiers"][tier]["peak_bytes"]
+        if expected or seen:
+            rows.append((name, expected, seen, format_size))
+    return rows
+
+
+def _planned(data: dict[str, Any]) -> str:
+    rows = []
+    for name, expected, seen, show in _planned_rows(data):
+        off = f"{expected / seen - 1:+.1%}" if seen else ""
+        rows.append([name, show(expected), "-" if seen is None else show(seen), off])
+    planned = data["planned"]
+    batches = "" if planned["micro_batches"] == 1 else f"{planned['micro_batches']} micro-batches of "
+    made = f"Planned for {planned['hardware']}, {batches}{_number_of(planned['rows'], 'row')} a step."
+    return grid(["", "planned", "this run", "plan is off by"], rows) + "\n\n" + _wrapped(made)
 
 
 def _wrapped(text: str) -> str:

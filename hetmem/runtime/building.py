@@ -6,6 +6,8 @@ The file is only a place to wait in; `construction` moves what is in it to its h
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -17,6 +19,16 @@ from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.construction import is_lazy
 
 _state = threading.local()
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """On this thread classes are built without what `hetmem.managed` adds to them: for a plan of one."""
+    before, _state.as_written = getattr(_state, "as_written", False), True
+    try:
+        yield
+    finally:
+        _state.as_written = before
 
 
 class Building:
@@ -32,8 +44,8 @@ class Building:
 
     @staticmethod
     def active() -> bool:
-        """Whether a module is being built on this thread."""
-        return getattr(_state, "building", None) is not None
+        """Whether a module is being built on this thread, or whatever is built is to be as it was written."""
+        return getattr(_state, "building", None) is not None or getattr(_state, "as_written", False)
 
     def __enter__(self) -> Building:
         if self._limits.nvme_directories:

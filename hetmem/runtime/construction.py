@@ -20,7 +20,7 @@ from hetmem.memory.free import free_host_bytes
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
-from hetmem.plan.placement import Capacities, survey
+from hetmem.plan.placement import Capacities, NoRoom, survey
 from hetmem.runtime.bindings import stand_in, storage_references
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.precision import compute_dtypes, specs
@@ -86,14 +86,17 @@ def build_memory(
         home_copies=limits.home_copies,
     )
     compute = compute_dtypes(module, parameters, mixed_precision)
-    ground = survey(
-        specs(parameters, compute),
-        [dtype.itemsize for dtype in compute],
-        [index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad],
-        capacities,
-        copies=mixed_precision is not None,
-        chunk_bytes=chunk_bytes,
-    )
+    try:
+        ground = survey(
+            specs(parameters, compute),
+            [dtype.itemsize for dtype in compute],
+            [index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad],
+            capacities,
+            copies=mixed_precision is not None,
+            chunk_bytes=chunk_bytes,
+        )
+    except NoRoom as refusal:  # a name of the planner's; users know those of `hetmem.errors`
+        raise BudgetError(str(refusal)) from None
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
     pins: list[Callable[[], None]] = []
     try:

@@ -57,6 +57,8 @@ class Runtime:
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if anybody has said so."""
         self.planned_optimizer: Mapping[str, str] = {}
+        self.prediction: Mapping[str, object] | None = None
+        """What the run's plan, if it has one, expects of it; for its report."""
         self._held: dict[int, ManagedParameter] = {}
         self._first_uses = 0
         self._untracked: set[int] = set()

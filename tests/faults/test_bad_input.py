@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 import threading
 from collections.abc import Callable
@@ -69,8 +70,12 @@ def test_a_host_budget_too_small_for_the_parameters_names_the_missing_bytes() ->
 
 def test_a_host_budget_too_small_to_stage_is_refused_with_the_minimum(tmp_path: Path) -> None:
     budget = hetmem.Budget(device="512KiB", host="64KiB", nvme="64MiB", nvme_dir=tmp_path)
-    with pytest.raises(BudgetError, match=r"host budget is below the minimum.*needs 256\.00 KiB \(262144 bytes\)"):
+    with pytest.raises(
+        BudgetError, match=r"host budget is below the minimum.*needs 256\.00 KiB \(262144 bytes\)"
+    ) as caught:
         hetmem.manage(mlp(), budget, device="sim", chunk_bytes="64KiB")
+    assert caught.type is BudgetError, "not a class of the planner's, which no page of the documentation has"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), "it may come from another process"
     assert not list(tmp_path.iterdir())
 
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from hetmem.plan import largest
 from hetmem.plan.decision import decide
 from hetmem.plan.growth import grown, stacks
+from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.largest import largest_parameters
 from hetmem.plan.layout import ParameterSpec
 from hetmem.plan.placement import Capacities
@@ -80,13 +82,35 @@ def test_a_grown_trace_is_that_of_the_deeper_model(more: int) -> None:
 def test_the_largest_model_fits_and_one_layer_more_does_not(room: Capacities, mixed: bool) -> None:
     best, _ = search(named(4, mixed=mixed), Setting(room, MIB), HARDWARE, 1)
     assert best is not None
-    largest = largest_parameters(named(4, mixed=mixed), Setting(room, MIB), best, HARDWARE)
-    layers = largest // ELEMENTS
-    assert layers * ELEMENTS == largest and layers > 8
+    found_parameters = largest_parameters(named(4, mixed=mixed), Setting(room, MIB), best, HARDWARE)
+    layers = found_parameters // ELEMENTS
+    assert layers * ELEMENTS == found_parameters and layers > 8
     whole = Setting(replace(room, device_chunk_bytes=room.device_bytes), MIB)
     for more, fits in ((0, True), (1, False)):
         found = [judged(named(layers + more, mixed=mixed), one, HARDWARE, 1) for one in (Setting(room, MIB), whole)]
         assert any(isinstance(one, Candidate) for one in found) == fits
+
+
+@pytest.mark.parametrize("room", [Capacities(24 * MIB, 200 * MIB), Capacities(8 * MIB, 1000 * MIB)])
+def test_many_micro_batches_cost_no_more_and_what_fits_fits_with_them(
+    room: Capacities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred once took a hundred times the search."""
+    model, asked = named(4), Setting(room, MIB)
+    best, _ = search(model, asked, HARDWARE, 5)
+    rehearsed, fits = set(), largest.first_that_fits
+
+    def watched(made: Workload, asked: Setting, hardware: HardwareProfile, count: int, *, steps: int) -> object:
+        rehearsed.add(count)
+        return fits(made, asked, hardware, count, steps=steps)
+
+    monkeypatch.setattr(largest, "first_that_fits", watched)
+    layers = largest_parameters(model, asked, best, HARDWARE, 5) // ELEMENTS
+    assert rehearsed == {2}
+    whole = replace(asked, capacities=replace(room, device_chunk_bytes=room.device_bytes))
+    for more, expected in ((0, True), (1, False)):
+        found = [judged(named(layers + more), one, HARDWARE, 5) for one in (asked, whole)]
+        assert any(isinstance(one, Candidate) for one in found) == expected
 
 
 def test_of_layers_that_nobody_can_tell_apart_there_is_an_estimate() -> None:

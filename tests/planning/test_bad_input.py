@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -74,6 +76,49 @@ def test_the_operator_and_the_line_that_look_at_values_are_named_with_a_way_out(
     line = Path(__file__).read_text().split("if x.abs().sum().item() > 0:")[0].count("\n") + 1
     assert f"test_bad_input.py, line {line}" in message
     assert "real=True (--real)" in message
+
+
+def test_a_model_without_anything_to_train_is_told_apart_from_one_without_a_loss() -> None:
+    """It once was told to pass a loss, which it has."""
+    with pytest.raises(
+        planning.PlanError, match=r"does not depend on any parameter .*frozen \(requires_grad_\(False\)\)"
+    ):
+        planning.plan(lambda: GPT(1).requires_grad_(False), BATCH, BUDGET)
+
+
+@pytest.mark.parametrize("made", [None, torch.zeros(3), 0.5])
+def test_a_loss_that_is_none_is_told_apart_from_a_batch_that_is_refused(made: Any) -> None:
+    with pytest.raises(planning.PlanError, match=r"expected a scalar loss, .* got (NoneType|a tensor of shape|float)"):
+        planning.plan(lambda: GPT(1), BATCH, BUDGET, loss=lambda output: made)
+
+
+def test_more_tokens_than_a_tensor_may_have_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1}))
+    with pytest.raises(planning.PlanError, match="there is no tensor of 1000000000000000000 sequences of 1000"):
+        planning.hugging_face_call(tmp_path / "config.json", 10**18, 1000, None)
+
+
+@pytest.mark.parametrize("kind", [UserDict, MappingProxyType])
+def test_a_batch_is_any_mapping_as_tokenizers_return_one(kind: Any) -> None:
+    tokens = torch.zeros(4, 32, dtype=torch.int64)
+    build, budget = lambda: GPT(1), hetmem.Budget(device="8MiB", host="16MiB")
+    plan = planning.plan(build, kind({"x": tokens}), budget)
+    assert (plan.rows, plan.tokens) == (4, 128)
+    assert plan == planning.plan(build, {"x": tokens}, budget)
+
+
+def test_a_class_that_is_decorated_is_planned_as_it_was_written() -> None:
+    """As who has written the decorator that a plan printed, and plans again. Then it is managed as before."""
+    budget = hetmem.Budget(device="8MiB", host="16MiB")
+
+    @hetmem.managed(budget, device="sim")
+    class Decorated(GPT):
+        pass
+
+    plan = planning.plan(lambda: Decorated(1), BATCH, budget)
+    assert plan.step_seconds == planning.plan(lambda: GPT(1), BATCH, budget).step_seconds
+    assert planning.plan(lambda: Decorated(1), BATCH, budget, real=True).fits
+    hetmem.release(Decorated(1))  # raises for what is not managed
 
 
 def test_one_real_step_is_the_way_out() -> None:

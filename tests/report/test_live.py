@@ -100,3 +100,8 @@ def test_a_directory_that_others_can_open_is_refused(tmp_path: Path, monkeypatch
     made.chmod(0o755)
     with pytest.raises(PermissionError, match="of this user alone"):
         live.status_directory()
+
+
+def test_a_process_with_another_version_of_hetmem_does_not_end_top(directory: Path) -> None:
+    (directory / f"{os.getpid()}-1.json").write_text('{"process": 1, "tiers": {"device": 3}}')
+    assert "hetmem.progress(model)" in live.top()

@@ -21,6 +21,7 @@ from hetmem.units import format_size
 from tests.report.browser import chromium
 from tests.report.logs import backward, blocks, came, forward, moment, to_device, went, window
 from tests.report.models import trained
+from tests.report.test_planned import PLANNED
 from tests.report.test_report import SAMPLE
 
 NASTY = "</script><img src=x onerror=\"document.title='broken in'\">&amp;{{data}}"
@@ -149,6 +150,19 @@ def test_every_number_on_the_page_is_that_of_the_json(browser: Any, tmp_path: Pa
             value = value[int(part)] if isinstance(value, list) else value[part]
         show = FORMATS[number["format"]]  # Python rounds a tie to the even digit, JavaScript up
         assert number["text"] in (show(value), show(value * (1 + 1e-12))), number["key"]
+
+
+def test_what_was_planned_stands_beside_what_was_measured(browser: Any, tmp_path: Path) -> None:
+    for name, data in (("with", {**long_step(), "planned": PLANNED}), ("without", long_step())):
+        files.save(data, tmp_path / f"{name}.html")
+        with opened(browser, tmp_path / f"{name}.html", viewport={"width": 390, "height": 844}) as page:
+            assert page.locator("#planned").is_visible() == (name == "with")
+            rows = [row.split("\t") for row in page.locator("#plan tr").all_inner_texts()]
+            assert page.evaluate("document.documentElement.scrollWidth") == 390
+        if name == "with":
+            assert rows[1] == ["Step time", "1.50 s", "8.00 s", "−81.3%"]  # 81.25: JavaScript rounds a tie up
+            assert rows[2][:3] == ["Compute", "1.25 s", format_seconds(data["step"]["terms"]["compute"])]
+            assert rows[-2:] == [["Host peak", "50 B", "50 B", "+0.0%"], ["NVMe peak", "0 B", "50 B", "−100.0%"]]
 
 
 def test_a_window_of_no_width_draws_nothing_and_the_next_one_draws(browser: Any, long_page: Path) -> None:

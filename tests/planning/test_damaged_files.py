@@ -1,0 +1,130 @@
+"""Files that somebody has cut, changed by hand or made with another version are refused by name, in one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hetmem
+from hetmem import planning
+from hetmem.cli import main
+from hetmem.plan.hardware import HardwareProfile, ProfileError
+from hetmem.planning import Plan, PlanError
+from tests.test_planning import BATCH, GPT
+
+ODD: list[Any] = [None, True, -1, 0.5, float("nan"), float("inf"), 10**400, "", "words", [], [[]], [None], {}]
+ODD += [{"device": None}, {"device": -1}, {"": ""}]
+"""What may stand in place of any value."""
+
+
+@functools.cache
+def fitting() -> dict[str, Any]:
+    return planning.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB")).to_dict()
+
+
+def refusal(read: Callable[[Any], Any], data: Any) -> str | None:
+    """What is said of `data`; None if it is taken."""
+    try:
+        read(data)
+    except (PlanError, ProfileError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", list(Plan.__dataclass_fields__))
+def test_a_plan_with_an_odd_value_is_refused_or_shown(name: str) -> None:
+    for value in ODD:
+        data = {**fitting(), name: value}
+        said = refusal(Plan.from_dict, data)
+        if said is None:
+            plan = Plan.from_dict(data)
+            assert str(plan)
+            json.dumps(plan.to_dict(), allow_nan=False)
+        else:
+            assert said.startswith((f"plan: {name}: expected ", "plan: one that fits has "))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("step_seconds", float("nan"), "step_seconds: expected numbers of zero or more, got nan"),
+        ("step_seconds", None, "one that fits has step_seconds"),
+        ("binding", "luck", "one that fits has step_seconds, terms, and the longest of them as binding"),
+        ("terms", {"compute": "long"}, "terms: expected a number for each, got"),
+        ("capacity_bytes", {"device": -1, "host": 1, "nvme": 0}, "capacity_bytes: expected numbers of zero or more"),
+        ("activation_bytes", 3, "activation_bytes: expected dict, got 3"),
+        ("largest_parameters", "many", "largest_parameters: expected int, got 'many'"),
+        ("alternatives", [{"advice": "wait"}], "alternatives: expected objects with advice, micro_batches"),
+        ("nvme_directories", [1], "nvme_directories: expected a list of strings"),
+        ("streaming", {"share": 1}, "streaming: expected numbers for share, step_seconds, host_step_seconds"),
+        ("role_bytes", {"device": {"a": ""}, "host": {}, "nvme": {}}, "role_bytes: expected whole numbers of bytes"),
+    ],
+)
+def test_the_field_is_named_and_what_it_should_be(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_dict({**fitting(), name: value})
+    assert expected in str(caught.value)
+
+
+def test_roles_that_are_more_than_the_peak_are_said_to_be_of_different_moments() -> None:
+    data, said = fitting(), "the most of each, at different moments"
+    roles = {**data["role_bytes"], "device": {"copies": 3 << 20, "activations": 4 << 20}}
+    for peak, expected in ((5 << 20, True), (7 << 20, False)):
+        peaks = {**data["peak_bytes"], "device": peak}
+        text = str(Plan.from_dict({**data, "role_bytes": roles, "peak_bytes": peaks}))
+        line = next(line for line in text.splitlines() if line.startswith("device "))
+        assert (said in line) == expected
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 1000])
+def test_a_plan_that_was_cut_off_is_none(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(fitting())[:cut])
+    with pytest.raises(PlanError, match=r"plan\.json is no plan"):
+        hetmem.manage(GPT(), plan=path, device="sim")
+
+
+def test_brackets_without_end_are_no_plan_and_no_profile(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(PlanError, match=r"deep\.json is no plan"):
+        Plan.load(path)
+    with pytest.raises(ProfileError, match=r"deep\.json: .* must be JSON"):
+        planning.load_profile(path)
+
+
+def figures(data: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in data.items():
+        found += figures(value, (*before, key)) if isinstance(value, dict) else [(*before, key)]
+    return found
+
+
+@pytest.mark.parametrize("path", figures(planning.load_profile("l4").to_dict()), ids=".".join)
+def test_a_profile_with_an_odd_value_is_refused_by_the_name_of_the_figure(path: tuple[str, ...]) -> None:
+    for value in [*ODD, 1e301]:
+        data = planning.load_profile("l4").to_dict()
+        place: Any = data
+        for group in path[:-1]:
+            place = place[group]
+        place[path[-1]] = value
+        said = refusal(HardwareProfile.from_dict, data)
+        assert said is None or path[-1] in said
+
+
+def test_a_figure_of_four_hundred_digits_is_absurd_and_no_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = planning.load_profile("l4").to_json().replace('"cores": ', f'"cores": {10**400}')
+    (tmp_path / "mine.json").write_text(text)
+    command = ["plan", "tests.test_planning:GPT", "--input", "2x32", "--hardware", str(tmp_path / "mine.json")]
+    assert main(command) == 2
+    assert "host.cores: expected a number" in capsys.readouterr().err
+    (tmp_path / "mine.json").write_text(text.replace(str(10**400), "1" + "0" * 5000))
+    assert main(command) == 2
+    assert "must be JSON" in capsys.readouterr().err
