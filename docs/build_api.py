@@ -48,6 +48,7 @@ FOR_HETMEM = {
         "has_state",
         "number_of",
         "half_stepped",
+        "check_state_dict",
         "beside_states",
         "load_beside_states",
     ),

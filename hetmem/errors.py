@@ -40,4 +40,5 @@ class StoreError(HetmemError, OSError):
 
 
 class CheckpointError(HetmemError, ValueError):
-    """A checkpoint cannot be saved or loaded as asked, is damaged, or does not match. Nothing was changed."""
+    """A checkpoint cannot be saved or loaded as asked, is damaged, or does not match. Nothing was changed, unless
+    the message says so."""

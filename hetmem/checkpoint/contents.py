@@ -23,13 +23,12 @@ from hetmem.runtime import registry
 class Streaming(Protocol):
     """An optimizer of hetmem: its states have homes, and more than `state_dict` says belongs to a checkpoint."""
 
-    @property
-    def half_stepped(self) -> bool:
-        """Whether some parameters are one step further than others."""
-        ...
-
     def forget_step(self) -> None:
         """Whatever was begun of a step is not finished."""
+        ...
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` raises where the states are of another kind; nothing is changed."""
         ...
 
     def beside_states(self) -> dict[str, Any]:
@@ -86,6 +85,20 @@ def _refuse_running(model: torch.nn.Module) -> None:
             raise CheckpointError("the model is running: save and load it after forward and backward, not within")
 
 
+def refuse_half_stepped(model: torch.nn.Module, way_out: str, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Raise `CheckpointError` where a step of `model` has begun to change weights and has not ended, but for those of
+    `optimizer`. Without that, waits for what is under way, which may be such changes: raises the error of a transfer
+    that failed."""
+    own = {id(each) for each in parameters_of(optimizer)} if isinstance(optimizer, Streaming) else set[int]()
+    found = filter(None, map(registry.of_parameter, model.parameters()))
+    for interception in dict.fromkeys(interception for interception, _ in found):
+        for watcher in list(interception.gradients.watchers):
+            if not own:
+                watcher.settle()
+            if any(id(managed.parameter) not in own for managed in watcher.begun()):
+                raise CheckpointError(f"some weights are one step further than others: {way_out}")
+
+
 def parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by its `id`."""
     names: dict[int, list[str]] = {}
@@ -99,11 +112,6 @@ def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, e
     told."""
     beside = None
     if isinstance(optimizer, Streaming):
-        if optimizer.half_stepped:
-            raise CheckpointError(
-                "some weights are one step further than others: save after optimizer.step(), not between backward() "
-                "and step(), and call a step that failed again first"
-            )
         beside = optimizer.beside_states()
     names = name_numbers(optimizer, model)
     found = optimizer.state_dict()

@@ -2,8 +2,8 @@
 
 Note "all or nothing": names, shapes, dtypes and sizes are compared first, then every byte is read and its checksum
 compared, and only then anything is written. What is written over is not kept, as that would cost a copy of the whole
-model: if the disk fails in the second reading, after it gave every byte in the first, the model is partly loaded, and
-the error says so.
+model: if the disk fails in the second reading, after it gave every byte in the first, or somebody interrupts that, the
+model is partly loaded, and the error says so.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hetmem.checkpoint.contents import (
     of_model,
     parameter_names,
     parameters_of,
+    refuse_half_stepped,
     strides_of,
 )
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Header, Stored, parse
@@ -39,6 +40,7 @@ _SHOWN = 5
 """Names in a message."""
 
 
+@torch.inference_mode(False)  # what is made here takes writes later
 def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Load what `hetmem.save` wrote to `path` into `model` and `optimizer`; returns what `extra` was.
 
@@ -51,30 +53,32 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     All or nothing: everything is compared first (names, shapes, dtypes, sizes, groups), and every byte that is wanted
     is read and checked against its CRC-32, before anything is changed. So `CheckpointError` (a ValueError, which names
     the parameter) and `StoreError` (an OSError, with path, offset and bytes) leave model and optimizer as they were.
-    One case is left, as the bytes are read twice: a disk that fails only in the second reading leaves them partly
-    loaded; the message says so, and loading again, this or another checkpoint, makes them whole.
+    One case is left, as the bytes are read twice: a disk that fails only in the second reading, or an interrupt there,
+    leaves them partly loaded; the message says so, also that of the `KeyboardInterrupt`, and loading again, this or
+    another checkpoint, makes them whole.
 
-    No code of the file's choice runs. What was begun of a step (updates during backward) is given up; call
-    `optimizer.zero_grad()` if there are gradients.
+    No code of the file's choice runs. What `optimizer` has begun of a step (updates during backward) is given up; call
+    `optimizer.zero_grad()` if there are gradients. `CheckpointError` if another one has begun a step of `model`.
     """
     with opened(os.fspath(path)) as source:
         with named(source.path):
             file = _File(source, parse(source.header, source.data_nbytes))
         state = of_model(model)
+        refuse_half_stepped(model, "load it with that optimizer too, or call its forget_step() first", optimizer)
         targets = _match_model(state, file.header)
         resumed = None if optimizer is None else _Resumed(optimizer, model, file)
         file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))
         new = _NewTensors(file)
         extra = decode(file.header.values["extra"], new.tensor)
-        made = {name: new.tensor(name) for name in state.made if name in file.header.stored}
+        sources = {name: file.header.values["tied"].get(name, name) for name in state.made}
+        made = {name: new.tensor(source) for name, source in sources.items() if source in file.header.stored}
         made |= {name: decode(value, new.tensor) for name, value in file.header.values["objects"].items()}
         new.read()
-        if resumed is not None:
-            targets = targets + resumed.begin()
+        begin = None if resumed is None else resumed.prepare()
         with partly_loaded("model and optimizer are"):
-            file.read(targets)
-        if made:
-            model.load_state_dict(made, strict=False)
+            file.read(targets if begin is None else targets + begin())
+            if made:
+                model.load_state_dict(made, strict=False)
         return extra
 
 
@@ -124,8 +128,10 @@ def partly_loaded(what: str) -> Iterator[None]:
         yield
     except StoreError as error:
         raise StoreError(error.errno or errno.EIO, f"{error.strerror}; {told}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {told}") from error
+    except Exception as error:
+        raise CheckpointError(f"{str(error) or repr(error)}; {told}") from error
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(told) from error
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -228,11 +234,9 @@ class _Resumed:
                     f"in the order of its memory: build the model with the memory format that was saved"
                 )
 
-    def begin(self) -> Targets:
-        """Let the optimizer have everything but states that have homes; returns those, which are still to be read.
-
-        If this raises, nothing has changed.
-        """
+    def prepare(self) -> Callable[[], Targets]:
+        """Read all but states that have homes. What is returned lets the optimizer have that, and returns those states,
+        which are still to be read. If this raises, nothing has changed."""
         optimizer = self.optimizer
         parameters, new, homes = list(parameters_of(optimizer)), _NewTensors(self.file), _Homes(self.file.header)
         state: dict[Any, Any] = {}
@@ -247,21 +251,28 @@ class _Resumed:
             groups.append({**own, **decode(saved["options"], new.tensor), "params": list(numbers)})
         beside = decode(self._saved["beside"], new.tensor)
         new.read()
+        loaded = {"state": {**state, **others}, "param_groups": groups}
         if isinstance(optimizer, Streaming):
-            try:
-                optimizer.forget_step()
-            except Exception:  # it could not finish what will be overwritten, and has forgotten that
-                optimizer.forget_step()
-        optimizer.load_state_dict({"state": {**state, **others}, "param_groups": groups})
-        if isinstance(optimizer, Streaming) and beside is not None:
-            optimizer.load_beside_states(beside)
-        shown = optimizer.state if homes.later else {}  # once: asking hetmem's waits for all its updates
-        return [
-            (homes.later[id(value)][0], shown[parameters[number]][key])
-            for number, values in state.items()
-            for key, value in (values.items() if shown else ())
-            if id(value) in homes.later
-        ]
+            optimizer.check_state_dict(loaded)
+
+        def begin() -> Targets:
+            if isinstance(optimizer, Streaming):
+                try:
+                    optimizer.forget_step()
+                except Exception:  # it could not finish what will be overwritten, and has forgotten that
+                    optimizer.forget_step()
+            optimizer.load_state_dict(loaded)
+            if isinstance(optimizer, Streaming) and beside is not None:
+                optimizer.load_beside_states(beside)
+            shown = optimizer.state if homes.later else {}  # once: asking hetmem's waits for all its updates
+            return [
+                (homes.later[id(value)][0], shown[parameters[number]][key])
+                for number, values in state.items()
+                for key, value in (values.items() if shown else ())
+                if id(value) in homes.later
+            ]
+
+        return begin
 
 
 class _Homes:

@@ -40,11 +40,53 @@ class _Buffer(threading.local):
         return torch.frombuffer(self.memory.buffer(0, nbytes), dtype=dtype).view(shape)
 
 
+class _UnderWay:
+    """Which jobs run. `end` waits for them however often somebody interrupts that: what is still moved would go to a
+    descriptor, or memory, that is another's then. (A thread whose `join` is interrupted seems over.)"""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running, self._over = 0, False
+
+    def run(self, job: Job, buffer: _Buffer) -> Any:
+        """What `job` returns; after the end nothing begins."""
+        with self._changed:
+            if self._over:
+                return None
+            self._running += 1
+        try:
+            return job(buffer)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """None runs any more. Raises an interrupt that came meanwhile."""
+        again: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._running)
+                break
+            except KeyboardInterrupt as error:
+                again = error
+        if again is not None:
+            raise again
+
+
 def run(jobs: Iterable[Job]) -> list[Any]:
-    """What `jobs` return, in their order. After an error no further one begins."""
-    buffer = _Buffer()
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint") as pool:
-        return list(pool.map(lambda job: job(buffer), jobs))
+    """What `jobs` return, in their order. After an error no further one begins; none runs any more at the end."""
+    buffer, under_way = _Buffer(), _UnderWay()
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint")
+    try:
+        return list(pool.map(lambda job: under_way.run(job, buffer), jobs))
+    finally:
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:
+            under_way.end()
 
 
 def _settle(tensors: Iterable[torch.Tensor]) -> None:

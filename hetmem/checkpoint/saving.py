@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetmem.checkpoint.contents import encode_optimizer, of_model
+from hetmem.checkpoint.contents import encode_optimizer, of_model, refuse_half_stepped
 from hetmem.checkpoint.disk import replacing, write_at
 from hetmem.checkpoint.layout import EXTRA, arrange, data_nbytes, header
 from hetmem.checkpoint.moving import write_tensors
@@ -38,6 +38,10 @@ def save(
     is as it was then. Save between steps, and let nothing train meanwhile; gradients are not saved.
     """
     state, encoder = of_model(model), Encoder()
+    refuse_half_stepped(
+        model,
+        "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
+    )
     metadata: dict[str, Any] = {"tied": state.tied}
     if optimizer is not None:
         metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)

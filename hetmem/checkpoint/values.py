@@ -59,7 +59,7 @@ class Encoder:
             return {kind.__name__: base64.b64encode(value).decode("ascii")}
         if kind is torch.dtype:
             return {"dtype": str(value)}
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in _NUMPY_KINDS:
+        if isinstance(value, (np.ndarray, np.generic)) and _is_plain(value):
             array = "array" if isinstance(value, np.ndarray) else "scalar"
             data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode("ascii")
             return {array: [value.dtype.str, list(value.shape), data]}
@@ -80,6 +80,11 @@ class Encoder:
             name = f"{place}:#{count}"
         self.tensors[name] = tensor
         return name
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an array, or a number, of numpy is no more than its elements: a masked one is."""
+    return value.dtype.kind in _NUMPY_KINDS and not isinstance(value, np.ma.MaskedArray)
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:

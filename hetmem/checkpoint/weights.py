@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hetmem.checkpoint.contents import ModelState, cannot_fill, of_model
+from hetmem.checkpoint.contents import ModelState, cannot_fill, of_model, refuse_half_stepped
 from hetmem.checkpoint.declared import Declared
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.loading import partly_loaded
@@ -37,6 +37,7 @@ class LoadedWeights(NamedTuple):
     """In the files, not of the model."""
 
 
+@torch.inference_mode(False)  # what is made here takes writes later
 def load_weights(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -59,11 +60,12 @@ def load_weights(
     `rounding=True`. The optimizer keeps what states it has.
 
     Raises `CheckpointError` (a ValueError; names the tensors) and `StoreError` (an OSError; path, offset and bytes).
-    Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later
-    leaves the model partly loaded, and the message says so. No code of a file's choice runs.
+    Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later,
+    or an interrupt, leaves the model partly loaded, and the message says so. No code of a file's choice runs.
     """
     with ExitStack() as stack:
         state = of_model(model)
+        refuse_half_stepped(model, "call optimizer.step(), or its forget_step(), first")
         declared = Declared(model, state.names)
         made = _made(declared, read_names(os.fspath(path), rename, stack))
         keys = _compared(state, made, declared)

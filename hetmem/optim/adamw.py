@@ -105,6 +105,11 @@ class AdamW(OffloadedOptimizer):
         _refuse_amsgrad(state_dict["param_groups"])
         super().load_state_dict(state_dict)
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
+        _refuse_amsgrad(state_dict["param_groups"])
+        super().check_state_dict(state_dict)
+
 
 def _refuse_amsgrad(groups: list[dict[str, Any]]) -> None:
     if any(group.get("amsgrad") for group in groups):

@@ -18,6 +18,7 @@ from hetmem.optim.ahead import compile_ahead
 from hetmem.optim.kernels import total
 from hetmem.optim.matching import Places, saved_homes
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
+from hetmem.optim.owners import managed_again, no_longer_managed
 from hetmem.optim.places import check_staging
 from hetmem.optim.progress import refuse_sparse
 from hetmem.optim.rule import Rule
@@ -179,6 +180,12 @@ class OffloadedOptimizer(Optimizer):
         finally:
             last_hook.remove()
             self._to_load = []
+
+    @HELD_BACK
+    @torch.inference_mode(False)
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` does for states of another kind; reserve homes, and change nothing else."""
+        saved_homes(state_dict, self.param_groups, self._with_homes)
 
     def _take_homes_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch is to load: it would cast the rest to the parameter's dtype, in memory."""
@@ -374,17 +381,10 @@ class OffloadedOptimizer(Optimizer):
                 return stepper, known
         found = registry.of_parameter(parameter)
         if found is None:
-            raise ManageError(
-                f"{self._name()} cannot step a parameter of shape {tuple(parameter.shape)} that is not managed any "
-                f"more: its model was released, or is a copy, as this is. Make an ordinary optimizer, or call "
-                f"hetmem.manage(model, …) and make {self._name()} again, and load this one's state_dict into it"
-            )
+            raise no_longer_managed(parameter, self._name())
         interception, managed = found
         if not loads and interception not in self._steppers and self.states.shown.get(parameter):
-            raise ManageError(
-                f"{self._name()} has states of {managed.name} from before its model was released and managed again: "
-                f"make it again and load this one's state_dict into it, or load its own state_dict() into itself"
-            )
+            raise managed_again(managed, self._name())
         return self._stepper(interception), managed
 
     def _stepper(self, interception: Interception) -> Stepper:

@@ -13,6 +13,9 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
+import torch
+
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.interception import Interception
@@ -98,3 +101,20 @@ def ends_with_its_optimizer(watcher: Watcher, sink: GradientSink) -> Callable[[A
             watched.watchers.discard(alive)
 
     return gone
+
+
+def no_longer_managed(parameter: torch.Tensor, optimizer: str) -> ManageError:
+    """What is wrong where `optimizer` steps a `parameter` that was managed when it was made."""
+    return ManageError(
+        f"{optimizer} cannot step a parameter of shape {tuple(parameter.shape)} that is not managed any "
+        f"more: its model was released, or is a copy, as this is. Make an ordinary optimizer, or call "
+        f"hetmem.manage(model, …) and make {optimizer} again, and load this one's state_dict into it"
+    )
+
+
+def managed_again(managed: ManagedParameter, optimizer: str) -> ManageError:
+    """What is wrong where the states of `optimizer` are of another managing of the model."""
+    return ManageError(
+        f"{optimizer} has states of {managed.name} from before its model was released and managed again: "
+        f"make it again and load this one's state_dict into it, or load its own state_dict() into itself"
+    )

@@ -74,7 +74,8 @@ class Untouched:
                 else:
                     kept = optimizer.gradients is Gradients.STREAMED  # it is used up
                 kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
-                if not kept or progress.disturbed or self._writes.changed(part.managed):
+                written = id(part.managed) in self._writes.noticed or self._writes.changed(part.managed)
+                if not kept or progress.disturbed or written:
                     raise changed(progress.parts, optimizer)
         self._checked = True
 

@@ -35,6 +35,8 @@ class Writes:
         """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
         self.uncounted: set[int] = set()
         """By `id`, those whose copies were ever found to be written without a version."""
+        self.noticed: set[int] = set()
+        """By `id`, those that somebody has written to since `notice_counted` looked at their chunk, as was seen."""
 
     # ---- by the user, to the home ------------------------------------------------------------------------------
 
@@ -45,6 +47,8 @@ class Writes:
         self.look_ahead()
         for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
             counted = [managed for managed in chunk.parameters if self._counted(managed)]
+            if counted:
+                self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
             for managed in counted:
                 self.by_user(managed)
             if not counted and self._coming(chunk):
@@ -85,10 +89,11 @@ class Writes:
         return self._counted(managed) or self._differs(managed.chunk, managed)
 
     def notice_counted(self, chunk: Chunk) -> None:
-        """Of what torch tells of by itself, since the forward."""
+        """Of what torch tells of by itself, since the forward. What comes after this is remembered."""
         for managed in chunk.parameters:
             if self._counted(managed):
                 self.by_user(managed)
+        self.noticed.difference_update(map(id, chunk.parameters))
 
     @staticmethod
     def _counted(managed: ManagedParameter) -> bool:
@@ -137,6 +142,7 @@ class Writes:
         """What is at home counts: the 16-bit copy there is made anew, and no other may be used, but perhaps the
         device's."""
         traffic, chunk = self._traffic, managed.chunk
+        self.noticed.add(id(managed))
         if chunk.operand == Role.COMPUTE:
             traffic.superseded(chunk, Role.PARAM)
             traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # what is on its way home must not come later

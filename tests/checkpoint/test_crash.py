@@ -248,6 +248,14 @@ def test_a_directory_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreError, match=r"pipe': it is no file"):
+        hetmem.save(tmp_path / "pipe", model(2))
+    assert (tmp_path / "pipe").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_directory_that_may_be_written_and_not_read_has_the_new_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

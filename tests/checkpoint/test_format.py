@@ -215,6 +215,8 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         hetmem.save(tmp_path / "c", module, extra={int: 1})
     with pytest.raises(CheckpointError, match=r"cannot save extra → o, a numpy\.ndarray"):
         hetmem.save(tmp_path / "c", module, extra={"o": np.array([object()])})
+    with pytest.raises(CheckpointError, match=r"cannot save extra → m, a numpy\.ma\S*MaskedArray"):
+        hetmem.save(tmp_path / "c", module, extra={"m": np.ma.array([1, 2], mask=[False, True])})
     module.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(CheckpointError, match=r"cannot save sparse: it is torch\.sparse_coo of torch\.float32"):
         hetmem.save(tmp_path / "c", module)
@@ -285,6 +287,19 @@ def test_extra_state_of_modules_is_saved(state: Any, tmp_path: Path) -> None:
         other = nn.Sequential(WithExtraState(before))
         hetmem.load(tmp_path / "c", other)
         assert same(other[0].state, state)
+
+
+def test_tied_tensors_reach_a_module_that_makes_up_its_state(tmp_path: Path) -> None:
+    """The second name was not loaded."""
+    saved, module = (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2))
+    saved[1].weight = saved[0].weight
+    module.register_state_dict_post_hook(
+        lambda _, state, *__: state.update({name: value.clone() for name, value in state.items()})
+    )
+    hetmem.save(tmp_path / "c", saved)
+    hetmem.load(tmp_path / "c", module)
+    assert torch.equal(saved[0].weight, module[0].weight)
+    assert torch.equal(saved[0].weight, module[1].weight)
 
 
 # ---- no code ---------------------------------------------------------------------------------------------------------

@@ -98,11 +98,16 @@ def test_weights_written_between_a_forward_and_its_backward_count(
 
 @streamed
 @overlaps
-def test_weights_written_before_the_step_count(overlap: str, placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluated", [False, True], ids=["", "evaluated"])
+def test_weights_written_before_the_step_count(evaluated: bool, overlap: str, placement: str, tmp_path: Path) -> None:
+    """Also if a forward between, which takes note of them, has used them."""
+
     def halve(module: Any) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(0.5)
+            if evaluated:
+                loss_of(module, vector_batches(1, 4, 64)[0])
 
     assert_counts_or_is_refused(halve, twins(pair(mlp, placement, tmp_path), overlap=overlap))
 
