@@ -70,21 +70,17 @@ class Cache:
 
     def remove(self, block: int) -> Copy:
         """There is no copy of `block` here any more; returns what was."""
-        nearer, at = self._nearer, self.schedule.next_use(block)
+        fed, at = self._nearer or self, self.schedule.next_use(block)
         if at < self._present_until:
             self._present_until = at
-        if nearer is None:
-            if at < self._fed_until:
-                self._fed_until = at
-        elif nearer._fed_until:
-            nearer._fed_until = min(nearer._fed_until, nearer.schedule.next_use(block))
+        if fed._fed_until:
+            fed._fed_until = min(fed._fed_until, at if fed is self else fed.schedule.next_use(block))
         self._moves += 1
         self._freed += 1
-        copy = self.copies.pop(block)
         self.touch(block)
         if self._farther is not None:
             self._farther._rank_again(block)
-        return copy
+        return self.copies.pop(block)
 
     def _rank_again(self, block: int) -> None:
         """Whether `block` lies on the faster tier has changed."""

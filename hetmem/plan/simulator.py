@@ -342,7 +342,7 @@ class SimulatedTraffic:
         """Start `commands` in order; what follows from one that is done at once goes behind the others."""
         waiting = self._commands
         for command in commands:
-            if type(command) is Drop:
+            if isinstance(command, Drop):
                 self.events += 1  # is done by being decided
             else:
                 waiting.append((command, command.block == urgent))
