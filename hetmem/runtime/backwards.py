@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from hetmem.runtime import registry
 from hetmem.runtime.compiled import opaque, uncompiled
 from hetmem.runtime.compute import forget_backward_that_raised
 from hetmem.runtime.differentiated import accumulators, differentiate
+from hetmem.runtime.segments import RUNNING, in_backward
 
 _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
@@ -29,14 +31,41 @@ def watch() -> None:
 @opaque
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of torch's function of that name."""
+    outermost = False
     try:
+        outermost = _begins()
         if any(interception.gradients.counts_arrivals() for interception in registry.interceptions()):
             _tell_of_arrivals(outputs)
         return differentiate(_engine, outputs, *args, **kwargs)
     except BaseException:
         with HELD_BACK:
             forget_backward_that_raised()
+            if outermost:
+                RUNNING.end()
+                _settle_after_error()
         raise
+    finally:
+        if outermost:
+            RUNNING.end()
+
+
+def _begins() -> bool:
+    """A backward is called; whether it is within no other."""
+    if in_backward():
+        return False
+    with HELD_BACK:
+        for interception in registry.interceptions():
+            interception.segments.settle_if_raised()
+    RUNNING.begin()
+    return True
+
+
+@uncompiled
+def _settle_after_error() -> None:
+    """The error that is raised is the one that counts: what did not arrive is tried again."""
+    for interception in registry.interceptions():
+        with contextlib.suppress(Exception):
+            interception.segments.settle_if_raised()
 
 
 @uncompiled

@@ -26,6 +26,7 @@ class Bindings:
         self.by_id: dict[int, ManagedParameter] = {}
         self._by_address: dict[int, ManagedParameter] = {}
         self._resting: list[ManagedParameter] = []
+        self._computes = False
         self.learn(parameters)
 
     def learn(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -44,8 +45,11 @@ class Bindings:
         for tensor in (managed.home, managed.rest):
             self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
         managed.home, managed.rest = home, rest
-        if at_home or resting:
-            managed.parameter.data = home if at_home else rest
+        if at_home or resting:  # both, where it was on the device
+            rests = not at_home or (self._computes and managed.parameter.requires_grad)
+            managed.parameter.data = rest if rests else home
+            if rests and rest is not home:
+                self._resting.append(managed)
         managed.home_address = home.data_ptr()
         managed.home_references = storage_references(home) + (managed.parameter.data_ptr() != home.data_ptr())
         for tensor in (home, rest):
@@ -98,6 +102,7 @@ class Bindings:
     def leave_home(self) -> None:
         """Compute begins: what is trained rests, also before its first operator. A custom function of autograd takes a
         parameter as it is, and expects its gradient on the device, and of the dtype, that it then has."""
+        self._computes = True
         for managed in self.by_id.values():
             if managed.rest is not managed.home and managed.parameter.requires_grad:
                 managed.parameter.data = managed.rest
@@ -105,6 +110,7 @@ class Bindings:
 
     def go_home(self) -> None:
         """Compute has ended: every parameter is its home again."""
+        self._computes = False
         for managed in self._resting:
             managed.parameter.data = managed.home
         self._resting.clear()

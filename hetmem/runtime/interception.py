@@ -195,9 +195,8 @@ class Interception:
         if compute.task >= 0:
             self.runtime.trailing.pause()
             self.runtime.notice_writes_by_hooks()
-        if self.runtime.memory.streams:
-            with self.runtime.unwatched():
-                self.runtime.bindings.leave_home()
+        with self.runtime.unwatched():
+            self.runtime.bindings.leave_home()
         compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
         self._saved.enter(compute)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
@@ -43,7 +44,7 @@ class _Ended:
 
     What raised may be kept, or lie in a cycle that the garbage collector finds in the middle of anything, on any
     thread: in a later backward, or while hetmem itself is at work, where it would wait for what it has not asked for
-    yet. Then nothing is done, and the next forward or step settles.
+    yet. Then nothing is done: who has called it settles, or the next forward, backward or step.
     """
 
     def __init__(self, segments: Segments, number: int) -> None:
@@ -95,6 +96,41 @@ def _hetmem_is_at_work() -> bool:
     return False
 
 
+class Running:
+    """Backwards that run now, each by the thread that has called it; those within a node of another are left out.
+
+    Note "backwards that raise": autograd tells nobody, and drops what it was to call at the end. A device has a thread
+    of its own for the backward, which may drop that last, some time after the caller has got the error. Until then the
+    next backward would look like a part of the one that has raised, and nobody would wait for its gradients. So a
+    backward is over, too, once none of those that it may be is running; on a thread of autograd's that is any.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._by_thread: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """This thread calls a backward."""
+        self._by_thread[threading.get_ident()] = next(self._numbers)
+
+    def end(self) -> None:
+        """It has returned or raised."""
+        self._by_thread.pop(threading.get_ident(), None)
+
+    def here(self) -> frozenset[int]:
+        """The backwards that the node which runs on this thread may be of."""
+        own = self._by_thread.get(threading.get_ident())
+        return frozenset(self.all() if own is None else (own,))
+
+    def all(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(self._by_thread.values())
+
+
+RUNNING = Running()
+"""Of the process."""
+
+
 class Segments:
     """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
 
@@ -105,6 +141,8 @@ class Segments:
         self.backwards = 0
         self.thread = threading.get_ident()
         """The one that trains."""
+        self._runs: frozenset[int] = frozenset()
+        """The backwards that the last one may be."""
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
         self.backward_began: Callable[[], None] = lambda: None
@@ -137,7 +175,7 @@ class Segments:
         """Something happened within a backward."""
         if self.in_backward or not in_backward():
             return
-        self.in_backward = True
+        self.in_backward, self._runs = True, RUNNING.here()
         self._runtime.trailing.begin_backward()
         self._runtime.traffic.carrier.exposed.hide()
         self.backwards += 1
@@ -150,6 +188,12 @@ class Segments:
             self.backward_began()
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(_Ended(self, self.backwards))
+
+    def settle_if_raised(self) -> None:
+        """Settle the backward if it has raised: see note "backwards that raise"."""
+        if self.in_backward and self._runs and self._runs.isdisjoint(RUNNING.all()):
+            self.settle()
+            self.rest()
 
     def settle(self) -> None:
         """The backward, if there was one, is over (also one that raised)."""

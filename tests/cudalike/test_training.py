@@ -135,6 +135,50 @@ def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: 
         go_on(managed, optimizer, step)
 
 
+@pytest.mark.parametrize("another", [False, True], ids=["alone", "beside another"])
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_a_backward_after_one_that_raised_gives_its_gradients(placement: str, another: bool, tmp_path: Path) -> None:
+    """Autograd may let go of the one that raised when the next has begun. `another`: one of another thread's runs when
+    it raises, and on the device's thread nobody can say whose a node is."""
+    torch.manual_seed(0)
+    managed = hetmem.manage(Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    batch, other = batches(2)
+    managed(other).backward()
+    managed.zero_grad()
+    managed(batch).backward()
+    expected = [parameter.grad.clone() for parameter in managed.parameters() if parameter.grad is not None]
+
+    began, may_end = threading.Event(), threading.Event()
+    waits = torch.zeros((), requires_grad=True) * 2
+    waits.register_hook(lambda _: (began.set(), may_end.wait(60), None)[2])
+    thread = threading.Thread(target=waits.backward)
+    for _ in range(4):
+        managed.zero_grad()
+        managed(other).backward()  # what lies at home is not what is expected
+        managed.zero_grad()
+        loss = managed(batch)
+        hook = managed.blocks[1].norm.register_full_backward_hook(_raise)
+        failing = managed(other)
+        hook.remove()
+        if another and not began.is_set():
+            thread.start()
+            assert began.wait(60)
+        with pytest.raises(ValueError, match="a hook of the user's"):
+            failing.backward()
+        if thread.is_alive():
+            may_end.set()
+            thread.join()
+        managed.zero_grad()
+        loss.backward()
+        found = [parameter.grad for parameter in managed.parameters() if parameter.grad is not None]
+        assert len(found) == len(expected)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def _raise(*_: object) -> None:
+    raise ValueError("a hook of the user's")
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tmp_path: Path) -> None:
     """As scripts do it, and trainers: its parameters stay where the budget has them."""

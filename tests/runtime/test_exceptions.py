@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ from tests.runtime.harness import (
     mlp,
     pair,
     precisions,
+    streamed,
     token_batches,
     train_both,
 )
+from tests.runtime.lazy_device import LazyDevice
 
 
 class Failing(nn.Module):
@@ -60,6 +63,10 @@ def _fail(grad: torch.Tensor) -> None:
     raise KeyError("in backward")
 
 
+def _fails_in_its_backward(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    args[0].register_hook(_fail)
+
+
 @pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("where", ["forward", "interrupt", "backward", "hook of a weight", "wrong shape"])
@@ -80,6 +87,34 @@ def test_an_exception_leaves_a_model_that_trains_on_with_the_same_bits(
     for module in modules:
         module.zero_grad()
     train_both(*modules, batches, Recipe(accumulation=2), optimizers=optimizers)
+
+
+@streamed
+@pytest.mark.parametrize("device", [None, LazyDevice], ids=["at once", "late"])
+def test_gradients_of_a_backward_after_one_that_raised_are_at_home(placement: str, device: Any, tmp_path: Path) -> None:
+    """Forwards on a thread of their own, and the backwards here: autograd lets go of the one that raised on a thread
+    that does not train, as it does on a GPU."""
+    options = {} if device is None else {"device": device()}
+    modules = pair(Failing, placement, tmp_path, **options)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=False) for module in modules]
+    batches = token_batches(3)
+    with ThreadPoolExecutor(1) as thread:
+        for batch in batches:
+            losses = [thread.submit(module, *batch).result() for module in modules]
+            for module in modules:
+                hook = module.tower.blocks[1].register_forward_pre_hook(_fails_in_its_backward)
+                failing = thread.submit(module, *batches[0]).result()
+                hook.remove()
+                with pytest.raises(KeyError):
+                    failing.backward()
+            assert_same_grads(*modules, "of the backward that raised")
+            for loss in losses:
+                loss.backward()
+            assert_same_grads(*modules, "of the backward after it")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_weights(*modules)
 
 
 class _Scaled(torch.autograd.Function):
