@@ -163,14 +163,14 @@ class Cache:
         """When a copy of `block` here is of use next, NEVER if that is not known: a use of the schedule; by the clock
         of both tiers in host staging, where the device is fed from it too, unless it has a copy already."""
         schedule, nearer = self.schedule, self._nearer
-        at = schedule.next_use(block)
         if nearer is None:
-            return at
-        here = schedule.time(at)
+            return schedule.next_use(block)
+        here = schedule.time(schedule.next_use(block)) if schedule.uses else NEVER
         if block in nearer.copies:
             return here
         there = nearer.schedule
-        return min(here, there.time(there.next_use(block)))
+        at = there.time(there.next_use(block))
+        return at if at < here else here
 
     def clock(self) -> int:
         """What `needed` says of a use that begins now: the next one expected on either tier."""

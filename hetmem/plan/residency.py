@@ -165,10 +165,9 @@ class Residency:
         if not self._supply.at_rest(cache):
             return None
         ledger = self._ledger
-        ledger.tick += 1
+        ledger.tick = copy.last_use = ledger.tick + 1
         self.counts.acquires += 1
         copy.uses += 1
-        copy.last_use = ledger.tick
         return copy.slot
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:

@@ -198,12 +198,11 @@ class Supply:
         looked_at: tuple[int, ...] = ()
         start, end = schedule.horizon(ahead), schedule.horizon(2 * ahead)
         for at, blocks in enumerate(schedule.between(start, end), start):
-            if blocks == looked_at:
-                continue
-            for block in blocks:
-                if block not in copies and can_come(block):
-                    return at - ahead
-            looked_at = blocks
+            if blocks != looked_at:
+                for block in blocks:
+                    if block not in copies and can_come(block):
+                        return at - ahead
+                looked_at = blocks
         return schedule.position + ahead
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
