@@ -70,7 +70,8 @@ class Cache:
 
     def remove(self, block: int) -> Copy:
         """There is no copy of `block` here any more; returns what was."""
-        fed, at = self._nearer or self, self.schedule.next_use(block)
+        schedule, fed = self.schedule, self._nearer or self
+        at = schedule.next_use(block) if schedule.uses else NEVER
         if at < self._present_until:
             self._present_until = at
         if fed._fed_until:
