@@ -40,7 +40,7 @@ class Ledger:
         return len(self.blocks) - 1
 
     def note(self, block: int, what: str, tier: Tier | None = None) -> None:
-        """Remember that `what` happened to `block`, for `illegal`."""
+        """Remember that `what` happened to `block`, for `illegal`. What happens most often is noted on the spot."""
         self._history[block].append((self.tick, what, tier))
 
     def illegal(self, block: int, tier: Tier, event: str) -> StateError:
@@ -78,7 +78,7 @@ class Ledger:
             staging = self.caches[HOST]
             staging.copies[block].uses += 1
             staging.touch(block)
-        self.note(block, "fetch to", tier)
+        self._history[block].append((self.tick, "fetch to", tier))
         commands.append(Fetch(block, source, tier, copy.slot))
 
     def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
@@ -102,7 +102,7 @@ class Ledger:
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
             commands.append(Drop(block, tier, copy.slot))
-        self.note(block, "dropped on", tier)
+        self._history[block].append((self.tick, "dropped on", tier))
 
     def evict(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Drop a copy that would be of use, for another one's sake."""
@@ -116,7 +116,7 @@ class Ledger:
         copy = self._answered(command, "done")
         if type(command) is Fetch:
             copy.state = VALID
-            self.note(command.block, "valid on", command.target)
+            self._history[command.block].append((self.tick, "valid on", command.target))
         else:
             copy.dirty = False
             self.note(command.block, "written")
@@ -154,5 +154,6 @@ class Ledger:
                 staging = self.caches[HOST]
                 staging.copies[block].uses -= 1
                 staging.touch(block)
-        cache.touch(block)
+        if not copy.uses:  # or it may not be given up, as before
+            cache.touch(block)
         return copy

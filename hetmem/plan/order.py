@@ -65,13 +65,13 @@ class Order:
         known = rank_of.get
         for block in self._touched:
             rank, before = rank_now(block), known(block)
-            if rank == before:
-                continue
             if before is not None:
+                if rank == before:
+                    continue
                 del ranks[bisect_left(ranks, before)]
-            if rank is None:
-                del rank_of[block]
-            else:
+                if rank is None:
+                    del rank_of[block]
+            if rank is not None:
                 insort(ranks, rank)
                 rank_of[block] = rank
                 if rank[0] > self.gained:

@@ -373,8 +373,9 @@ class SimulatedTraffic:
             link = self.nvme_write
         else:
             link = self.host_to_device if command.target is DEVICE else self.nvme_read
-        nbytes = self.sizes[command.block]
-        if command.block in self.on_device or command.block == self._near:
+        block = command.block
+        nbytes = self.sizes[block]
+        if block in self.on_device or block == self._near:
             seconds = self._cast.seconds(nbytes)
             self.cast_seconds += seconds
             self.now += seconds
