@@ -85,8 +85,10 @@ class Order:
 
         Without those whose rank begins with less than `least`, and without `spared`.
         """
-        chosen: list[int] = []
         ranks = self.ranks() if self._touched or self._outdated else self._ranks
+        if slots == 1 and ranks and ranks[-1][0] >= least and ranks[-1][-1] not in spared:
+            return [ranks[-1][-1]]  # as the loop would, most often
+        chosen: list[int] = []
         for rank in reversed(ranks):
             if slots <= 0 or rank[0] < least:
                 break

@@ -241,7 +241,9 @@ class Schedule:
         count = self._count
         if not self.periodic or end <= count:
             return self.uses[start:end]
-        return [self.uses[at % count] for at in range(start, end)]
+        first = start % count
+        last = first + max(0, end - start)
+        return self.uses[first:last] if last <= count else [self.uses[at % count] for at in range(first, last)]
 
 
 STEP = ("step",)

@@ -184,3 +184,11 @@ def test_what_is_passed_over_and_only_read_is_read_ahead_as_ever() -> None:
     schedule.reach((0,))
     schedule.reach((2,))
     assert [schedule.reads(at) for at in range(5)] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("start", range(12))
+def test_between_is_what_comes_then_also_over_the_end_of_a_round(start: int) -> None:
+    uses = [(0,), (1,), (2, 3), (4,)]
+    schedule = Schedule(uses)
+    for end in range(14):
+        assert list(schedule.between(start, end)) == [uses[at % 4] for at in range(start, end)]
