@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
+from hetmem.optim.workers import WorkerPool
 from hetmem.runtime import registry
 from tests.memory.left import open_files
 from tests.runtime.harness import (
@@ -128,6 +131,9 @@ def strike_all(begin: Callable[[], nn.Module], call: Callable[[nn.Module], Any],
         except KeyboardInterrupt:
             pass
         others += is_managed(model) != after
+        gc.collect()
+        if not is_managed(model):
+            assert open_files() - before == Counter(), what
         ends_as_it_should(model, plain(), what)
         del model
         gc.collect()
@@ -160,3 +166,22 @@ def test_what_an_interrupt_leaves_of_release(placement: str, overlap: Any, tmp_p
         return model
 
     strike_all(begin, hetmem.release, plain)
+
+
+@pytest.mark.parametrize("at", [1, 20, 40, 80])
+def test_an_interrupt_of_release_loses_no_update_that_goes_on_after_its_step(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the wait for them, and those that had not begun by then were forgotten."""
+    begin = WorkerPool.begin
+    slowly = partial(time.sleep, 0.05)
+    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [slowly, *tasks], after))
+    plain, model = build(), manage(build(), "host", tmp_path, sanitize=False)
+    optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap="forward")
+    trains(plain, adamw_of(plain))
+    trains(model, optimizer)
+    with pytest.raises(KeyboardInterrupt), Struck(at):
+        hetmem.release(model)
+    if is_managed(model):
+        hetmem.release(model)
+    assert_same_weights(plain, model)
