@@ -25,7 +25,7 @@ from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime import backwards, registry
 from hetmem.runtime.building import Building
-from hetmem.runtime.construction import build_memory
+from hetmem.runtime.construction import build_memory, move_home
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.used_up import UsedUp
@@ -117,7 +117,7 @@ def manage(
 
     Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do,
     `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
-    module as it was.
+    module as it was. After an interrupt it is as it was, or managed.
     """
     if isinstance(module, type):
         raise ManageError(
@@ -144,22 +144,23 @@ def manage(
     accelerator = _accelerator(device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
-    with torch.inference_mode(False):  # where tensors take writes later
-        memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
-    slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
-    residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
-    with ExitStack() as undone:
-        undone.callback(memory.close)
-        undone.callback(_to_host_memory, module, [managed for chunk in memory.chunks for managed in chunk.parameters])
+    with HELD_BACK, ExitStack() as undone:
+        with torch.inference_mode(False):  # where tensors take writes later
+            memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
+            undone.callback(memory.close)
+            undone.callback(_to_host_memory, module, memory.parameters())
+            move_home(memory, module)
+        slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
+        residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
         engine = TransferEngine(accelerator, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=sanitize)
         runtime.hardware = profile
         runtime.planned_optimizer = {} if planned is None else planned.optimizer
         runtime.prediction = None if planned is None else planned.prediction
+        backwards.watch()
         registry.add(module, Interception(module, runtime))
         undone.pop_all()
-    backwards.watch()
     return module
 
 
@@ -287,8 +288,25 @@ def release(module: torch.nn.Module) -> None:
     """Turn a managed module back into an ordinary one, its weights and gradients in ordinary host memory.
 
     Threads and files are gone when this returns. A `hetmem.AdamW` over its parameters cannot step any more.
-    Raises `ManageError` if `module` is not managed.
+    Raises `ManageError` if `module` is not managed. After an interrupt it is an ordinary one, or still managed.
     """
+    interception = registry.of_module(module)
+    try:
+        _wait_for_what_is_begun(interception)  # an interrupt comes here, if anywhere, and nothing is changed yet
+    except Exception:
+        _end(module)
+        raise
+    _end(module)
+
+
+def _wait_for_what_is_begun(interception: Interception) -> None:
+    """Updates that go on after a step, writes, and gradients on their way."""
+    interception.before_state_dict()
+    interception.runtime.traffic.pending.quiesce()
+
+
+def _end(module: torch.nn.Module) -> None:
+    """`module` is managed no more, whatever fails."""
     interception = registry.remove(module)
     interception.remove()
     runtime = interception.runtime

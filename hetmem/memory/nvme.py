@@ -152,7 +152,8 @@ class NvmeStore:
         """One zeroed extent per size, rounded up to 4096, each whole in one file; all of them or none.
 
         The blocks are allocated now: a full disk is reported before training, not during it. Each extent goes to the
-        file with the fewest reserved bytes, in turn where they are equal.
+        file with the fewest reserved bytes, in turn where they are equal, of those whose disks have room for it by what
+        was free when the store was made; where none has, to one on the disk that has most.
         Raises `CapacityError` when the capacity would be passed, `StoreError` when a disk has no room.
         """
         lengths = [round_up(nbytes, BLOCK_BYTES) for nbytes in sizes]
@@ -165,11 +166,17 @@ class NvmeStore:
                 raise CapacityError(f"no room for {sized(sum(lengths))} in the NVMe store: {room}. Raise its budget")
             ends = [file.reserved_bytes for file in self._files]
             first = self._first + (len(set(ends)) == 1 and ends[0] > 0)
+            left = self._left(ends)
             extents = []
             for nbytes in lengths:
-                index = min(range(len(ends)), key=lambda file: (ends[file], (file - first) % len(ends)))
+                enough = min(nbytes, max(left.values()))
+                index = min(
+                    (index for index, file in enumerate(self._files) if left[file.disk] >= enough),
+                    key=lambda file: (ends[file], (file - first) % len(ends)),
+                )
                 extents.append(Extent(index, ends[index], nbytes))
                 ends[index] += nbytes
+                left[self._files[index].disk] -= nbytes
             self._allocate(ends)
             self._first = first
             return extents
@@ -249,6 +256,13 @@ class NvmeStore:
             raise ValueError(f"[{offset}, {end}) are not whole blocks within an extent of {extent.nbytes} bytes")
         with self._lock:
             return link.start(self._file_of(extent), extent.file, flat, extent.offset + offset)
+
+    def _left(self, ends: Sequence[int]) -> dict[int, int]:
+        """What each disk has left where files end at `ends`, by what it had when the store was made."""
+        left = {file.disk: file.disk_room_bytes for file in reversed(self._files)}
+        for file, end in zip(self._files, ends, strict=True):
+            left[file.disk] -= end
+        return left
 
     def _allocate(self, ends: list[int]) -> None:
         try:

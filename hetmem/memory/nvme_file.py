@@ -52,6 +52,11 @@ class StoreFile:
             except (OSError, OverflowError) as error:
                 what = f"cannot keep an NVMe store of {sized(nbytes)} in {directory!r}: {error}"
                 raise BudgetError(f"{what}. Name an existing, writable directory on the disk to use") from error
+            disk = os.fstatvfs(self.buffered)
+            self.disk = os.fstat(self.buffered).st_dev
+            """Which one it lies on: files on one disk share its room."""
+            self.disk_room_bytes = disk.f_bavail * disk.f_frsize * 9 // 10
+            """What the disk had free when this was made, less the tenth that a budget leaves it."""
             self.direct = _open_direct(self.buffered)
             if self.direct != self.buffered:
                 opened.callback(os.close, self.direct)

@@ -109,13 +109,17 @@ class ThreadCopier:
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
         """On the link's thread; all compute is over when it is asked for here, so there is nothing to come after."""
-        finished = self._finished
+        finished, tag = self._finished, job.tag
         try:
-            future = self._threads[job.link].submit(self.now, job)
+            future = self._threads[job.link].submit(self._last_use, [job])
         except RuntimeError as error:  # no thread can be started
-            finished(Finished(job.tag, error))
+            finished(Finished(tag, error))
             return
-        future.add_done_callback(lambda ended: finished(Finished(job.tag, ended.exception())))
+        future.add_done_callback(lambda ended: finished(Finished(tag, ended.exception())))
+
+    def _last_use(self, jobs: list[Job]) -> None:
+        """Whoever is told that the job is over may count on its memory, so nobody holds it then."""
+        self.now(jobs.pop())
 
     def now(self, job: Job) -> None:
         """Here, at the link's speed."""

@@ -107,6 +107,12 @@ class Progress:
             part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
         )
 
+    def use_up_gradients(self) -> None:
+        """The update, which trails, reads them: nobody else may find them and write zeros there."""
+        for part in self.parts:
+            if part.at_home and part.managed.parameter.grad is part.gradient:
+                part.managed.parameter.grad = None
+
     def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
         """Keep what an update changes beside chunks: step counts and the like. Those called `homes` lie in chunks, also
         where they are one number."""

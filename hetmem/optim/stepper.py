@@ -256,7 +256,8 @@ class Stepper:
                     self._add_update(progress, grad_scale)
             if self._trails:
                 self._updates.pump()
-                self._use_up_gradients()  # behind all that may fail: a step that is repeated needs them
+                for progress in self._progress.values():
+                    progress.use_up_gradients()  # behind all that may fail: a step that is repeated needs them
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 
@@ -364,13 +365,6 @@ class Stepper:
     def _check_untouched(self) -> None:
         self._untouched.check([progress for progress in self._progress.values() if progress.begun], self._optimizer)
 
-    def _use_up_gradients(self) -> None:
-        """The updates that trail read them: nobody else may find them and write zeros there."""
-        for progress in self._progress.values():
-            for part in progress.parts:
-                if part.at_home and part.managed.parameter.grad is part.gradient:
-                    part.managed.parameter.grad = None
-
     # ---- jobs --------------------------------------------------------------------------------------------------
 
     def _summed(self, progress: Progress, done: bool) -> None:
@@ -381,6 +375,11 @@ class Stepper:
         if not done:
             progress.sums = []
         elif progress.saved is not None and not dropped:
+            if self._untouched.written(progress):  # what was saved is older, and users read what they wrote
+                self._undo.give_back(progress.saved)
+                progress.saved = None
+                self._passes.notice_written(progress.chunk)
+                return
             self._add_update(progress, self._optimizer.expected_scale())
 
     def _add_sums(self, progress: Progress) -> None:

@@ -79,6 +79,10 @@ class Untouched:
                     raise changed(progress.parts, optimizer)
         self._checked = True
 
+    def written(self, progress: Progress) -> bool:
+        """Whether somebody was seen to write to weights of `progress`, which is not begun."""
+        return any(self._writes.was_seen(part.managed) for part in progress.parts)
+
     def forget(self) -> None:
         """The step is over."""
         self._waiting.clear()

@@ -141,12 +141,15 @@ class Notes:
             return
         traffic = self._traffic
         live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
+        self._set_limit(live)
+        while self.chunk_bytes() + live > self._capacities.device_bytes and (
+            traffic.residency.in_flight() or traffic.gradients_under_way
+        ):
+            traffic.wait_for_one()
+            live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
         if self._moments and live > self._moments[-1].non_model_bytes:
             last = self._moments[-1]
             self._moments[-1] = Moment(last.operator, last.blocks, live)
-        self._set_limit(live)
-        while self.chunk_bytes() + live > self._capacities.device_bytes and traffic.residency.in_flight():
-            traffic.wait_for_one()
         missing = self.chunk_bytes() + live - self._capacities.device_bytes
         if missing > 0:
             raise NoRoom(

@@ -289,6 +289,11 @@ class SimulatedTraffic:
             self._gradient_bytes -= self._gradient_ends.popleft()[1]
         return self._gradient_bytes
 
+    @property
+    def gradients_under_way(self) -> bool:
+        """Whether any gradient is on its way."""
+        return self._gradients > 0
+
     def wait_for_gradients(self) -> None:
         """Every gradient is at home."""
         while self._gradients:

@@ -7,7 +7,8 @@ False: nobody, but code that is there already runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -91,16 +92,21 @@ class Tracing:
         """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
 
 
-def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> list[RemovableHandle]:
+def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> Iterator[RemovableHandle]:
     """Register `before` (with keyword arguments) and `after` (always called) with all of `parts`, under one number,
-    as the number is a part of what compiled code is good for: so a block's is good for all that are like it."""
-    handles: list[RemovableHandle] = []
-    for part in parts:
-        handles.append(part.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(part.register_forward_hook(after, always_call=True))
-        for handle, first in zip(handles[-2:], handles[:2], strict=True):
-            _renumber(handle, first.id)
-    return handles
+    as the number is a part of what compiled code is good for: so a block's is good for all that are like it. One after
+    the other: of a part that refuses them those before it are known."""
+    numbers: list[int] = []
+    for index, part in enumerate(parts):
+        for register in (
+            partial(part.register_forward_pre_hook, before, with_kwargs=True),
+            partial(part.register_forward_hook, after, always_call=True),
+        ):
+            handle = register()
+            if index:
+                _renumber(handle, numbers[len(numbers) - 2])
+            numbers.append(handle.id)
+            yield handle
 
 
 def _renumber(handle: RemovableHandle, number: int) -> None:

@@ -17,6 +17,7 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.free import free_host_bytes
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
@@ -75,7 +76,7 @@ def build_memory(
     mixed_precision: torch.dtype | None,
     chunk_bytes: int | None,
 ) -> Memory:
-    """Lay `module` out, open the pools and move its parameters home. Nothing is changed if it raises."""
+    """Lay `module` out and open the pools, for `move_home`. `module` is not changed."""
     parameters = collect(module)
     check_directories(limits)
     capacities = Capacities(
@@ -97,6 +98,7 @@ def build_memory(
         )
     except NoRoom as refusal:  # a name of the planner's; users know those of `hetmem.errors`
         raise BudgetError(str(refusal)) from None
+    HELD_BACK.raise_here()  # the search takes its time
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
     pins: list[Callable[[], None]] = []
     try:
@@ -123,16 +125,12 @@ def build_memory(
         )
         memory.reserve(memory.chunks, Role.PARAM)
         memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
-        buffers = [(buffer, buffer.data.to(device.torch_device)) for buffer in module.buffers()]
     except BaseException:
         for unpin in pins:
             unpin()
         if store is not None:
             store.close()
         raise
-    _move_home(memory, list(parameters.items()))
-    for buffer, there in buffers:
-        buffer.data = there
     return memory
 
 
@@ -173,9 +171,14 @@ def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[
     ]
 
 
-def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]]) -> None:
-    _take_apart([parameter for _, parameter in parameters])
-    for placement, (name, parameter) in zip(memory.layout.placements, parameters, strict=True):
+def move_home(memory: Memory, module: torch.nn.Module) -> None:
+    """Move the parameters of `module`, which `memory` was made for, to their homes, and its buffers to the device.
+    Interrupts that are held back come between two of them; those of `Memory.parameters` have moved by then."""
+    buffers = [(buffer, buffer.data.to(memory.device.torch_device)) for buffer in module.buffers()]
+    parameters = dict(module.named_parameters())
+    _take_apart(parameters.values())
+    for placement, (name, parameter) in zip(memory.layout.placements, parameters.items(), strict=True):
+        HELD_BACK.raise_here()
         chunk = memory.chunks[placement.chunk]
         data = parameter.data
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
@@ -186,6 +189,8 @@ def _move_home(memory: Memory, parameters: list[tuple[str, torch.nn.Parameter]])
         )
         chunk.parameters.append(managed)
         settle_in(managed, memory.device.torch_device)
+    for buffer, there in buffers:
+        buffer.data = there
 
 
 def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -63,6 +63,11 @@ class Homeward:
             self.lost(chunk)
             raise error
 
+    @property
+    def under_way(self) -> bool:
+        """Whether any gradient is on its way."""
+        return bool(self._on_their_way)
+
     def arriving(self, chunk: Chunk) -> bool:
         """Whether gradients of `chunk` are on their way."""
         return chunk in self._on_their_way

@@ -6,14 +6,14 @@ It reserves and gives back; it knows neither operators nor copies, and moves no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory import views
-from hetmem.memory.chunk import Chunk, Home, Role
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.nvme import NvmeStore
@@ -74,6 +74,10 @@ class Memory:
             self.store.close()
         while self.pins:
             self.pins.pop()()
+
+    def parameters(self) -> Iterator[ManagedParameter]:
+        """Those that have moved home by the time that each is asked for."""
+        return (managed for chunk in self.chunks for managed in chunk.parameters)
 
     @property
     def streams(self) -> bool:

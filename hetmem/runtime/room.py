@@ -103,21 +103,27 @@ class DeviceRoom:
         self._set_limit(expected_bytes if watched else self._least_room())
 
     def non_model_grew(self, operator: str, live_bytes: int) -> None:
-        """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to.
+        """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to,
+        and wait for gradients on their way home. The trace has what is left beside chunks then.
 
         Raises `DeviceOutOfMemoryError` if what is left in use does not fit beside it.
         """
-        self._tracer.grew(live_bytes)
         with self.monitor.unwatched():
             self._let_homes_go(live_bytes)
             self._set_limit(live_bytes)
-            while self.chunk_bytes() + live_bytes > self._memory.device_bytes and self._traffic.residency.in_flight():
+            while self.chunk_bytes() + live_bytes > self._memory.device_bytes and self._anything_leaves():
                 self._traffic.wait_for_one()
+                live_bytes = min(live_bytes, self.monitor.live_bytes)
+            self._tracer.grew(live_bytes)
             if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
                 self.monitor.left |= self._leave_device(live_bytes)
         if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
             raise self.shortage.error(operator, live_bytes)
         self._statistics.device_in_use(self.chunk_bytes(), live_bytes)
+
+    def _anything_leaves(self) -> bool:
+        """Whether something is under way at whose end less of the device is taken."""
+        return bool(self._traffic.residency.in_flight()) or self._traffic.gradients.under_way
 
     def widen(self) -> bool:
         """Chunks in use at once need more than they may have: let them have what was only guessed to be needed beside
@@ -138,6 +144,7 @@ class DeviceRoom:
         try:
             self._traffic.limit_device(0, before=before)
             self._traffic.pending.drain()  # where an interrupt or a transfer's error is raised
+            self._traffic.gradients.wait()  # they are on the device as long as they are on their way
             self._traffic.give_back_free()
         finally:
             self._traffic.limit_device(before, before=before)

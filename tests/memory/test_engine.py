@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.streams import StreamCopier
-from hetmem.memory.transfer import Finished, Seen, TransferEngine
+from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
 from hetmem.plan.links import Link
 from tests.runtime.harness import comes_to_be
 
@@ -130,3 +131,26 @@ class NoTimeouts:
 
     def get(self, timeout: float | None = None) -> Any:
         raise AssertionError(f"a look every {timeout} s")
+
+
+def test_nobody_holds_what_a_copy_was_of_when_it_is_said_to_be_over() -> None:
+    """Whoever waited for device memory to come free found that the last gradient was still held by the thread."""
+    source, held = bytearray(8), threading.Event()
+
+    class Source:
+        def copy(self) -> None:
+            source[:] = bytes(8)
+
+    here = Source()
+    known, dead = weakref.ref(here), []
+
+    def finished(_: Finished) -> None:
+        dead.append(known() is None)
+        held.set()
+
+    copier = ThreadCopier({Link.DEVICE_TO_HOST: 100}, lambda *_: None, finished)
+    copier.start(Job("tag", Link.DEVICE_TO_HOST, here.copy, 10), ())
+    del here
+    assert held.wait(30)
+    assert dead == [True]
+    copier.close()

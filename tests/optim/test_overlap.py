@@ -218,6 +218,42 @@ def test_memory_to_undo_with_comes_back_from_chunks_that_were_prepared_for_nothi
 
 
 @streamed
+@pytest.mark.parametrize("evaluations", [0, 5])
+@pytest.mark.parametrize("by", ["load_state_dict", "copy_"])
+def test_no_update_is_made_on_trial_of_weights_that_were_loaded_meanwhile(
+    by: str, evaluations: int, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Squares were still being summed up when the user loaded weights: evaluations saw them updated by and by."""
+    plain, module = pair(mlp, placement, tmp_path)
+    both = adamws(plain, module, overlap="speculative", max_grad_norm=1e9)
+    (batch,) = vector_batches(1, 4, 64)
+    train_both(plain, module, [batch], Recipe(steps=2), optimizers=both)
+    loaded = {name: value + 1 for name, value in plain.state_dict().items()}
+
+    opened, pump = threading.Event(), Updates.pump
+    monkeypatch.setattr(Updates, "pump", lambda updates: pump(updates) if opened.is_set() else None)
+    for which, rule in zip((plain, module), both, strict=True):
+        rule.zero_grad()
+        loss_of(which, batch).backward()
+        if by == "load_state_dict":
+            which.load_state_dict(loaded)
+        else:
+            with torch.no_grad():
+                for name, parameter in which.named_parameters():
+                    parameter.copy_(loaded[name])
+    opened.set()
+    for _ in range(evaluations):
+        with torch.no_grad():
+            assert_same(loss_of(plain, batch), loss_of(module, batch), "an evaluation")
+        time.sleep(0.01)  # squares are summed up by other threads
+    assert_same_weights(plain, module)
+    for rule in both:
+        rule.step()
+    assert_same_weights(plain, module)
+    train_both(plain, module, [batch], Recipe(steps=2), optimizers=both)
+
+
+@streamed
 def test_a_hook_that_changes_gradients_is_honoured(placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from hetmem.errors import CapacityError
 from hetmem.plan.copies import Block, CopyState
 from hetmem.plan.hardware import HardwareProfile, Rate
+from hetmem.plan.notes import Notes
+from hetmem.plan.placement import Capacities, NoRoom
 from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.plan.simulator import LinkQueue, SimulatedTraffic
 from hetmem.plan.trace import Schedule, Tier
@@ -122,6 +127,24 @@ def test_a_copy_on_its_way_home_is_not_changed() -> None:
     simulated.execute(simulated.residency.settle(0))
     simulated.open_staged(0, load=True)
     assert simulated.now == 1.0
+
+
+def test_gradients_on_their_way_leave_before_there_is_no_room() -> None:
+    simulated = traffic(1, [Tier.HOST])
+    ground: Any = SimpleNamespace(slot_bytes=100, device_slots=1, chunks=[SimpleNamespace(span=1)])
+    notes = Notes(simulated, Capacities(300, 0), ground, 0)
+    notes.begin(("backward",))
+    notes.moment("mm", (0,), 100)
+    simulated.acquire(0, Tier.DEVICE)
+    for _ in range(3):
+        simulated.send_gradient(100, 60)
+    began = simulated.now
+    notes.grew(120)
+    assert (simulated.now, simulated.gradient_bytes()) == (began + 2.0, 60), "one has room beside it"
+    assert notes.peaks.device == 100 + 120 + 60
+    with pytest.raises(NoRoom):
+        notes.grew(201)
+    assert simulated.gradient_bytes() == 0
 
 
 def test_at_most_four_gradients_are_on_their_way() -> None:
