@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.checkpoint.values import Encoder
 from hetmem.errors import CheckpointError
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime import registry
 
 
@@ -85,6 +86,7 @@ def _refuse_running(model: torch.nn.Module) -> None:
             raise CheckpointError("the model is running: save and load it after forward and backward, not within")
 
 
+@HELD_BACK
 def refuse_half_stepped(model: torch.nn.Module, way_out: str, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Raise `CheckpointError` where a step of `model` has begun to change weights and has not ended, but for those of
     `optimizer`. Without that, waits for what is under way, which may be such changes: raises the error of a transfer

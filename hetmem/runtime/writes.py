@@ -54,8 +54,7 @@ class Writes:
             if not counted and self._coming(chunk):
                 self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
             elif not counted and self._differs(chunk):
-                for managed in chunk.parameters:
-                    self._supersede(managed)
+                self._by_values(chunk)
             elif chunk.homes[Role.PARAM].tier is Tier.DEVICE:
                 self._traffic.copy_home_again(chunk)
 
@@ -77,8 +76,13 @@ class Writes:
         """`chunk` is used next: wait for what is on its way, and see whether that is what its home says."""
         self.unsure.discard(chunk)
         if self._differs(chunk):
-            for managed in chunk.parameters:
-                self._supersede(managed)
+            self._by_values(chunk)
+
+    def _by_values(self, chunk: Chunk) -> None:
+        """Something of `chunk` was written without a version. Its copies are of all of it."""
+        self.noticed.update(id(managed) for managed in chunk.parameters if self._differs(chunk, managed))
+        for managed in chunk.parameters:
+            self._supersede(managed)
 
     def _coming(self, chunk: Chunk) -> bool:
         block = chunk.homes[Role.PARAM].block
@@ -115,6 +119,7 @@ class Writes:
             managed.home.copy_(new)
             parameter.data = managed.home
         managed.version = parameter._version
+        self.noticed.add(id(managed))
         self._supersede(managed)
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
@@ -125,6 +130,7 @@ class Writes:
         self._leave_home_to_holders(managed, hetmem_holds=2 + at_home)
         managed.home.copy_(value)
         managed.data_sets += 1
+        self.noticed.add(id(managed))
         self._supersede(managed)
 
     def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
@@ -146,7 +152,6 @@ class Writes:
         """What is at home counts: the 16-bit copy there is made anew, and no other may be used, but perhaps the
         device's."""
         traffic, chunk = self._traffic, managed.chunk
-        self.noticed.add(id(managed))
         if chunk.operand == Role.COMPUTE:
             traffic.superseded(chunk, Role.PARAM)
             traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # what is on its way home must not come later
@@ -194,6 +199,7 @@ class Writes:
         self._traffic.wait_until_written([where])  # an update that trails must not come after this
         self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
+        self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
         self._traffic.copy_equals_home(managed.chunk)
 

@@ -329,10 +329,8 @@ class Side:
         module = draw.choice((self.net, self.net.embedding, *self.net.parts))
         before = draw.random() < 0.5
         register = module.register_forward_pre_hook if before else partial(module.register_forward_hook, prepend=True)
-        handle = register(_interrupt)  # type: ignore[operator]
-        with suppress(KeyboardInterrupt):
-            self.net(self.tokens(draw))
-        handle.remove()
+        with register(_interrupt), suppress(KeyboardInterrupt):  # type: ignore[operator]
+            self.net(self.tokens(draw))  # a disk may fail before that
 
     def threaded(self, draw: Random) -> Any:
         """An evaluation, or a forward and its backward, on a thread of its own."""
