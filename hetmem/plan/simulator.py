@@ -46,11 +46,11 @@ class LinkQueue:
     def send(self, now: float, nbytes: int) -> float:
         """Queue a transfer; returns when it ends."""
         seconds = self.rate.seconds(nbytes)
-        self.load.bytes += nbytes
-        self.load.seconds += seconds
         start = now if now > self.free_at else self.free_at
         if self.beside is not None and self.beside[0].free_at > start:
             seconds = self._seconds_beside(seconds * self.mixed, self.beside[0].free_at - start, self.beside[1])
+        self.load.bytes += nbytes
+        self.load.seconds += seconds
         self.free_at = start + seconds
         return self.free_at
 
@@ -104,7 +104,6 @@ class SimulatedTraffic:
         self.on_device: set[int] = set()
         self._near: int | None = None
         self._cast = Rate(hardware.device.bytes_per_second)
-        self.cast_seconds = 0.0
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
         self.worker: Worker | None = None
@@ -303,6 +302,14 @@ class SimulatedTraffic:
         if self.worker is not None:
             self.worker.pump()
 
+    def under_way(self, digits: int) -> tuple[tuple[float, object], ...]:
+        """What has not ended, and in how many seconds, with so many `digits`, each does."""
+        ends = sorted(self._ends)
+        return tuple(
+            (round(end - self.now, digits), (type(what), what.block) if isinstance(what, tuple) else type(what))
+            for end, _, what in ends
+        )
+
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
         return bool(self._ends)
@@ -375,9 +382,7 @@ class SimulatedTraffic:
             link = self.host_to_device if command.target is DEVICE else self.nvme_read
         nbytes = self.sizes[command.block]
         if command.block in self.on_device or command.block == self._near:
-            seconds = self._cast.seconds(nbytes)
-            self.cast_seconds += seconds
-            self.now += seconds
+            self.now += self._cast.seconds(nbytes)
             self.execute(self.residency.done(command))
             return
         if urgent and link is self.host_to_device and link.rate.by_the_caller:
