@@ -242,7 +242,6 @@ class Updates:
     def _run(self) -> None:
         job = self._opening.popleft()
         job.opened = {role: self._traffic.asked_role(job.chunk, role) for role in job.roles}
-        job.began = time.perf_counter()
         try:
             job.copy = self._traffic.hold_copy(job.chunk) if job.keeps_copy else None
             tasks = job.tasks(job)
@@ -251,6 +250,7 @@ class Updates:
             raise
         self._running.append(job)
         ended = self._traffic.pending.expect_job(partial(self._ended, job))
+        job.began = time.perf_counter()
         job.batch = self._workers.begin([tasks[place] for place in job.left.places] or tasks, after=ended)
 
     def _ended(self, job: Job) -> None:

@@ -22,9 +22,8 @@ class Cache:
     eviction or a policy may know of says so with `touch(block)`.
 
     Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again
-    at every use would take longer than all else. So it is remembered what a look came to, and that stands until what
-    is missing has changed (`moved`), or a copy that is needed late enough could give way (`touch`). A use of a copy
-    that is here only takes room away, and a copy that is given back but needed soon makes none.
+    at every use would take longer than all else. So what a look came to stands until what is missing has changed
+    (`moved`), or a copy that is needed late enough could give way (`touch`): a use of one that is here takes room away.
     """
 
     def __init__(

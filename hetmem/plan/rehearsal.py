@@ -6,8 +6,9 @@ counterpart of `runtime.runtime`, `runtime.gradients` and `optim.adamw`. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import product
+from operator import sub
 
 from hetmem.errors import CapacityError
 from hetmem.plan.arrangement import ROLES, Arrangement, by_first_use, moved, to_the_device
@@ -18,6 +19,7 @@ from hetmem.plan.hardware import HardwareProfile, ThreadCosts
 from hetmem.plan.notes import BACKWARD, FORWARD, Notes
 from hetmem.plan.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.plan.prefetch import Prefetch
+from hetmem.plan.repetition import micro_batches, reading_of, state_of
 from hetmem.plan.result import StepResult
 from hetmem.plan.simulator import SimulatedTraffic
 from hetmem.plan.streamed import StreamedUpdates, crossing, facts_of, fits
@@ -62,7 +64,8 @@ class Rehearsal:
         self._used: dict[int, tuple[list[tuple[int, int]], tuple[int, ...]]] = {}
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
-        self._usual = {number: micro_batches * count for number, count in workload.gradients().items()}
+        self._gradients = workload.gradients()
+        self._usual = {number: micro_batches * count for number, count in self._gradients.items()}
         self._how = updating or Updating()
         self._begun: set[int] = set()
         self._streamed = StreamedUpdates(self._traffic, self._notes)
@@ -72,7 +75,6 @@ class Rehearsal:
         self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
         able = self._how.streamed_states and not (ground.resident or ground.uses_nvme)
         self._share = StreamedShare(hardware, self._streamed) if able else None
-        self._compute = 0.0
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
@@ -100,40 +102,30 @@ class Rehearsal:
     def step(self) -> StepResult:
         """One step. Raises `NoRoom` where the run would be out of device memory."""
         traffic = self._traffic
-        start, stalled, events = traffic.now, traffic.stall_seconds, traffic.events
-        before = {name: (link.load.bytes, link.load.seconds) for name, link in traffic.links.items()}
-        counts = traffic.residency.counts
-        fetches, faults = sum(counts.fetches.values()), counts.faults[Tier.DEVICE]
-        self._compute = self._updates.seconds = self._streamed.seconds = traffic.cast_seconds = 0.0
+        before, events = reading_of(traffic), traffic.events
+        self._updates.seconds = 0.0
         self._sink.begin_step()
         self._begun.clear()
         self._streamed.begun.clear()
         try:
-            for _ in range(self._micro_batches):
-                for index, event in enumerate(self._workload.events):
-                    self._event(index, event)
+            compute, more = micro_batches(self._micro_batches, traffic, self._micro_batch, self._left_out, self._state)
             self._rearrange()
             self._optimize()
         except CapacityError as error:
             raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
         self._steps += 1
         self._notes.peaks.note(self._notes.chunk_bytes(), 0)
-        load = {
-            name: (link.load.bytes - before[name][0], link.load.seconds - before[name][1])
-            for name, link in traffic.links.items()
-        }
-        compute, update = self._compute + traffic.cast_seconds, self._updates.seconds + self._streamed.seconds
-        terms = {"compute": compute, "update": update, **{n: s for n, (_, s) in load.items()}}
+        seconds, stalled, *rest = map(sub, reading_of(traffic), before)
         return StepResult(
-            traffic.now - start,
-            traffic.stall_seconds - stalled,
-            terms,
-            {name: nbytes for name, (nbytes, _) in load.items()},
+            seconds + more,
+            stalled,
+            {"compute": compute, "update": self._updates.seconds, **dict(zip(traffic.links, rest[4:8], strict=True))},
+            {name: int(nbytes) for name, nbytes in zip(traffic.links, rest[:4], strict=True)},
             self._notes.peaks.device,
             self._notes.peaks.chunk,
             self._notes.peaks.other,
-            sum(counts.fetches.values()) - fetches,
-            counts.faults[Tier.DEVICE] - faults,
+            int(rest[8] + rest[9]),
+            int(rest[10]),
             traffic.events - events,
             {tier: dict(roles) for tier, roles in self._moved.items()},
             self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
@@ -141,6 +133,19 @@ class Rehearsal:
             SLOTS * self._streamed.slot_bytes,
             {tier.name.lower(): nbytes for tier, nbytes in self._sink.new_bytes.items()},
         )
+
+    def _micro_batch(self) -> None:
+        for index, event in enumerate(self._workload.events):
+            self._event(index, event)
+
+    def _left_out(self, micro_batches: int) -> None:
+        """So many of them are not rehearsed; their gradients have arrived."""
+        for parameter, count in self._gradients.items():
+            self._sink.arrivals[parameter] += micro_batches * count
+
+    def _state(self) -> Hashable | None:
+        """What a micro-batch leaves to the next one; None while updates are under way, which few of them meet."""
+        return state_of(self._traffic, self._held.values()) if self._updates.idle else None
 
     def _part_of(self, chunks: set[int]) -> float:
         """The share of the trained elements that lie in `chunks`."""
@@ -155,7 +160,7 @@ class Rehearsal:
                 self._notes.begin(FORWARD)
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
-            case Kind.USE | Kind.SAVED:
+            case Kind.USE | Kind.SAVED if self._blocks:
                 self._use(index, event)
                 return
             case Kind.GRADIENT:
@@ -168,10 +173,6 @@ class Rehearsal:
         self._phase(event.after, self._seconds[index][1])
 
     def _use(self, index: int, event: Event) -> None:
-        if not self._blocks:
-            self._phase(event.during, self._seconds[index][0])
-            self._phase(event.after, self._seconds[index][1])
-            return
         self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
         for parameter in self._gone:
             block = self._held.pop(parameter, None)
@@ -203,7 +204,6 @@ class Rehearsal:
 
     def _phase(self, phase: Phase, seconds: float) -> None:
         self._notes.grew(phase.peak_bytes)
-        self._compute += seconds
         self._traffic.now += seconds + phase.calls * self._costs.call_seconds
 
     # ---- gradients ---------------------------------------------------------------------------------------------

@@ -14,51 +14,19 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from hetmem.plan.commands import Command, Drop, Fetch, Write
 from hetmem.plan.copies import LOADING, VALID, WAITING, Block
 from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link, LinkUse
+from hetmem.plan.link_queue import LinkQueue
+from hetmem.plan.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
 from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import DEVICE, HOST, Tier
-
-
-@dataclass(slots=True)
-class LinkQueue:
-    """A link as a queue of transfers at `rate`, and what it has carried.
-
-    `beside`: the link of the other direction, and the bytes per second that are left while that one is busy too. The
-    transfer that was queued first is taken to keep its rate, so that both together never have more. `mixed`: how much
-    longer than alone the other one takes, beside that.
-    """
-
-    rate: Rate
-    load: LinkUse = field(default_factory=LinkUse)
-    free_at: float = 0.0
-    beside: tuple[LinkQueue, float] | None = None
-    mixed: float = 1.0
-
-    def send(self, now: float, nbytes: int) -> float:
-        """Queue a transfer; returns when it ends."""
-        seconds = self.rate.seconds(nbytes)
-        self.load.bytes += nbytes
-        self.load.seconds += seconds
-        start = now if now > self.free_at else self.free_at
-        if self.beside is not None and self.beside[0].free_at > start:
-            seconds = self._seconds_beside(seconds * self.mixed, self.beside[0].free_at - start, self.beside[1])
-        self.free_at = start + seconds
-        return self.free_at
-
-    def _seconds_beside(self, alone: float, busy: float, left: float) -> float:
-        """What lasts `alone` seconds alone, where the other direction is `busy` for the first ones."""
-        slower = min(1.0, left / self.rate.bytes_per_second)
-        done = busy * slower
-        return alone / slower if done >= alone > 0 else busy + alone - done
 
 
 class Worker(Protocol):
@@ -104,7 +72,6 @@ class SimulatedTraffic:
         self.on_device: set[int] = set()
         self._near: int | None = None
         self._cast = Rate(hardware.device.bytes_per_second)
-        self.cast_seconds = 0.0
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
         self.worker: Worker | None = None
@@ -308,6 +275,14 @@ class SimulatedTraffic:
         if self.worker is not None:
             self.worker.pump()
 
+    def under_way(self, digits: int) -> tuple[tuple[float, object], ...]:
+        """What has not ended, and in how many seconds, with so many `digits`, each does."""
+        ends = sorted(self._ends)
+        return tuple(
+            (round(end - self.now, digits), (type(what), what.block) if isinstance(what, tuple) else type(what))
+            for end, _, what in ends
+        )
+
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
         return bool(self._ends)
@@ -381,9 +356,7 @@ class SimulatedTraffic:
         block = command.block
         nbytes = self.sizes[block]
         if block in self.on_device or block == self._near:
-            seconds = self._cast.seconds(nbytes)
-            self.cast_seconds += seconds
-            self.now += seconds
+            self.now += self._cast.seconds(nbytes)
             self.execute(self.residency.done(command))
             return
         if urgent and link is self.host_to_device and link.rate.by_the_caller:

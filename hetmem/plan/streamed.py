@@ -25,7 +25,7 @@ _TAIL_ELEMENTS = 16
 
 class StreamedUpdates:
     """Those updates that run on the device, each in one of the slots, with gradients in one of as many places.
-    `seconds` are those that something was computed, `begun` the numbers of the chunks.
+    `begun` are the numbers of the chunks.
 
     `ended` is called after each update that is over, `to_host` with one that must be made there.
     """
@@ -40,7 +40,6 @@ class StreamedUpdates:
         self.begun: set[int] = set()
         self.slot_bytes = 0
         self.sent_home_bytes = 0
-        self.seconds = 0.0
         self.ended: Callable[[], None] = lambda: None
         self.to_host: Callable[[Update], None] = lambda update: None
 
@@ -155,7 +154,6 @@ class StreamedUpdates:
         self.begun.add(update.number)
         traffic = self._traffic
         traffic.now += update.thread_seconds
-        self.seconds += update.thread_seconds + update.device_seconds
         brought = partial(self._brought, update, update.crossing.home_bytes)
         traffic.copy_beside(traffic.host_to_device, update.crossing.there_bytes, brought, update.device_seconds)
 

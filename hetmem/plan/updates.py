@@ -88,7 +88,12 @@ class Elsewhere(Protocol):
 
 class Updates:
     """The updates of one optimizer, by the workers of `cores` cores; `opened` is told what it uses in host
-    memory. `seconds` are those that something was computed. `streamed` has those with a `crossing`."""
+    memory. `streamed` has those with a `crossing`.
+
+    `seconds` are those in which at least one update here was computed, or was ready for that and waited for a worker:
+    what a report measures. What the thread that trains does for an update before is not among them, nor those of
+    `streamed`.
+    """
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class Updates:
         self._queue: Turns[Update] = Turns(lambda update: update.number)
         self._opening: deque[Update] = deque()
         self._running = 0
-        self._free_at = 0.0
+        self._free_at = self._busy_until = 0.0
         self._waiting = False
         self._pumping = False
         self.seconds = 0.0
@@ -203,14 +208,21 @@ class Updates:
             seconds *= self._cores / max(1, self._cores - 1)
         else:  # which lends no hand to the update before while it prepares this one
             seconds += max(0.0, min(update.thread_seconds, self._free_at - traffic.now)) / self._cores
-        traffic.now += update.thread_seconds + update.device_seconds
-        self.seconds += update.thread_seconds + update.device_seconds + update.host_seconds
+        traffic.now += update.thread_seconds
         self._running += 1
         if update.device_seconds:
+            self._computes(traffic.now + update.device_seconds)
+            traffic.now += update.device_seconds
             self._ended(update)
         else:
             self._free_at = max(traffic.now, self._free_at) + seconds
+            self._computes(self._free_at)
             traffic.later(self._free_at, partial(self._ended, update))
+
+    def _computes(self, end: float) -> None:
+        """An update is computed, or waits for a worker, from now to `end`."""
+        self.seconds += max(0.0, end - max(self._traffic.now, self._busy_until))
+        self._busy_until = max(self._busy_until, end)
 
     def _ended(self, update: Update) -> None:
         self._running -= 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.plan.decision import Variant, decide
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.placement import Capacities
+from hetmem.plan.planner import Setting
+from hetmem.plan.rows import fitting_rows
 from hetmem.plan.updating import Updating
 from hetmem.plan.workload import Workload
 from hetmem.planning.huggingface import hugging_face_call
@@ -147,7 +150,7 @@ def plan_within(
         else list(_variants(call, light, workload, micro_batches, results, updating, checkpointing=checkpointing)),
     )
     dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
-    return plan_of(
+    made = plan_of(
         decision,
         capacities,
         hardware,
@@ -157,6 +160,16 @@ def plan_within(
         profile_name,
         checkpointing=checkpointing,
     )
+    if made.compute_bound_rows is None:
+        return made
+    if made.compute_bound_rows <= workload.rows:
+        return replace(made, fitting_rows=made.compute_bound_rows)
+    larger = None if real else (checkpointed if checkpointing else traced)(joined(call, 2), results)
+    if larger is None:
+        return made
+    asked = Setting(capacities, chunk_bytes, updating=updating)
+    rows = fitting_rows(workload, larger, made.compute_bound_rows, asked, hardware, micro_batches)
+    return replace(made, fitting_rows=rows)
 
 
 def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:

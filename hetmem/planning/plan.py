@@ -23,6 +23,8 @@ from hetmem.planning.checks import TIERS, TUPLES, expected
 from hetmem.whole_files import write_whole
 
 PLAN_VERSION = 4
+_LATER = {"fitting_rows": None}
+"""Fields that came later than the version, and what they are in files without them."""
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
@@ -40,7 +42,8 @@ class Plan:
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
-    fit). `compute_bound_rows`: the batch from which on compute binds. `missing_bytes[tier]`: what would make it fit.
+    fit). `compute_bound_rows`: about the batch from which on compute binds; of that about `fitting_rows` fit in the
+    budget (all where the two are equal; None where nobody judged that). `missing_bytes[tier]`: what would make it fit.
     `mixed_precision` is what was asked for, the name of a dtype or None, and so is `checkpointing` of every repeated
     layer, which the model has to do by itself. `chunk_bytes`, `device_chunks`, `home_copies` and `prefetch` are what
     `manage(plan=…)` sets; None where the default is as good. `device_update_share`: the part of the parameters that is
@@ -91,6 +94,7 @@ class Plan:
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
     nvme_directories: tuple[str, ...]
+    fitting_rows: int | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -201,6 +205,7 @@ class Plan:
                 f"plan: version: expected {PLAN_VERSION}, got {got!r}: another hetmem made it; plan again with this one"
             )
         names = [spec.name for spec in fields(cls)]
+        data = {**_LATER, **data}
         for name in names:
             if name not in data:
                 raise PlanError(f"plan: {name} is missing")
@@ -279,7 +284,7 @@ def plan_of(
         profile_name=profile_name if streams else None,
         optimizer=_optimizer(decision.updating),
         alternatives=tuple(asdict(other) for other in decision.alternatives),
-        compute_bound_rows=_compute_bound_rows(terms, workload.rows) if best else None,
+        compute_bound_rows=_compute_bound_rows(terms, workload.rows, compute) if best else None,
         largest_parameters=decision.largest_parameters,
         missing_bytes=dict(decision.missing_bytes),
         reasons=decision.reasons,
@@ -330,7 +335,8 @@ def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]
             del left[role]
 
 
-def _compute_bound_rows(terms: Mapping[str, float], rows: int) -> int:
-    """Compute grows with the batch, what moves does not."""
+def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> int:
+    """`work`, what the device computes, grows with the batch; what moves does not, nor what the thread does beside."""
     others = max(seconds for name, seconds in terms.items() if name != "compute")
-    return max(1, math.ceil(rows * others / terms["compute"])) if terms["compute"] else rows
+    beside = max(0.0, terms["compute"] - work)
+    return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows

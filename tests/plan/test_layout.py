@@ -329,3 +329,8 @@ def test_a_target_outside_the_bounds_means_the_nearest_bound() -> None:
 def test_bounds_without_a_whole_page_between_them_are_refused(minimum: int, maximum: int) -> None:
     with pytest.raises(ValueError, match=f"multiple of {PAGE_ELEMENTS} elements .* got {minimum} and {maximum}"):
         search_chunk_elements(fp32(1), minimum_elements=minimum, maximum_elements=maximum)
+
+
+def test_the_shapes_of_the_two_percent_are_these() -> None:
+    named = {"gpt2-xl", "llama-2-7b", "llama-3-8b", "llama-3-70b", "mixtral-8x7b-fused", "t5-11b"}
+    assert named <= set(MODELS)

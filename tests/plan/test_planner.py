@@ -287,3 +287,16 @@ def test_homes_stay_off_the_device_where_the_host_updates_them_in_less_time(over
     else:  # both update at the same time
         assert found > 16 * MIB and decision.candidate.result.seconds < min(filled.seconds, empty.seconds)
     assert f"set Budget(device_chunks={found}): then the device updates less of the model" in decision.advice[0]
+
+
+def test_compute_has_what_the_thread_does_in_forward_and_backward_and_the_update_nothing_of_it() -> None:
+    """As a report measures both: the rest of the thread's time is in no term."""
+    setting = Setting(Capacities(12 * MIB, 64 * MIB), MIB)
+    costs = ThreadCosts(gradient_seconds=0.25, update_seconds=0.5, chunk_seconds=0.5, queue_seconds=0.5)
+    plain, slow = (
+        judge(workload(), setting, replace(HARDWARE, thread=thread), 1).result for thread in (ThreadCosts(), costs)
+    )
+    assert plain.terms["compute"] == pytest.approx(workload().compute_seconds(HARDWARE.device))
+    assert slow.terms["compute"] == pytest.approx(plain.terms["compute"] + 16 * 0.25)
+    assert slow.terms["update"] == pytest.approx(plain.terms["update"], rel=0.05)
+    assert slow.seconds > plain.seconds + 16 * 0.25 + 8 * 1.4
