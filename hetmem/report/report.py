@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hetmem.memory.chunk import Chunk
+from hetmem.memory.device import SimDevice
 from hetmem.plan.balance import Way
 from hetmem.plan.trace import Tier
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
@@ -111,6 +112,11 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
             missing.append("Every chunk has its home on the device: nothing moves, and no moments are recorded.")
         if window.forgotten:
             missing.append(f"The log has forgotten the beginning of the window: {', '.join(window.forgotten)}.")
+    if runtime.prediction is not None and isinstance(runtime.memory.device, SimDevice):
+        missing.append(
+            "Planned times are of a device with cores and memory of its own. A simulated one computes and copies with "
+            "those that hetmem works with, so a step takes longer than planned; the peaks are the same."
+        )
     return missing + runtime.memory.device.remarks()
 
 

@@ -58,6 +58,7 @@ def test_a_report_has_what_the_plan_expects(budget: hetmem.Budget, steps: int, t
         assert set(report.to_dict()["step"]["terms"]) == set(planned["terms"])
         assert report.to_dict()["tiers"]["host"]["peak_bytes"] == planned["peak_bytes"]["host"]
     assert f"Planned for {plan.hardware}" in str(report).replace("\n", " ")
+    assert [said for said in report.to_dict()["missing"] if said.startswith("Planned times are of a device with cores")]
     report.save(tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text())["planned"] == planned
     hetmem.release(model)
@@ -67,6 +68,7 @@ def test_a_run_without_a_plan_has_none() -> None:
     model = hetmem.manage(GPT(), WHOLE, device="sim")
     report = hetmem.report(model)
     assert report.to_dict()["planned"] is None
+    assert not [said for said in report.to_dict()["missing"] if said.startswith("Planned times")]
     assert "plan" not in str(report).lower()
     hetmem.release(model)
 
