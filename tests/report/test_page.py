@@ -165,6 +165,17 @@ def test_what_was_planned_stands_beside_what_was_measured(browser: Any, tmp_path
             assert rows[-2:] == [["Host peak", "50 B", "50 B", "+0.0%"], ["NVMe peak", "0 B", "50 B", "−100.0%"]]
 
 
+def test_all_that_was_planned_is_seen_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    data = long_step()
+    data["tiers"] = {tier: {**facts, "peak_bytes": 234_567 << 20} for tier, facts in data["tiers"].items()}
+    planned = {**PLANNED, "peak_bytes": dict.fromkeys(data["tiers"], 123_456 << 20)}
+    files.save({**data, "planned": planned}, tmp_path / "wide.html")
+    with opened(browser, tmp_path / "wide.html", viewport={"width": 390, "height": 844}) as page:
+        box = page.locator("#planned .scroll")
+        assert "120.56 GiB\t229.07 GiB" in box.inner_text()
+        assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
 def test_a_window_of_no_width_draws_nothing_and_the_next_one_draws(browser: Any, long_page: Path) -> None:
     """A browser may ask for a frame before it has laid the page out."""
     with opened(browser, long_page) as page:
