@@ -7,6 +7,7 @@ devices; the work is done where the source is, and may wait for the host. They d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,15 +51,19 @@ def adamw(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     compute_copy: torch.Tensor | None,
+    tail: int = 0,
 ) -> None:
     """`hetmem.cuda.adam.adamw`."""
     sign, decay, lerp, beta2, square, bias, eps, negative_step = map(float, scalars)
-    for start in range(0, param.numel(), PART_ELEMENTS):
-        part = slice(start, start + PART_ELEMENTS)
-        g = sign * grad[part].float()
-        p, m, v = (state[part].to(g.device) for state in (param, exp_avg, exp_avg_sq))
+    body = param.numel() - tail
+    starts = [*range(0, body, PART_ELEMENTS), *range(body, param.numel(), PART_ELEMENTS)]
+    for start, end in pairwise([*starts, param.numel()]):
+        part = slice(start, end)
+        g = (sign * grad[part].float()).to(param.dtype).float()
+        p, m, v = (state[part].to(g) for state in (param, exp_avg, exp_avg_sq))
         m = _fma(torch.full_like(g, lerp), g - m, m if lerp > 0 else g)
-        v = _fma(square * g, g, beta2 * v)
+        x = square * g
+        v = _fma(x, g, beta2 * v) if start < body else _fma(torch.full_like(v, beta2), v, x * g)
         root = v.double().sqrt().float()  # rounded once; torch's own float32 root is off by a bit on some CPUs
         p = p * decay + (negative_step * m) / (_over(root, bias) + eps)
         for state, new in ((param, p), (exp_avg, m), (exp_avg_sq, v), (compute_copy, p)):

@@ -19,11 +19,9 @@ from hetmem.optim.kernels import (
     adamw_on_device,
     adamw_tasks,
 )
-from hetmem.optim.kernels.streamed import adamw_but_tail, equals_host, tail_of
-from hetmem.optim.kernels.tiles import cut
-from hetmem.optim.kernels.update import update_by_torch
+from hetmem.optim.kernels.on_device import adamw_as_on_host, equals_host
 from hetmem.optim.offloaded import OffloadedOptimizer
-from hetmem.optim.rule import ParameterUpdate, Rule, Streamed
+from hetmem.optim.rule import ParameterUpdate, Rule, There
 from hetmem.optim.scaling import LossScale, is_number
 
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
@@ -153,11 +151,22 @@ class AdamWRule:
             _count(update), update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy
         )
 
-    def on_device(self, updates: list[ParameterUpdate]) -> None:
-        """All parameters of one group, age and dtype in a few launches."""
+    def equals_host(
+        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
+    ) -> bool:
+        """The kernel on `device` against torch's on the host."""
+        return equals_host(device, dtype, copy_dtype)
+
+    def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
+        """As on the host a launch for each; else all parameters of one group, age and dtype in a few."""
         together: dict[tuple[AdamWStep, torch.dtype], list[ParameterUpdate]] = {}
         for update in updates:
-            together.setdefault((_count(update), update.param.dtype), []).append(update)
+            param, copy_dtype = update.param, None if update.copy is None else update.copy.dtype
+            if as_host and self.equals_host(param.device, update.group, param.dtype, copy_dtype):
+                there = {"param": param, "grad": update.grad, **update.states}
+                self.there(update)(there if update.copy is None else {**there, "compute": update.copy})
+            else:
+                together.setdefault((_count(update), param.dtype), []).append(update)
         for (step, _), alike in together.items():
             adamw_on_device(
                 step,
@@ -166,34 +175,19 @@ class AdamWRule:
                 [update.states["exp_avg"] for update in alike],
                 [update.states["exp_avg_sq"] for update in alike],
             )
+            for update in alike:
+                if update.copy is not None:
+                    update.copy.copy_(update.param)
 
-    def streams(self, device: torch.device, copy_dtype: torch.dtype | None) -> bool:
-        """Tried once: the kernel on `device` against torch's on the host."""
-        return equals_host(device, copy_dtype)
+    def there(self, update: ParameterUpdate) -> There:
+        """See `Streamable`."""
+        step = _count(update)
 
-    def host_part(self, numel: int) -> slice:
-        """Those whose rounding depends on the CPU."""
-        return tail_of(numel)
+        def there(tensors: dict[str, torch.Tensor]) -> None:
+            param, grad, exp_avg, exp_avg_sq = (tensors[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
+            adamw_as_on_host(step, param, grad, exp_avg, exp_avg_sq, tensors.get("compute"))
 
-    def streamed(self, update: ParameterUpdate) -> Streamed:
-        """The host updates the last few elements."""
-        step, tail = _count(update), self.host_part(update.param.numel())
-        states = update.states
-        param, *rest = cut((update.param, states["exp_avg"], states["exp_avg_sq"], update.copy), tail)
-        grad = update.grad[update.grad.numel() - param.numel() :]
-        before = [(part, part.clone()) for part in (param, *rest) if part is not None]
-        if param.numel():
-            update_by_torch(step, param, grad, *rest)
-
-        def there(on_device: dict[str, torch.Tensor]) -> None:
-            param, grad, exp_avg, exp_avg_sq = (on_device[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
-            adamw_but_tail(step, param, grad, exp_avg, exp_avg_sq, on_device.get("compute"))
-
-        def undo() -> None:
-            for part, old in before:
-                part.copy_(old)
-
-        return Streamed(there, undo)
+        return there
 
 
 class CompactAdamWRule:
@@ -245,7 +239,13 @@ class CompactAdamWRule:
             step, update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy, key=key
         )
 
-    def on_device(self, updates: list[ParameterUpdate]) -> None:
+    def equals_host(
+        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
+    ) -> bool:
+        """Not there."""
+        return False
+
+    def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """Not there: states this small are for models that are larger than the device."""
         raise ManageError(
             "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a whole: "

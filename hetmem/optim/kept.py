@@ -4,18 +4,17 @@ It knows chunks and memory; when an update runs is `streamed`'s, and how a gradi
 
 Note "kept": a chunk whose states come to the device for their update needs its gradients there too, and nobody else
 ever sees them if they are streamed. So their home, from the arrival of the first to the end of the kernel that reads
-them, is a place beside the slots, and nothing of them crosses the link but a tail: see `kernels.streamed`. There are as
-many places as slots; an update whose gradients are in host memory borrows one to bring them to.
+them, is a place beside the slots, and nothing of them crosses the link. There are as many places as slots; an update
+whose gradients are in host memory borrows one to bring them to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.views import Memory
 from hetmem.runtime.gradients import GradientSink
 
@@ -83,37 +82,3 @@ class KeptGradients:
 def _of(chunk: Chunk, place: Memory) -> Memory:
     """The memory at the end of `place` that gradients of `chunk` take; what is before is another chunk's slot."""
     return place[len(place) - chunk.role_nbytes(Role.GRAD) :]
-
-
-@dataclass(slots=True, eq=False)
-class Tails:
-    """The last elements of gradients that stay on the device, on their way to the host, which makes that part of the
-    update. `here` has those of each parameter once they are `there`."""
-
-    here: dict[ManagedParameter, torch.Tensor]
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    there: bool
-    lost: bool = False
-    """They did not arrive, and are to be sent once more."""
-
-    @classmethod
-    def of(cls, parts: Iterable[tuple[ManagedParameter, torch.Tensor]]) -> Tails:
-        """Of `parts`: parameters, and tensors on the device."""
-        listed = list(parts)
-        total = sum(part.numel() for _, part in listed)
-        pinned = any(part.device.type == "cuda" for _, part in listed)
-        memory = torch.empty(total, dtype=torch.float32, device="cpu", pin_memory=pinned and total > 0)
-        split = memory.split([part.numel() for _, part in listed])
-        pairs = [(to, part) for to, (_, part) in zip(split, listed, strict=True) if part.numel()]
-        return cls({managed: to for to, (managed, _) in zip(split, listed, strict=True)}, pairs, not total)
-
-    @property
-    def nbytes(self) -> int:
-        """What crosses the link."""
-        return sum(part.nbytes for _, part in self.pairs)
-
-    def __call__(self) -> None:
-        """The transfer."""
-        with torch.inference_mode(False), torch.no_grad():
-            for to, part in self.pairs:
-                to.copy_(part, non_blocking=True)

@@ -14,7 +14,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import Look
-from hetmem.optim.kept import KeptGradients, Tails
+from hetmem.optim.kept import KeptGradients
 from hetmem.optim.kernels import Task, square_sum_tasks
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
@@ -232,37 +232,20 @@ class Passes:
         if not progress.left.places:  # what others have begun they finish
             progress.way = self._places.way_of(progress)
         if progress.way is Way.STREAMED:
-            tails = self._tails_of(progress) if self._kept.holds(chunk) else None
+            progress.kept |= self._kept.holds(chunk)
             streamed, left = partial(self._streamed, progress), progress.left
-            return Job(chunk, needed, tasks, done, writes=True, left=left, streamed=streamed, tails=tails)
+            return Job(chunk, needed, tasks, done, writes=True, left=left, streamed=streamed)
         if self._kept.holds(chunk):
             self._kept.bring_home(chunk)
         return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress), left=progress.left)
 
-    def _tails_of(self, progress: Progress) -> Tails:
-        """What the host needs of gradients on the device."""
-        rule, gradients = self._optimizer.rule, progress.chunk.flat(Role.GRAD)
-        assert isinstance(rule, Streamable)
-        progress.kept = True
-        parts = [part.managed for part in progress.parts]
-        return Tails.of((managed, managed.part(gradients)[rule.host_part(managed.numel)]) for managed in parts)
-
     def _streamed(self, progress: Progress, job: Job) -> Updated:
-        """What the device is to do, once the host has done its part."""
+        """What the device is to do."""
         self._see_gradients(progress, job)
         rule = self._optimizer.rule
         assert isinstance(rule, Streamable)
-        updated: Updated = []
-        try:
-            for part, update in zip(progress.parts, self._begin(progress, job), strict=True):
-                if job.tails is not None:
-                    update.grad = job.tails.here[part.managed]
-                updated.append((part.managed, rule.streamed(update)))
-        except BaseException:
-            for _, streamed in updated:
-                streamed.undo()
-            raise
-        return updated
+        updates = self._begin(progress, job)
+        return [(part.managed, rule.there(update)) for part, update in zip(progress.parts, updates, strict=True)]
 
     def _writes_copy(self, progress: Progress) -> bool:
         """Whether the pass that updates `progress` can write the copy on the device too."""
@@ -295,10 +278,7 @@ class Passes:
             self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
         updates = self._begin(progress, job)
         if job.opened[Role.PARAM].device.type != "cpu":
-            self._optimizer.rule.on_device(updates)
-            for update in updates:
-                if update.copy is not None:
-                    update.copy.copy_(update.param)
+            self._optimizer.rule.on_device(updates, as_host=not self._runtime.memory.resident)
             return []
         tasks = [task for update in updates for task in self._optimizer.rule.tasks(update)]
         progress.go_on_with_numbers()

@@ -5,12 +5,13 @@ Which chunks go to the device is `plan.streaming`'s to say; here are the facts t
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from hetmem.errors import BudgetError
-from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.views import Memory
 from hetmem.optim.overlap import Gradients
 from hetmem.optim.progress import Progress
@@ -25,6 +26,9 @@ from hetmem.runtime.gradients import GradientSink, has_hooks_of_the_user
 from hetmem.runtime.memory import Memory as ModelMemory
 from hetmem.runtime.runtime import Runtime
 from hetmem.units import format_size
+
+Groups = Mapping[int, dict[str, Any]]
+"""The parameter groups of an optimizer, by the `id`s of the parameters that it updates."""
 
 
 class UpdatePlaces:
@@ -41,8 +45,8 @@ class UpdatePlaces:
         self._gradients_stay = gradients is Gradients.STREAMED
         self.share: StreamedShare | None = None
 
-    def choose(self, owned: Container[int]) -> None:
-        """Look at the step so far. `owned`: the `id`s of the parameters that the optimizer updates."""
+    def choose(self, groups: Groups) -> None:
+        """Look at the step so far."""
         runtime = self._runtime
         if runtime.hardware is None or not runtime.tracer.knows_a_backward() or not isinstance(self._rule, Streamable):
             return
@@ -52,7 +56,16 @@ class UpdatePlaces:
             self.share = StreamedShare(runtime.hardware, self._updates)
         sent = runtime.traffic.engine.links()[Link.DEVICE_TO_HOST].bytes - self._updates.sent_home_bytes
         sent += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
-        self.share.look(sent, runtime.memory.moved_bytes, lambda: self._facts(owned))
+        self.share.look(sent, runtime.memory.moved_bytes, lambda: self._facts(groups))
+
+    def same_on_device(self, groups: Groups) -> set[int]:
+        """The `id`s of the parameters whose update has the same bits with their homes on the device."""
+        if not self._rule.runs_on_device:
+            return set()
+        owned = [managed for managed in self._runtime.parameters if id(managed.parameter) in groups]
+        if self._runtime.memory.device.torch_device.type != "cpu":  # else the host updates there too
+            owned = [managed for managed in owned if self._equals_host(managed, groups[id(managed.parameter)])]
+        return {id(managed.parameter) for managed in owned}
 
     def way_of(self, progress: Progress) -> Way:
         """Where the update that `progress` is of runs."""
@@ -77,9 +90,9 @@ class UpdatePlaces:
 
     # ---- facts -------------------------------------------------------------------------------------------------
 
-    def _facts(self, owned: Container[int]) -> Facts:
+    def _facts(self, groups: Groups) -> Facts:
         chunks = self._runtime.chunks
-        fitting = [chunk for chunk in chunks if self._fits(chunk, owned)]
+        fitting = [chunk for chunk in chunks if self._fits(chunk, groups)]
         copy_bytes = fitting[0].compute_dtype.itemsize if fitting else 0
         return Facts(
             [
@@ -92,17 +105,20 @@ class UpdatePlaces:
             self._gradients_stay,
         )
 
-    def _fits(self, chunk: Chunk, owned: Container[int]) -> bool:
+    def _fits(self, chunk: Chunk, groups: Groups) -> bool:
         """Whether all of `chunk` can be updated on the device: float32, its homes in host memory."""
         if chunk.dtype is not torch.float32 or not any(role.is_state for role in chunk.homes):
             return False
         if not _in_host_memory(chunk):
             return False
-        if not all(m.parameter.requires_grad and id(m.parameter) in owned for m in chunk.parameters):
+        if not all(m.parameter.requires_grad and id(m.parameter) in groups for m in chunk.parameters):
             return False
+        return all(self._equals_host(managed, groups[id(managed.parameter)]) for managed in chunk.parameters)
+
+    def _equals_host(self, managed: ManagedParameter, group: dict[str, Any]) -> bool:
+        chunk = managed.chunk
         copy_dtype = chunk.compute_dtype if Role.COMPUTE in chunk.homes else None
-        assert isinstance(self._rule, Streamable)
-        return self._rule.streams(self._runtime.memory.device.torch_device, copy_dtype)
+        return self._rule.equals_host(self._runtime.memory.device.torch_device, group, chunk.dtype, copy_dtype)
 
 
 def _in_host_memory(chunk: Chunk) -> bool:

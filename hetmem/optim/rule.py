@@ -55,33 +55,17 @@ class ParameterUpdate:
     copy: torch.Tensor | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Streamed:
-    """One parameter's update on the device, of which the host has done its part.
-
-    `there` does the rest, on the current stream, with tensors on the device by role: "param", "grad", the states, and
-    "compute" if there is a copy. `undo` takes back what the host did, if nothing else was done.
-    """
-
-    there: Callable[[dict[str, torch.Tensor]], None]
-    undo: Callable[[], None]
+There = Callable[[dict[str, torch.Tensor]], None]
+"""One parameter's update on the device, on the current stream, of tensors there by role: "param", "grad", the states,
+and "compute" if there is a copy."""
 
 
 @runtime_checkable
 class Streamable(Protocol):
-    """A rule whose updates can be made on a device to which states are brought, with the bits of its `tasks`."""
+    """A rule whose updates can be made on a device to which states are brought."""
 
-    def streams(self, device: torch.device, copy_dtype: torch.dtype | None) -> bool:
-        """Whether that is so on `device`, with copies of `copy_dtype` (None: without), for float32."""
-        ...
-
-    def host_part(self, numel: int) -> slice:
-        """The last elements, of `numel`, that the host updates."""
-        ...
-
-    def streamed(self, update: ParameterUpdate) -> Streamed:
-        """`update`, in host memory, as far as the host makes it. Counts the step in `state`. Its `grad` is at least
-        what `host_part` says."""
+    def there(self, update: ParameterUpdate) -> There:
+        """`update`, with the bits of `tasks` where the device `equals_host`. Counts the step in `state`."""
         ...
 
 
@@ -109,6 +93,14 @@ class Rule(Protocol):
         task that raised can run again, or raises `HalfComputedError` then."""
         ...
 
-    def on_device(self, updates: list[ParameterUpdate]) -> None:
-        """`updates` in the memory of a GPU, on the present stream."""
+    def equals_host(
+        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
+    ) -> bool:
+        """Whether updates on `device` of parameters of `dtype` in `group`, with copies of `copy_dtype` (None: without),
+        have the bits of `tasks`. Tried once."""
+        ...
+
+    def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
+        """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` if `as_host`, where it
+        `equals_host`, else with those of torch there."""
         ...

@@ -155,7 +155,7 @@ class Stepper:
 
     def updates_on_device(self) -> set[int]:
         """See `Watcher`."""
-        return set(self._optimizer.groups_by_parameter()) if self._optimizer.rule.runs_on_device else set()
+        return self._places.same_on_device(self._optimizer.groups_by_parameter())
 
     def settle(self) -> None:
         """See `Watcher`."""

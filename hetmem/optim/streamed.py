@@ -25,8 +25,8 @@ import torch
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.views import Memory
-from hetmem.optim.kept import KeptGradients, Tails
-from hetmem.optim.rule import HalfComputedError, Streamed
+from hetmem.optim.kept import KeptGradients
+from hetmem.optim.rule import HalfComputedError, There
 from hetmem.plan.links import Link
 from hetmem.plan.streaming import SLOTS
 from hetmem.runtime.runtime import Runtime
@@ -34,7 +34,7 @@ from hetmem.runtime.runtime import Runtime
 if TYPE_CHECKING:
     from hetmem.optim.updates import Job, Opened
 
-Updated = list[tuple[ManagedParameter, Streamed]]
+Updated = list[tuple[ManagedParameter, There]]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +83,6 @@ class StreamedUpdates:
         self._queue: deque[Job] = deque()
         self._running: list[_UnderWay] = []
         self._free: list[Slot] = []
-        self._tails = 0
-        """Of gradients, on their way to the host."""
         self._closing = False
         self.sent_home_bytes = 0
         """All but gradients."""
@@ -123,15 +121,13 @@ class StreamedUpdates:
         """The memory of all slots is the device's again; what was queued for them goes to the host, gradients first."""
         self._closing = True
         try:
-            while self._running or self._tails:
+            while self._running:
                 self._traffic.wait_for_one()
             self.kept.close()
         finally:
             self._closing = False
         while self._queue:
-            job = self._queue.popleft()
-            job.tails = None
-            self._to_host(job)
+            self._to_host(self._queue.popleft())
         if self._free:  # wait for compute that reads them: the memory may be another stream's next
             self._traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, 0)
         for slot in self._free:
@@ -148,15 +144,6 @@ class StreamedUpdates:
     def add(self, job: Job) -> None:
         """Queue `job`, of a chunk all of whose roles have homes in host memory, but for gradients that are kept."""
         self._queue.append(job)
-        if job.tails is not None and not job.tails.there:
-            self._send_tails(job, job.tails)
-
-    def _send_tails(self, job: Job, tails: Tails) -> None:
-        tails.lost = False
-        self._tails += 1
-        self.sent_home_bytes += tails.nbytes
-        arrived = partial(self._tails_arrived, job, tails)
-        self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, tails, tails.nbytes, arrived)
 
     def place_for(self, chunk: Chunk) -> Memory | None:
         """Memory here for gradients of `chunk` that are about to arrive; waits for an update to have read those of
@@ -171,10 +158,7 @@ class StreamedUpdates:
         return any(one.job.chunk is chunk for one in self._running)
 
     def pump(self) -> None:
-        """Begin what has a slot, and once more what did not arrive."""
-        for lost in [job for job in self._queue if job.tails is not None and job.tails.lost and not self._closing]:
-            assert lost.tails is not None
-            self._send_tails(lost, lost.tails)
+        """Begin what has a slot."""
         while self._free and not self._closing and (job := self._next()) is not None:
             self._queue.remove(job)
             self._begin(job, self._free.pop())
@@ -182,9 +166,9 @@ class StreamedUpdates:
     def _next(self) -> Job | None:
         """What can begin if there is a slot: what holds a place goes first, as others may wait for that."""
         for job in self._queue:
-            if job.tails is not None and job.tails.there:
+            if self.kept.holds(job.chunk):
                 return job
-        head = next((job for job in self._queue if job.tails is None), None)
+        head = next(iter(self._queue), None)
         if head is None or not self.kept.has_room or self._traffic.gradients.arriving(head.chunk):
             return None
         return head
@@ -193,28 +177,15 @@ class StreamedUpdates:
         """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""
         if self.kept.has_room or self._frees_a_place():
             return False
-        waiting = [job for job in self._queue if job.tails is None]
+        waiting, self._queue = self._queue, deque()
         for job in waiting:
-            self._queue.remove(job)
             self._to_host(job)
         return bool(waiting)
 
     def _frees_a_place(self) -> bool:
         """Whether a place will be free that is not, whatever arrives."""
-        return any(job.tails is not None for job in self._queue) or any(one.reads_gradients for one in self._running)
-
-    def _tails_arrived(self, job: Job, tails: Tails, error: BaseException | None) -> None:
-        self._tails -= 1
-        tails.there = error is None
-        if error is not None:
-            if job in self._queue and job.owed:
-                tails.lost = True
-            elif job in self._queue:
-                self._queue.remove(job)
-                self._traffic.end_update(job.chunk, renew=job.had_copy)
-                job.done(False)
-            raise error
-        self._ended()
+        queued = any(self.kept.holds(job.chunk) for job in self._queue)
+        return queued or any(one.reads_gradients for one in self._running)
 
     def jobs(self) -> Iterator[Job]:
         """What is queued or under way."""
@@ -232,7 +203,7 @@ class StreamedUpdates:
         for job in [job for job in self._queue if owed or not job.owed]:
             self._queue.remove(job)
             self._dismiss(job)
-        while self._running or self._tails:
+        while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
 
@@ -311,8 +282,6 @@ class StreamedUpdates:
         """`one` was not brought to the device: its home is as it was. Nobody else would ask again for what is owed."""
         job = one.job
         with self._runtime.unwatched(), torch.no_grad():
-            for _, streamed in one.updated:
-                streamed.undo()
             again = job.owed and not job.left.ruined
             if not again:
                 self._traffic.end_update(job.chunk, renew=job.had_copy)
@@ -346,8 +315,8 @@ class _Bring:
         with torch.inference_mode(False), torch.no_grad():  # on whatever thread
             for target, source in self._pairs:
                 self._device.copy_in(target, source)
-            for managed, streamed in self._updated:
-                streamed.there({role.name: managed.part(flat) for role, flat in self.there.items()})
+            for managed, there in self._updated:
+                there({role.name: managed.part(flat) for role, flat in self.there.items()})
 
 
 class _SendHome:

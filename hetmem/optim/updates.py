@@ -27,7 +27,7 @@ import torch
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.views import without_graph
-from hetmem.optim.kept import KeptGradients, Tails
+from hetmem.optim.kept import KeptGradients
 from hetmem.optim.rule import HalfComputedError, Left
 from hetmem.optim.streamed import StreamedUpdates, Updated
 from hetmem.optim.workers import Batch, Task, WorkerPool
@@ -62,8 +62,6 @@ class Job:
     left: Left = field(default_factory=Left)
     streamed: Callable[[Job], Updated] | None = None
     """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
-    tails: Tails | None = None
-    """Given where its gradients are on the device. See `kept`."""
     opened: Opened = field(default_factory=dict)
     copy: torch.Tensor | None = None
     had_copy: bool = False

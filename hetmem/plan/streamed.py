@@ -19,9 +19,6 @@ from hetmem.plan.trace import Tier
 from hetmem.plan.updates import Crossing, Update
 from hetmem.plan.workload import Workload
 
-_TAIL_ELEMENTS = 16
-"""As in `optim.kernels.streamed`, note "tail"."""
-
 
 class StreamedUpdates:
     """Those updates that run on the device, each in one of the slots, with gradients in one of as many places.
@@ -35,8 +32,8 @@ class StreamedUpdates:
         self._queue: deque[Update] = deque()
         self._free = self._places = 0
         self._reading = 0
-        self._kept: dict[int, bool] = {}
-        """Chunks whose gradients are here, and whether an update may begin: all have arrived, and the tails at home."""
+        self._kept: list[int] = []
+        """Chunks whose gradients are here."""
         self.begun: set[int] = set()
         self.slot_bytes = 0
         self.sent_home_bytes = 0
@@ -76,7 +73,7 @@ class StreamedUpdates:
             if not (self._frees_a_place() and self._traffic.go_on()):
                 return False
         self._places -= 1
-        self._kept[number] = False
+        self._kept.append(number)
         return True
 
     def keeps(self, number: int) -> bool:
@@ -89,7 +86,7 @@ class StreamedUpdates:
 
     def give_up(self, number: int) -> None:
         """The gradients of chunk `number` have gone home."""
-        del self._kept[number]
+        self._kept.remove(number)
         self._places += 1
 
     def _frees_a_place(self) -> bool:
@@ -107,18 +104,6 @@ class StreamedUpdates:
         """Queue `update`, of a chunk all of whose roles have homes in host memory, but for gradients that stay here."""
         assert update.crossing is not None
         self._queue.append(update)
-        if self.keeps(update.number):
-            nbytes = update.crossing.tail_bytes
-            if not nbytes:
-                self._kept[update.number] = True
-                return
-            self.sent_home_bytes += nbytes
-            arrived = partial(self._tails_arrived, update.number)
-            self._traffic.copy_beside(self._traffic.device_to_host, nbytes, arrived)
-
-    def _tails_arrived(self, number: int) -> None:
-        self._kept[number] = True
-        self.ended()
 
     def pump(self) -> None:
         """Begin what has a slot."""
@@ -129,9 +114,9 @@ class StreamedUpdates:
     def _next(self) -> Update | None:
         """What can begin if there is a slot: what holds a place goes first, as others may wait for that."""
         for update in self._queue:
-            if self._kept.get(update.number):
+            if self.keeps(update.number):
                 return update
-        head = next((update for update in self._queue if not self.keeps(update.number)), None)
+        head = next(iter(self._queue), None)
         return head if head is not None and self._places and head.ready() else None
 
     def give_way(self) -> bool:
@@ -146,7 +131,7 @@ class StreamedUpdates:
         return bool(waiting)
 
     def _begin(self, update: Update) -> None:
-        """The host does its part, the last few elements, and what it has told the link to bring is updated there."""
+        """The host tells the link what to bring, which is updated there."""
         assert update.crossing is not None
         self._free -= 1
         self._reading += 1
@@ -161,7 +146,8 @@ class StreamedUpdates:
         """The gradients have been read."""
         self._reading -= 1
         self._places += 1
-        self._kept.pop(update.number, None)
+        if self.keeps(update.number):
+            self._kept.remove(update.number)
         self.sent_home_bytes += home_bytes
         self._traffic.copy_beside(self._traffic.device_to_host, home_bytes, partial(self._home, update))
 
@@ -201,14 +187,10 @@ def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bo
 
 
 def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> Crossing:
-    """All of `chunk` comes to the device but the 16-bit copy, which is made there; all but the gradient goes home. Of
-    one that is `kept` there, the last elements of each parameter go home, for the host's part of the update."""
-    home = _bytes(arrangement, chunk, "grad")
-    if not kept:
-        return Crossing(_bytes(arrangement, chunk, "compute"), home)
-    spec = arrangement.ground.chunks[chunk]
-    tails = sum(arrangement.elements[index] % _TAIL_ELEMENTS for index in spec.parameters)
-    return Crossing(_bytes(arrangement, chunk, "compute", "grad"), home, tails * spec.itemsize)
+    """All of `chunk` comes to the device but the 16-bit copy, which is made there, and a gradient that is `kept` there;
+    all but the gradient goes home."""
+    made_there = ("compute", "grad") if kept else ("compute",)
+    return Crossing(_bytes(arrangement, chunk, *made_there), _bytes(arrangement, chunk, "grad"))
 
 
 def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:

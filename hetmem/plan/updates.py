@@ -32,12 +32,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What of a chunk is brought to the device for its update, and what of it goes home again. `tail_bytes`: of
-    gradients that stay there, what goes home before."""
+    """What of a chunk is brought to the device for its update, and what of it goes home again."""
 
     there_bytes: int
     home_bytes: int
-    tail_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -43,7 +43,7 @@ class Watcher(Protocol):
         ...
 
     def updates_on_device(self) -> set[int]:
-        """The `id`s of the parameters that it would update on the device, if their homes were there."""
+        """The `id`s of parameters whose update has the same bits where it is made on the device, with homes there."""
         ...
 
     def settle(self) -> None:

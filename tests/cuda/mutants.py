@@ -61,13 +61,19 @@ WRONG_RESULTS = {
     ),
     "lerp from the wrong end": _in("adam.cu", "s.lerp > 0 ? m : g", "m", "adamw_equals_the_host"),
     "v rounded twice": _in(
-        "adam.cu", "__fmaf_rn(s.square * g, g, s.beta2 * v)", "s.square * g * g + s.beta2 * v", "adamw_equals_the_host"
+        "adam.cu", "__fmaf_rn(x, g, s.beta2 * v)", "x * g + s.beta2 * v", "adamw_equals_the_host"
     ),
+    "the tail rounded as a vector": _in("adam.cu", "at + i < body", "true", "adamw_equals_the_host"),
+    "the tail one element late": _in("adam.cu", "at + i < body", "at + i <= body", "adamw"),
+    "the other product of the tail": _in(
+        "adam.cu", "__fmaf_rn(s.beta2, v, x * g)", "s.beta2 * v + x * g", "adamw_equals_the_host"
+    ),
+    "a scaled gradient not rounded": _in("adam.cu", "State::widen(State::round(s.sign * g))", "s.sign * g", "adamw"),
     "a reciprocal for the bias": _in(
         "adam.cu", "__fdiv_rn(__fsqrt_rn(v), s.bias)", "__fsqrt_rn(v) * (1 / s.bias)", "adamw_equals_the_host"
     ),
     "no weight decay": _in("adam.cu", "p * s.decay", "p", "adamw"),
-    "maximize forgotten": _in("adam.cu", "g = s.sign * g;", "", "adamw"),
+    "maximize forgotten": _in("adam.cu", "State::round(s.sign * g)", "State::round(g)", "adamw"),
     "elements left out": _in("adam.cu", "at += step", "at += 2 * step", "adamw"),
     "codes truncated": _in(
         "quantise.cu",

@@ -76,6 +76,14 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
         lambda: adamw(TORCH, SCALARS_8, zeros(8), zeros(8), zeros(8, HALF), zeros(8)),
         r"exp_avg: expected torch\.float32, got torch\.float16",
     ),
+    "adamw, kinds": (
+        lambda: adamw(TORCH, SCALARS_8, *(zeros(8, HALF) for _ in range(4)), zeros(8, torch.bfloat16)),
+        r"there is no kernel for torch\.float16, torch\.float16, torch\.bfloat16",
+    ),
+    "adamw, tail": (
+        lambda: adamw(TORCH, SCALARS_8, *(zeros(8) for _ in range(4)), tail=9),
+        "tail: expected 0 to 8 elements, got 9",
+    ),
     "quantise, codes": (
         lambda: quantise(TORCH, Format.UNORM16, zeros(8), zeros(8, torch.uint8), zeros(1)),
         r"codes: expected torch\.uint16, got torch\.uint8",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim import kept, streamed
+from hetmem.optim import streamed
 from hetmem.optim.adamw import AdamWRule
 from hetmem.optim.stepper import Stepper
 from hetmem.runtime.runtime import Runtime
@@ -78,7 +78,7 @@ def test_an_update_that_fails_behind_its_step_is_made_for_whoever_waits_again(
 ) -> None:
     expected, found = trained(4, tmp_path, None), trained(4, tmp_path, SLOW_HOST, overlap="forward")
     found[1].synchronize()
-    owner, name = (streamed._Bring, "__call__") if part == "bring" else (AdamWRule, "streamed")
+    owner, name = (streamed._Bring, "__call__") if part == "bring" else (AdamWRule, "there")
     broken = Broken(monkeypatch, owner, name, spared)
     if part == "host":
         broken.told.set()
@@ -109,13 +109,12 @@ def _held(told: threading.Event, original: Callable[[Any], None]) -> Callable[[A
     return call
 
 
-@pytest.mark.parametrize("part", ["bring", "tails"])
 def test_gradients_on_the_device_wait_there_for_an_update_that_fails_behind_its_step(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, managed, optimizers = both(tmp_path, shape=ODD, overlap="forward")
     optimizers[1].synchronize()
-    broken = Broken(monkeypatch, streamed._Bring if part == "bring" else kept.Tails, "__call__", spared=6)
+    broken = Broken(monkeypatch, streamed._Bring, "__call__", spared=6)
     for number, batch in enumerate(batches(ODD, 3)):
         for module, optimizer in ((plain, optimizers[0]), (managed, optimizers[1])):
             loss = loss_of(module, batch)
@@ -230,7 +229,7 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("part", ["bring", "tails", "home", "host", "gradient"])
+@pytest.mark.parametrize("part", ["bring", "home", "host", "gradient"])
 def test_an_error_holds_nothing_once_nobody_holds_it(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,9 +237,8 @@ def test_an_error_holds_nothing_once_nobody_holds_it(
     _, managed, optimizers = both(tmp_path, shape=ODD, device=device)
     owner, name = {
         "bring": (streamed._Bring, "__call__"),
-        "tails": (kept.Tails, "__call__"),
         "home": (streamed._SendHome, "__call__"),
-        "host": (AdamWRule, "streamed"),
+        "host": (AdamWRule, "there"),
         "gradient": (hetmem.SimDevice, "gradient_out"),
     }[part]
     broken = Broken(monkeypatch, owner, name)

@@ -13,8 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem.optim import streamed
-from hetmem.optim.kernels.streamed import adamw_but_tail, equals_host, tail_of
-from hetmem.optim.kernels.update import AdamWStep, update_by_torch
+from hetmem.optim.kernels.on_device import equals_host
 from hetmem.plan.hardware import HardwareProfile, Rate
 from hetmem.plan.links import Link
 from hetmem.plan.streaming import Fitting, spread
@@ -355,30 +354,10 @@ def test_what_did_not_get_home_is_sent_once_more(tmp_path: Path, monkeypatch: py
 # ---- the kernel --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copy", [None, BF16, torch.float16])
-@pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000, 4099])
-def test_the_device_updates_all_but_the_tail_with_the_bits_of_the_host(numel: int, copy: torch.dtype | None) -> None:
-    step = AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 7, maximize=True, grad_scale=0.37)
-    here = [torch.randn(numel) for _ in range(4)]
-    here[3].square_()
-    copies = [] if copy is None else [torch.zeros(numel, dtype=copy)]
-    there = [tensor.clone() for tensor in [*here, *copies]]
-    before = [tensor.clone() for tensor in there]
-    update_by_torch(step, *here, *copies)
-    adamw_but_tail(step, *there)
-    body, tail = slice(tail_of(numel).start), tail_of(numel)
-    for host, device, old in zip([*here, *copies], there, before, strict=True):
-        assert same_bits(host[body], device[body])
-        if host.dtype is torch.float32:
-            assert same_bits(device[tail], old[tail])
-    if copy is not None:
-        assert same_bits(there[-1][tail], there[0][tail].to(copy))
-
-
 def test_a_device_that_rounds_otherwise_gets_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert equals_host(torch.device("cpu"), BF16)
-    monkeypatch.setattr("hetmem.optim.kernels.streamed._known", {})
+    assert equals_host(torch.device("cpu"), torch.float32, BF16)
+    monkeypatch.setattr("hetmem.optim.kernels.on_device._known", {})
     monkeypatch.setattr("hetmem.cuda.reference._fma", lambda a, b, c: a * b + c)
-    assert not equals_host(torch.device("cpu"), BF16)
+    assert not equals_host(torch.device("cpu"), torch.float32, BF16)
     managed, _ = trained(4, tmp_path, SLOW_HOST)
     assert "streamed" not in updated(managed)

@@ -1,0 +1,64 @@
+"""AdamW on a device with the bits of the host's, whole parameters with their tails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetmem.cuda import adam
+from hetmem.optim.kernels import on_device
+from hetmem.optim.kernels.on_device import adamw_as_on_host, equals_host
+from hetmem.optim.kernels.update import AdamWStep, update_by_torch
+from tests.runtime.harness import same_bits
+
+CPU = torch.device("cpu")
+BF16, HALF = torch.bfloat16, torch.float16
+KINDS = [(torch.float32, None), (torch.float32, BF16), (torch.float32, HALF), (BF16, None), (HALF, None)]
+STEPS = {
+    "scaled": AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 7, maximize=True, grad_scale=0.37),
+    "first": AdamWStep(1e-2, 0.3, 0.999, 1e-6, 0.0, 1),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(("dtype", "copy"), KINDS)
+@pytest.mark.parametrize("numel", [1, 7, 15, 16, 17, 31, 1000, 4099])
+def test_a_parameter_of_any_length_has_the_bits_of_torch_on_the_host(
+    numel: int, dtype: torch.dtype, copy: torch.dtype | None, step: AdamWStep
+) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    for _ in range(200 if numel < 100 else 1):
+        here = [torch.randn(numel, generator=generator).to(dtype) for _ in range(4)]
+        here[3].square_()
+        here += [] if copy is None else [torch.zeros(numel, dtype=copy)]
+        there = [tensor.clone() for tensor in here]
+        update_by_torch(step, *here)
+        adamw_as_on_host(step, *there)
+        assert all(map(same_bits, here, there))
+
+
+@pytest.mark.parametrize(("dtype", "copy"), KINDS)
+@pytest.mark.parametrize("fault", ["tails", "all"])
+def test_a_device_that_rounds_otherwise_is_found_out(
+    fault: str, dtype: torch.dtype, copy: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a torch that was built without fused products, or with wider vectors than any that is known."""
+    assert equals_host(CPU, dtype, copy)
+    monkeypatch.setattr(on_device, "_known", {})
+    original = adam.adamw
+
+    def adamw(*arguments: object, tail: int = 0) -> None:
+        numel = arguments[2].numel()
+        original(*arguments, tail=tail if numel == on_device._SAMPLE else 0 if fault == "tails" else numel)
+
+    monkeypatch.setattr(adam, "adamw", adamw)
+    assert not equals_host(CPU, dtype, copy)
+
+
+def test_a_device_where_nothing_runs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "_known", {})
+    monkeypatch.setattr(adam, "adamw", None)
+    assert not equals_host(CPU, torch.float32, None)
+    assert not equals_host(CPU, torch.int8, None)
+    with pytest.raises(AssertionError, match="cpu does not compute as the host does"):
+        adamw_as_on_host(STEPS["first"], *(torch.zeros(3) for _ in range(4)))
