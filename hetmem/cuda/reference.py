@@ -17,6 +17,9 @@ from hetmem.cuda.segments import Segments
 BLOCK_ELEMENTS = 256
 """Elements that share a scale; quantise.cu says the same."""
 
+RUN_ELEMENTS, LANES = 4096, 64
+"""Elements whose squares are summed up together, in so many lanes; squares.cu says the same."""
+
 PART_ELEMENTS = 1 << 20
 """What AdamW computes at a time: its temporaries take some 80 bytes an element."""
 
@@ -116,6 +119,29 @@ def dequantise(form: str, destination: torch.Tensor, codes: torch.Tensor, scales
     numel = destination.numel()
     scale = scales[: -(-numel // BLOCK_ELEMENTS)].repeat_interleave(BLOCK_ELEMENTS)[:numel]
     destination.copy_(codes[:numel].float() * scale.to(codes.device))
+
+
+def square_sums(values: torch.Tensor) -> torch.Tensor:
+    """`hetmem.cuda.squares.square_sums`, of values of any dtype: the sums, where `values` are. In parts, as temporaries
+    take half a byte an element."""
+    whole = values.numel() // RUN_ELEMENTS * RUN_ELEMENTS
+    parts = [*values[:whole].split(16 * PART_ELEMENTS), torch.nn.functional.pad(values[whole:], (0, RUN_ELEMENTS))]
+    sums = []
+    for part in parts:
+        rows = part[: part.numel() // RUN_ELEMENTS * RUN_ELEMENTS].view(-1, RUN_ELEMENTS // LANES, LANES)
+        lanes = torch.zeros(len(rows), LANES, dtype=torch.float64, device=values.device)
+        for row in rows.unbind(1):
+            lanes += row.double().square()
+        sums.append(by_halves(lanes))
+    return torch.cat(sums)[: -(-values.numel() // RUN_ELEMENTS)]
+
+
+def by_halves(numbers: torch.Tensor) -> torch.Tensor:
+    """The sums over the last dimension, of a power of two: the second half is added to the first, and so on."""
+    while numbers.shape[-1] > 1:
+        first, second = numbers.chunk(2, dim=-1)
+        numbers = first + second
+    return numbers[..., 0]
 
 
 def gather_rows(table: torch.Tensor, indices: torch.Tensor, destination: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import Look
 from hetmem.optim.kept import KeptGradients
-from hetmem.optim.kernels import Task, square_sum_tasks
+from hetmem.optim.kernels import Task, square_sum_tasks, square_sums_on_device
 from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Part, Progress, Sample, Sums, as_sampled, frozen, refuse_sparse, sample_of
@@ -211,7 +211,7 @@ class Passes:
                 more, sums = square_sum_tasks(gradient)
                 tasks += more
             else:
-                sums = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()  # read in `on_host`
+                sums = square_sums_on_device(gradient)  # read in `on_host`
             progress.sums.append(sums)
         if progress.saved is not None:
             tasks += progress.saved.tasks_to_save(job.opened, [part.managed for part in progress.parts])

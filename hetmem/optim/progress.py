@@ -16,6 +16,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme import Look
+from hetmem.optim.kernels import sums_of_tiles
 from hetmem.optim.rule import Left
 from hetmem.optim.undo import Saved
 from hetmem.plan.balance import Way
@@ -197,10 +198,11 @@ def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
 
 
 def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
-    """All of `sums`, those of gradients on the device in one array behind the others: one wait for all."""
+    """All of `sums`, those of gradients on the device behind the others: one wait for all."""
     there = [one for one in sums if isinstance(one, torch.Tensor)]
     here = [one for one in sums if not isinstance(one, torch.Tensor)]
-    return [*here, torch.stack(there).cpu().numpy()] if there else here
+    arrived = torch.cat(there).cpu().split([one.numel() for one in there]) if there else ()
+    return [*here, *map(sums_of_tiles, arrived)]
 
 
 def bits_at(flat: torch.Tensor, at: int) -> bytes:

@@ -17,7 +17,8 @@ from hetmem.cuda.gather import GATHERS, gather_rows
 from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
 from hetmem.cuda.quantise import Format, dequantise, quantise, scales_numel
 from hetmem.cuda.segments import Segments
-from hetmem.optim.kernels import AdamWStep, update
+from hetmem.cuda.squares import square_sums
+from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles, update
 from tests.cuda.vectors import BITS, HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----
@@ -81,6 +82,44 @@ def check_gradient_layouts(place: Place) -> None:
             shape = Segments(runs, "cpu")
             data, old = ordinary(shape.source_numel, source_dtype), ordinary(shape.destination_numel, dtype, seed=1)
             run_gradient(place, runs, data, old, 1 / 128, write)
+
+
+# ---- Sums of squares. ----
+
+
+def check_squares(place: Place) -> None:
+    for dtype in (WIDE, *HALVES):
+        for numel, shift in ((0, 0), (1, 0), (4095, 1), (4096, 0), (4097, 3), (9 * 4096 + 77, 0), (70 * 4096 - 5, 8)):
+            data = ordinary(numel, dtype)
+            source, sums = place.buffer(data, shift), place.buffer(torch.zeros(-(-numel // 4096), dtype=torch.float64))
+            square_sums(place.backend, source.view, sums.view, blocks=1)
+            place.synchronize()
+            assert_same(sums.result(), reference.square_sums(data), f"{dtype}, {numel}")
+
+
+def check_squares_tell_what_is_not_finite(place: Place) -> None:
+    for dtype in (WIDE, *HALVES):
+        great = 2.0 ** (15 if dtype == torch.float16 else 127)
+        data = torch.full((8 * 4096 + 9,), great, dtype=dtype)
+        data[4096 + 63], data[2 * 4096 + 64], data[-1] = torch.inf, torch.nan, -torch.inf
+        source, sums = place.buffer(data), place.buffer(torch.zeros(9, dtype=torch.float64))
+        square_sums(place.backend, source.view, sums.view)
+        place.synchronize()
+        assert sums.result().isfinite().nonzero().flatten().tolist() == [0, 3, 4, 5, 6, 7], dtype
+        assert sums.result().isnan().nonzero().flatten().tolist() == [2], dtype
+        assert sums.result()[0] == 4096 * great**2
+
+
+def check_squares_equal_the_host(place: Place) -> None:
+    for dtype in (WIDE, *HALVES):
+        data = ordinary(2 * TILE_ELEMENTS + 12345, dtype)
+        source, sums = place.buffer(data), place.buffer(torch.zeros(260, dtype=torch.float64))
+        square_sums(place.backend, source.view, sums.view)
+        place.synchronize()
+        tasks, expected = square_sum_tasks(data)
+        for task in tasks:
+            task()
+        assert sums_of_tiles(sums.result()).tolist() == expected.tolist(), dtype
 
 
 # ---- AdamW. ----

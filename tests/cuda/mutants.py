@@ -90,6 +90,13 @@ WRONG_RESULTS = {
     "e4m3 forgets subnormals": _in("quantise.cu", "(127 - 6) << 23", "0", "quantise"),
     "the sign of a code": _in("quantise.cu", "(signed char)code", "(int)code", "dequantise_every_code"),
     "the scale of another block": _in("quantise.cu", "scales[at / BLOCK]", "scales[at / BLOCK / 2]", "quantise"),
+    "lanes of the same thread added in order": _in("squares.cu", "half = GROUP / 2", "half = GROUP / 4", "squares"),
+    "a team of half the threads": _in("squares.cu", "other = TEAM / 2", "other = TEAM / 4", "squares"),
+    "a square rounded to float32": _in(
+        "squares.cu", "(double)x[i], (double)x[i]", "(double)(x[i] * x[i]), 1.0", "squares"
+    ),
+    "runs left out": _in("squares.cu", "first += step", "first += 2 * step", "squares"),
+    "the team's place in its run": _in("squares.cu", "threadIdx.x % WARP / TEAM", "threadIdx.x % TEAM / 2", "squares"),
     "a row of zeros where none is": _in("gather.cu", "__uint_as_float(0x7FC00000)", "0.0f", "gather"),
 }  # fmt: skip
 """Seen by the checks alone."""
@@ -101,6 +108,8 @@ BAD_ACCESSES = {
     "one row too many": _in("gather.cu", "row < rows", "row <= rows", "gather"),
     "a row before the first": _in("gather.cu", "row >= 0 && ", "", "gather"),
     "codes read past the end": _in("quantise.cu", "i < count ? codes[at + i] : 0", "codes[at + i]", "quantise"),
+    "squares read past the end": _in("squares.cu", "min(GROUP, count - start)", "GROUP", "squares"),
+    "a sum past the last run": _in("squares.cu", "count > 0 && ", "", "squares"),
     "state read past the end": _in("adam.cu", "min((i64)GROUP, numel - at)", "GROUP", "adamw"),
 }
 """Seen by the sanitisers: not every wrong access gives a wrong result."""

@@ -32,6 +32,7 @@ template <class To, class From> To bits_as(From from) { To to; memcpy(&to, &from
 inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
 inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
 inline float __int2float_rn(int x) { return (float)x; }
@@ -155,6 +156,14 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, int lane_mask) {
     unsigned got = shim::fibers[self ^ lane_mask].offered;
     shim::give_way(shim::FOR_WARP);  // all have read before one offers again
     return got;
+}
+
+inline double __shfl_xor_sync(unsigned mask, double value, int lane_mask) {
+    unsigned halves[2];
+    memcpy(halves, &value, sizeof value);
+    for (unsigned& half : halves) half = __shfl_xor_sync(mask, half, lane_mask);
+    memcpy(&value, halves, sizeof value);
+    return value;
 }
 
 // shim.py appends LAUNCHER(name, barriers) for every kernel.

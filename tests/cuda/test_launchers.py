@@ -23,6 +23,7 @@ from hetmem.cuda.gather import gather_rows
 from hetmem.cuda.gradient import gradient_out
 from hetmem.cuda.quantise import BLOCK_ELEMENTS, Format, dequantise, quantise
 from hetmem.cuda.segments import TILE_ELEMENTS, Segments
+from hetmem.cuda.squares import square_sums
 from hetmem.optim.kernels import AdamWStep, update
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.shim import GPP, ROOT, SOURCES, ShimBackend, build
@@ -83,6 +84,14 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "adamw, tail": (
         lambda: adamw(TORCH, SCALARS_8, *(zeros(8) for _ in range(4)), tail=9),
         "tail: expected 0 to 8 elements, got 9",
+    ),
+    "squares, sums": (
+        lambda: square_sums(TORCH, zeros(4097), zeros(1, torch.float64)),
+        "sums: expected at least 2 elements, got 1",
+    ),
+    "squares, dtypes": (
+        lambda: square_sums(TORCH, zeros(8, torch.float64), zeros(1, torch.float64)),
+        r"values: expected torch\.float32 or .*, got torch\.float64",
     ),
     "quantise, codes": (
         lambda: quantise(TORCH, Format.UNORM16, zeros(8), zeros(8, torch.uint8), zeros(1)),

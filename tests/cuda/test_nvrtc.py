@@ -82,7 +82,8 @@ def test_elements_are_moved_sixteen_bytes_an_access_and_streaming(source: str) -
         eight_bits = kernel.endswith(("quantise_snorm8", "quantise_unorm8", "quantise_e4m3"))
         load, store = ("v2", "v4") if kernel.startswith("de") and eight_bits else ("v4", "v2" if eight_bits else "v4")
         assert f"ld.global.cs.{load}.u32" in ptx, f"{kernel} has no {load} streaming load"
-        assert f"st.global.cs.{store}.u32" in ptx, f"{kernel} has no {store} streaming store"
+        if not kernel.startswith("square_sums"):  # which writes 8 bytes for 4096 elements
+            assert f"st.global.cs.{store}.u32" in ptx, f"{kernel} has no {store} streaming store"
 
 
 @pytest.mark.parametrize("source", cuda_sources())
@@ -92,7 +93,7 @@ def test_no_subnormal_is_flushed_and_no_product_is_fused_unasked(source: str) ->
         assert ".approx" not in ptx, kernel
         asked = len(re.findall(r"fma\.rn\.f32", ptx))
         assert (asked > 0) == kernel.startswith("adamw"), f"{kernel}: {asked} fma"
-        assert "fma.rn.f64" not in ptx, kernel
+        assert ("fma.rn.f64" in ptx) == kernel.startswith("square_sums"), kernel
 
 
 def test_a_second_compilation_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,17 @@ from fractions import Fraction
 import pytest
 import torch
 
-from hetmem.optim.kernels import TILE_ELEMENTS, loops, norm, square_sum, square_sum_tasks, total
-from hetmem.optim.kernels.loops import BLOCK
+from hetmem.optim.kernels import (
+    TILE_ELEMENTS,
+    loops,
+    norm,
+    square_sum,
+    square_sum_tasks,
+    square_sums_on_device,
+    sums_of_tiles,
+    total,
+)
+from hetmem.optim.kernels.loops import BLOCK, RUN
 from hetmem.optim.workers import WorkerPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,13 +49,17 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def in_order(values: torch.Tensor) -> float:
     """The sum of one tile, element by element, as the note in `loops.square_sum` says."""
-    lanes = [0.0] * loops.LANES
+    runs = [[0.0] * loops.LANES for _ in range(loops.RUNS)]
     for i, value in enumerate(values.double().tolist()):
-        lanes[i % loops.LANES] += value * value
-    result = 0.0
-    for number in lanes:
-        result += number
-    return result
+        runs[i // loops.RUN][i % loops.LANES] += value * value
+    return by_halves([by_halves(lanes) for lanes in runs])
+
+
+def by_halves(numbers: list[float]) -> float:
+    while len(numbers) > 1:
+        half = len(numbers) // 2
+        numbers = [one + other for one, other in zip(numbers[:half], numbers[half:], strict=True)]
+    return numbers[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,14 +68,14 @@ def test_numba_is_what_runs_here(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK + 77])
+@pytest.mark.parametrize("numel", [0, 1, 7, BLOCK - 1, BLOCK + 1, RUN - 1, RUN, 3 * RUN + BLOCK + 77])
 def test_a_tile_is_summed_in_the_order_that_the_note_says(pool: WorkerPool, numel: int, dtype: torch.dtype) -> None:
     values = randn(numel, dtype)
     assert square_sum(pool, [values]) == in_order(values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_numba_numpy_gives_the_same_bits(
+def test_without_numba_torch_gives_the_same_bits(
     pool: WorkerPool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grads = [randn(TILE_ELEMENTS + 1003, dtype), randn(5, dtype), randn(0, dtype)]
@@ -72,9 +85,10 @@ def test_without_numba_numpy_gives_the_same_bits(
     assert isinstance(norm._verified_loop(dtype), str)
     plain = [square_sum_tasks(grad) for grad in grads]
     norm._verified_loop.cache_clear()
-    for (tasks, partials), (plain_tasks, plain_partials) in zip(compiled, plain, strict=True):
+    for (tasks, partials), (plain_tasks, plain_partials), grad in zip(compiled, plain, grads, strict=True):
         pool.run(tasks + plain_tasks)
         assert partials.tolist() == plain_partials.tolist()
+        assert sums_of_tiles(square_sums_on_device(grad)).tolist() == partials.tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -29,7 +29,10 @@ GROUP = 256
 LANES = 64
 ROWS = 4
 BLOCK = ROWS * LANES
-"""`square_sum` adds up in LANES sums, a BLOCK at a time."""
+RUN = 4096
+RUNS = 128
+"""`square_sum` adds up in LANES sums, a BLOCK at a time, a RUN of blocks together, and of these RUNS at most. LANES and
+RUN as in hetmem.cuda.squares."""
 
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
@@ -121,22 +124,26 @@ def adamw_8_bit(
 
 
 def square_sum(values: Any) -> Any:
-    """The sum of squares of float32 in float64: element i goes to lane i % LANES, and the lanes are added in order.
+    """The sum of squares of up to RUNS * RUN float32 in float64, in an order that a GPU can follow.
 
-    So it is the same sum whatever the CPU's vectors hold. A square is exact: a float32 has 24 bits, a float64 53.
+    Element i of each RUN goes to lane i % LANES; the lanes are added by halves (the second to the first, and so on),
+    and so are the sums of RUNS runs, those that are not there being 0. So it is the same sum whatever the CPU's vectors
+    hold. A square is exact: a float32 has 24 bits, a float64 53.
     """
-    lanes = np.zeros(LANES)
+    runs, lanes = np.zeros(RUNS), np.zeros(LANES)
     whole = values.size // BLOCK * BLOCK
     blocks = values[:whole].reshape(-1, ROWS, LANES)
     for index in range(blocks.shape[0]):
         _fetch_ahead(values, index * BLOCK)
         _add_squares(lanes, blocks[index])
-    return _add_lanes(lanes, values[whole:])
+        if (index + 1) % (RUN // BLOCK) == 0:
+            _end_run(runs, lanes, index * BLOCK // RUN)
+    return _add_runs(runs, lanes, values[whole:], whole // RUN)
 
 
 def square_sum_16_bits(values: Any) -> Any:
     """`square_sum` of bfloat16 or float16. LLVM widens a block at a time faster than element by element."""
-    lanes, wide = np.zeros(LANES), np.empty((ROWS, LANES), np.float32)
+    runs, lanes, wide = np.zeros(RUNS), np.zeros(LANES), np.empty((ROWS, LANES), np.float32)
     whole = values.size // BLOCK * BLOCK
     blocks = values[:whole].reshape(-1, ROWS, LANES)
     for index in range(blocks.shape[0]):
@@ -145,7 +152,9 @@ def square_sum_16_bits(values: Any) -> Any:
             for lane in range(LANES):
                 wide[row, lane] = _widen(blocks[index, row, lane])
         _add_squares(lanes, wide)
-    return _add_lanes(lanes, values[whole:])
+        if (index + 1) % (RUN // BLOCK) == 0:
+            _end_run(runs, lanes, index * BLOCK // RUN)
+    return _add_runs(runs, lanes, values[whole:], whole // RUN)
 
 
 def _fetch_ahead(values: Any, start: Any) -> None:
@@ -164,14 +173,30 @@ def _add_squares(lanes: Any, block: Any) -> None:
         lanes[lane] = total
 
 
-def _add_lanes(lanes: Any, rest: Any) -> Any:
+def _end_run(runs: Any, lanes: Any, index: Any) -> None:
+    """The next run begins with lanes of 0."""
+    runs[index] = _by_halves(lanes)
+    lanes[:] = 0.0
+
+
+def _add_runs(runs: Any, lanes: Any, rest: Any, index: Any) -> Any:
+    """`rest` is of run `index`, less than a block."""
     for i in range(rest.size):
         x = np.float64(_widen(rest[i]))
         lanes[i % LANES] += x * x
-    total = 0.0
-    for lane in range(LANES):
-        total += lanes[lane]
-    return total
+    if index < RUNS:
+        runs[index] = _by_halves(lanes)
+    return _by_halves(runs)
+
+
+def _by_halves(numbers: Any) -> Any:
+    """Their sum; what they were is lost."""
+    half = numbers.size // 2
+    while half > 0:
+        for i in range(half):
+            numbers[i] += numbers[i + half]
+        half //= 2
+    return numbers[0]
 
 
 # ---- Operations that Python lacks. Only compiled code calls them: `_teach_numba` says what they are in LLVM. ----
@@ -276,7 +301,7 @@ def _teach_numba() -> None:
         (_code, (f32, f32, u32, types.uint8), llvm.code_uint8),
     ):
         lower_builtin(operation, *operands)(lambda context, build, sig, args, emit=emit: emit(build, *args))
-    for function in (element, _fetch_ahead, _add_squares, _add_lanes):
+    for function in (element, _fetch_ahead, _add_squares, _end_run, _add_runs, _by_halves):
         register_jitable(function)
 
 
