@@ -73,6 +73,7 @@ def pytest_configure() -> None:
     }
     for name, replacement in extra.items():
         _put(torch.cuda, name, replacement)
+    _put(torch, "_fused_adamw_", _rounded_otherwise(torch._fused_adamw_))
     _put(torch.Tensor, "is_pinned", lambda tensor: _is_pinned(fake, tensor))
     _put(torch.Tensor, "pin_memory", lambda tensor: _pinned(fake, tensor))
     _install_kernels()
@@ -84,6 +85,17 @@ def _install_kernels() -> None:
 
     _put(backend, "CupyBackend", Kernels)
     _put(nvrtc, "library", lambda: None)
+
+
+def _rounded_otherwise(update: Any) -> Any:
+    """As CUDA's kernel has other bits than the CPU's."""
+
+    def fused(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, *more: Any, **options: Any) -> None:
+        update(params, grads, exp_avgs, exp_avg_sqs, *more, **options)
+        for param in params if params[0].is_cuda else ():
+            param.copy_(torch.nextafter(param.cpu(), torch.ones(()).to(param.dtype)))
+
+    return fused
 
 
 def _is_pinned(fake: FakeCuda, tensor: torch.Tensor) -> bool:
