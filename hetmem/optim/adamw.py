@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from hetmem.optim.rule import ParameterUpdate, Rule, There
 from hetmem.optim.scaling import LossScale, is_number
 
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
+_THERE = ("param", "grad", "exp_avg", "exp_avg_sq", "compute")
 _FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
@@ -158,15 +159,13 @@ class AdamWRule:
         return equals_host(device, dtype, copy_dtype)
 
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
-        """As on the host a launch for each; else all parameters of one group, age and dtype in a few."""
+        """All parameters of one group, age and dtype in a few launches."""
+        here = [update for update in updates if as_host and self._equals_host(update)]
+        self.there(here)([_by_role(update) for update in here])
         together: dict[tuple[AdamWStep, torch.dtype], list[ParameterUpdate]] = {}
         for update in updates:
-            param, copy_dtype = update.param, None if update.copy is None else update.copy.dtype
-            if as_host and self.equals_host(param.device, update.group, param.dtype, copy_dtype):
-                there = {"param": param, "grad": update.grad, **update.states}
-                self.there(update)(there if update.copy is None else {**there, "compute": update.copy})
-            else:
-                together.setdefault((_count(update), param.dtype), []).append(update)
+            if update not in here:
+                together.setdefault((_count(update), update.param.dtype), []).append(update)
         for (step, _), alike in together.items():
             adamw_on_device(
                 step,
@@ -179,13 +178,17 @@ class AdamWRule:
                 if update.copy is not None:
                     update.copy.copy_(update.param)
 
-    def there(self, update: ParameterUpdate) -> There:
-        """See `Streamable`."""
-        step = _count(update)
+    def _equals_host(self, update: ParameterUpdate) -> bool:
+        copy_dtype = None if update.copy is None else update.copy.dtype
+        return self.equals_host(update.param.device, update.group, update.param.dtype, copy_dtype)
 
-        def there(tensors: dict[str, torch.Tensor]) -> None:
-            param, grad, exp_avg, exp_avg_sq = (tensors[name] for name in ("param", "grad", "exp_avg", "exp_avg_sq"))
-            adamw_as_on_host(step, param, grad, exp_avg, exp_avg_sq, tensors.get("compute"))
+    def there(self, updates: Sequence[ParameterUpdate]) -> There:
+        """See `Streamable`."""
+        steps = [_count(update) for update in updates]
+
+        def there(parameters: Sequence[Mapping[str, torch.Tensor]]) -> None:
+            flats = (tuple(tensors[name] for name in _THERE if name in tensors) for tensors in parameters)
+            adamw_as_on_host(zip(steps, flats, strict=True))
 
         return there
 
@@ -251,6 +254,11 @@ class CompactAdamWRule:
             "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a whole: "
             "leave them out, or set Budget(device_chunks=…) lower, so that its states stay in host memory"
         )
+
+
+def _by_role(update: ParameterUpdate) -> dict[str, torch.Tensor]:
+    copies = {} if update.copy is None else {"compute": update.copy}
+    return {"param": update.param, "grad": update.grad, **update.states, **copies}
 
 
 def _one(dtype: torch.dtype) -> torch.Tensor:

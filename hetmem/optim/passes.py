@@ -20,7 +20,7 @@ from hetmem.optim.overlap import Gradients, Overlap
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Part, Progress, Sample, Sums, as_sampled, frozen, refuse_sparse, sample_of
 from hetmem.optim.rule import ParameterUpdate, Streamable
-from hetmem.optim.streamed import Updated
+from hetmem.optim.streamed import Update
 from hetmem.optim.updates import Job, Opened
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.balance import Way
@@ -239,13 +239,17 @@ class Passes:
             self._kept.bring_home(chunk)
         return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress), left=progress.left)
 
-    def _streamed(self, progress: Progress, job: Job) -> Updated:
+    def _streamed(self, progress: Progress, job: Job) -> Update:
         """What the device is to do."""
         self._see_gradients(progress, job)
         rule = self._optimizer.rule
         assert isinstance(rule, Streamable)
-        updates = self._begin(progress, job)
-        return [(part.managed, rule.there(update)) for part, update in zip(progress.parts, updates, strict=True)]
+        there, parameters = rule.there(self._begin(progress, job)), [part.managed for part in progress.parts]
+
+        def updated(opened: Opened) -> None:
+            there([{role.name: managed.part(flat) for role, flat in opened.items()} for managed in parameters])
+
+        return updated
 
     def _writes_copy(self, progress: Progress) -> bool:
         """Whether the pass that updates `progress` can write the copy on the device too."""

@@ -5,7 +5,7 @@ A rule sees flat tensors. It must not know chunks, tiers or transfers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,17 +55,17 @@ class ParameterUpdate:
     copy: torch.Tensor | None = None
 
 
-There = Callable[[dict[str, torch.Tensor]], None]
-"""One parameter's update on the device, on the current stream, of tensors there by role: "param", "grad", the states,
-and "compute" if there is a copy."""
+There = Callable[[Sequence[Mapping[str, torch.Tensor]]], None]
+"""Updates on the device, on the current stream, of tensors there: for each parameter by role, "param", "grad", the
+states, and "compute" if there is a copy."""
 
 
 @runtime_checkable
 class Streamable(Protocol):
     """A rule whose updates can be made on a device to which states are brought."""
 
-    def there(self, update: ParameterUpdate) -> There:
-        """`update`, with the bits of `tasks` where the device `equals_host`. Counts the step in `state`."""
+    def there(self, updates: Sequence[ParameterUpdate]) -> There:
+        """`updates`, with the bits of `tasks` where the device `equals_host`. Counts the step in each `state`."""
         ...
 
 

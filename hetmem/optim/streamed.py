@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.device import Device
 from hetmem.memory.views import Memory
 from hetmem.optim.kept import KeptGradients
-from hetmem.optim.rule import HalfComputedError, There
+from hetmem.optim.rule import HalfComputedError
 from hetmem.plan.links import Link
 from hetmem.plan.streaming import SLOTS
 from hetmem.runtime.runtime import Runtime
@@ -34,7 +34,8 @@ from hetmem.runtime.runtime import Runtime
 if TYPE_CHECKING:
     from hetmem.optim.updates import Job, Opened
 
-Updated = list[tuple[ManagedParameter, There]]
+Update = Callable[[dict[Role, torch.Tensor]], None]
+"""All of a chunk on the device, on the current stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +60,6 @@ class _UnderWay:
     job: Job
     slot: Slot
     there: Opened
-    updated: Updated
     borrowed: Memory | None
     """Where its gradients are brought to, as long as they are needed; None if they are there."""
 
@@ -218,11 +218,11 @@ class StreamedUpdates:
         there = slot.views(chunk, [role for role in job.roles if role != Role.GRAD])
         borrowed = None if self.kept.holds(chunk) else self.kept.borrow()
         there[Role.GRAD] = job.opened[Role.GRAD] if borrowed is None else self.kept.flat(chunk, borrowed)
-        one = _UnderWay(job, slot, there, [], borrowed)
+        one = _UnderWay(job, slot, there, borrowed)
         self._running.append(one)
         assert job.streamed is not None
         try:
-            one.updated = job.streamed(job)
+            update = job.streamed(job)
         except BaseException:
             self._fail(one)
             raise
@@ -232,7 +232,7 @@ class StreamedUpdates:
             self._runtime.memory.device,
             [(one.there[role], job.opened[role]) for role in brought],
             one.there,
-            one.updated,
+            update,
         )
         nbytes = sum(chunk.role_nbytes(role) for role in brought)
         behind = list(slot.marks)
@@ -307,16 +307,15 @@ class _Bring:
     """One transfer: homes to a slot, and the update there behind it. Holds the memory until both are over."""
 
     def __init__(
-        self, device: Device, pairs: list[tuple[torch.Tensor, torch.Tensor]], there: Opened, updated: Updated
+        self, device: Device, pairs: list[tuple[torch.Tensor, torch.Tensor]], there: Opened, update: Update
     ) -> None:
-        self._device, self._pairs, self.there, self._updated = device, pairs, there, updated
+        self._device, self._pairs, self.there, self._update = device, pairs, there, update
 
     def __call__(self) -> None:
         with torch.inference_mode(False), torch.no_grad():  # on whatever thread
             for target, source in self._pairs:
                 self._device.copy_in(target, source)
-            for managed, there in self._updated:
-                there({role.name: managed.part(flat) for role, flat in self.there.items()})
+            self._update(self.there)
 
 
 class _SendHome:

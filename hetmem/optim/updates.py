@@ -29,7 +29,7 @@ from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.views import without_graph
 from hetmem.optim.kept import KeptGradients
 from hetmem.optim.rule import HalfComputedError, Left
-from hetmem.optim.streamed import StreamedUpdates, Updated
+from hetmem.optim.streamed import StreamedUpdates, Update
 from hetmem.optim.workers import Batch, Task, WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.plan.turns import AT_ONCE, Turns
@@ -60,7 +60,7 @@ class Job:
     writes: bool
     keeps_copy: bool = False
     left: Left = field(default_factory=Left)
-    streamed: Callable[[Job], Updated] | None = None
+    streamed: Callable[[Job], Update] | None = None
     """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
     opened: Opened = field(default_factory=dict)
     copy: torch.Tensor | None = None

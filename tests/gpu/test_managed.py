@@ -250,7 +250,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_homes_that_move_to_the_gpu_leave_every_bit_as_it_was(
     optimizer: str, kind: tuple[torch.dtype | None, torch.dtype | None]
 ) -> None:
-    """With `device_chunks` at its least all is updated on the host; with more a part is on the GPU from the second step."""
+    """With `device_chunks` at its least the host updates all; with more, a part is on the GPU from step two on."""
     dtype, mixed = kind
     found = []
     for room in ("160KiB", "512KiB" if dtype else "1MiB"):

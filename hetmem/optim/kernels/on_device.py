@@ -8,11 +8,16 @@ has depends on the CPU and on how torch was built, so it is found by trying.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hetmem.cuda import adam
 from hetmem.cuda.backend import Backend, TorchBackend, backend
 from hetmem.optim.kernels.update import AdamWStep, scalars_of, update_by_torch
+
+Flats = tuple[torch.Tensor, ...]
+"""Of one parameter: itself, its gradient, the two moments, and the 16-bit copy that gets it, rounded, if there is one."""
 
 _SIMULATED = TorchBackend("the device is simulated")
 _STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
@@ -29,26 +34,48 @@ def kernels_of(device: torch.device) -> Backend:
     return backend() if device.type == "cuda" else _SIMULATED
 
 
-def adamw_as_on_host(
-    step: AdamWStep,
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    compute_copy: torch.Tensor | None = None,
-) -> None:
-    """Update `param`, `exp_avg` and `exp_avg_sq`, a whole parameter on a device that `equals_host`, on its current
-    stream. `compute_copy`, in bfloat16 or float16, gets `param`, rounded. `grad` has the dtype of `param`."""
-    width = _width(param.device, param.dtype, None if compute_copy is None else compute_copy.dtype)
-    assert width, f"{param.device} does not compute as the host does"
-    states = param, grad, exp_avg, exp_avg_sq, compute_copy
-    adam.adamw(kernels_of(param.device), scalars_of(step), *states, tail=param.numel() % width)
+def adamw_as_on_host(updates: Iterable[tuple[AdamWStep, Flats]]) -> None:
+    """Update whole parameters on a device that `equals_host`, on its current stream; neighbours in one launch. Their
+    gradients have the dtype of the parameters."""
+    for step, flats in _joined(updates):
+        adam.adamw(kernels_of(flats[0].device), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
+
+
+def _joined(updates: Iterable[tuple[AdamWStep, Flats]]) -> list[tuple[AdamWStep, Flats]]:
+    """With one update in place of two that are alike and next to each other, if none of the first is a tail."""
+    joined: list[tuple[AdamWStep, Flats]] = []
+    for step, flats in updates:
+        if joined and joined[-1][0] == step and _go_on(joined[-1][1], flats):
+            before = joined.pop()[1]
+            pairs = zip(before, flats, strict=True)
+            flats = tuple(one.as_strided((one.numel() + other.numel(),), (1,)) for one, other in pairs)
+        joined.append((step, flats))
+    return joined
+
+
+def _go_on(before: Flats, flats: Flats) -> bool:
+    """Whether `flats` lie directly behind `before`, in the same memory."""
+    if len(before) != len(flats) or before[0].numel() % _width_of(before):
+        return False
+    return all(
+        one.dtype is other.dtype
+        and one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        for one, other in zip(before, flats, strict=True)
+    )
 
 
 def equals_host(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
     """Whether `adamw_as_on_host` of parameters of `dtype`, with a copy of `copy_dtype` (None: without), gives the bits
     of torch's kernel on the host: tried once, on some 1500 elements. Where it cannot run at all it does not."""
     return _width(device, dtype, copy_dtype) > 0
+
+
+def _width_of(flats: Flats) -> int:
+    param, _, _, _, *copy = flats
+    width = _width(param.device, param.dtype, copy[0].dtype if copy else None)
+    assert width, f"{param.device} does not compute as the host does"
+    return width
 
 
 def _width(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> int:
