@@ -17,7 +17,7 @@ from hetmem.cuda.backend import Backend, TorchBackend, backend
 from hetmem.optim.kernels.update import AdamWStep, scalars_of, update_by_torch
 
 Flats = tuple[torch.Tensor, ...]
-"""Of one parameter: itself, its gradient, the two moments, and the 16-bit copy that gets it, rounded, if there is one."""
+"""Of one parameter: itself, its gradient, the two moments and, if there is one, the 16-bit copy that gets it."""
 
 _SIMULATED = TorchBackend("the device is simulated")
 _STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
