@@ -37,8 +37,10 @@ from hetmem.units import round_down, round_up
 PAGE_ELEMENTS = 4096
 """Chunk sizes are multiples of this, so that a role of any itemsize is whole 4096-byte pages (O_DIRECT)."""
 
-ALIGNMENT_ELEMENTS = 16
-"""Default alignment of offsets: 64 bytes of fp32, and 16-byte loads are aligned in every role of a byte or more."""
+ALIGNMENT_ELEMENTS = 128
+"""Alignment of offsets: 256 bytes of 16-bit elements. Up to there torch tells cuBLASLt how addresses are aligned
+(`gemm_and_bias` in ATen/cuda/CUDABlas.cpp; cuDNN: up to 32), which may choose its algorithm by that: of weights in
+chunks it is told what it is told of torch's own allocations. 16-byte loads are aligned in every role."""
 
 TARGET_ELEMENTS = 16 << 20
 """Preferred chunk: 64 MiB of fp32 is one 16 MiB block for each of four disk threads, and takes milliseconds on PCIe,

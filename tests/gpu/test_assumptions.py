@@ -88,7 +88,7 @@ def _current() -> torch.cuda.Stream:
 @pytest.mark.parametrize("rows", [8, 4096])
 def test_a_product_has_the_same_bits_wherever_its_weight_lies(dtype: torch.dtype, rows: int) -> None:
     """torch tells cuBLASLt how addresses are aligned, up to 256 bytes, and that may choose another algorithm by it.
-    Weights in chunks lie at multiples of `ALIGNMENT_ELEMENTS`. Else that must be 128."""
+    Weights in chunks lie at multiples of `ALIGNMENT_ELEMENTS`, which are 256 bytes or more."""
     torch.manual_seed(0)
     x = torch.randn(rows, 512, device="cuda").to(dtype).requires_grad_()
     weight, bias = torch.randn(2048, 512, device="cuda").to(dtype), torch.randn(2048, device="cuda").to(dtype)

@@ -140,19 +140,19 @@ def test_parameters_of_zero_elements_take_no_space(parameters: list[ParameterSpe
 def test_the_layout_of_a_small_example_is_this_one() -> None:
     page = PAGE_ELEMENTS
     frozen = ParameterSpec("frozen", 7, "bf16 frozen", 2)
-    parameters = [*fp32(5, 1, 3 * page + 1, page - 32, page), frozen, *fp32(0, 1)]
+    parameters = [*fp32(5, 1, 3 * page + 1, page - 256, page), frozen, *fp32(0, 1)]
     layout = build_layout(parameters, page)
-    assert places(layout) == [(0, 0), (0, 16), (1, 0), (0, 32), (2, 0), (3, 0), (4, 16), (4, 0)]
+    assert places(layout) == [(0, 0), (0, 128), (1, 0), (0, 256), (2, 0), (3, 0), (4, 128), (4, 0)]
     assert [chunk.span for chunk in layout.chunks] == [1, 4, 1, 1, 1]
     assert [chunk.parameters for chunk in layout.chunks] == [(0, 1, 3), (2,), (4,), (5,), (6, 7)]
     assert layout.total_elements == 8 * page
     assert layout.total_bytes == 7 * page * 4 + page * 2
-    assert layout.used_bytes == 4 * (6 + 3 * page + 1 + page - 32 + page + 1) + 2 * 7
+    assert layout.used_bytes == 4 * (6 + 3 * page + 1 + page - 256 + page + 1) + 2 * 7
 
 
 def test_a_spanning_parameter_does_not_close_the_open_chunk() -> None:
     layout = build_layout(fp32(10, 2 * PAGE_ELEMENTS, 10, 2 * PAGE_ELEMENTS, 10), PAGE_ELEMENTS)
-    assert places(layout) == [(0, 0), (1, 0), (0, 16), (2, 0), (0, 32)]
+    assert places(layout) == [(0, 0), (1, 0), (0, 128), (2, 0), (0, 256)]
 
 
 def test_an_empty_parameter_among_spanning_ones_takes_no_chunk() -> None:
