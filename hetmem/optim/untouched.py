@@ -105,7 +105,9 @@ def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> Runti
     return RuntimeError(
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
         f"either step() was not called after the last backward, or this step has more backwards than any before: "
-        f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). To leave a step "
+        f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). A loss that only "
+        f"goes through the model, as a GAN's generator's does, is such a backward too: requires_grad_(False) on the "
+        f"model for the length of it. To leave a step "
         f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
         f"from the weights that are updated"
     )

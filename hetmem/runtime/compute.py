@@ -3,6 +3,11 @@
 Note "interrupts": Ctrl-C ends a forward and runs none of torch's hooks, so what is on torch's stacks stays there, on a
 thread that may live for ever and never call the model again. So what is put there holds nothing, and looks first
 whether the calls that it was put there for are on the stack of their thread; once they are not, it does nothing.
+
+Note "compiled functions": a function that `torch.compile` makes code of, and that a forward calls (attention with a
+score of the user's, say), is traced with what is on the stack of function modes, as if that were a part of it. So there
+the mode is what it is for tensors that are no weights: nothing. Where a weight is used the graph ends, and the mode
+does its work, which is never compiled itself.
 """
 
 from __future__ import annotations
@@ -18,7 +23,10 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from hetmem.runtime.compiled import exchange, skipped
+
 _AUTOGRAD: Any = torch._C._autograd
+_get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
@@ -181,17 +189,27 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._compute = weakref.ref(compute)
 
+    @skipped
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # never true where this runs; see note "compiled functions"
+            if _have_weights(args) or (kwargs and _have_weights(kwargs.values())):
+                torch._dynamo.graph_break("a weight that hetmem manages, in a function that is compiled by itself")
+            return func(*args, **(kwargs or {}))
         compute = self._compute()
         if compute is None or not compute.runs() or compute.functions is None:
             return func(*args, **(kwargs or {}))
+        compiler = _get_compiler()
+        if compiler is not None:
+            exchange(None)
         compute.functions_running += 1
         try:
             return compute.functions(func, types, args, kwargs or {})
         finally:
             compute.functions_running -= 1
+            if compiler is not None:
+                exchange(compiler)
 
     def is_of(self, compute: Compute) -> bool:
         """Whether it is there for `compute`."""
@@ -201,6 +219,16 @@ class _Functions(TorchFunctionMode):
         """Whether it does nothing any more."""
         compute = self._compute()
         return compute is None or compute.is_over
+
+
+def _have_weights(values: Any) -> bool:
+    """Whether a parameter is among `values`, or lists and tuples within; for whoever traces a function."""
+    for value in values:
+        if isinstance(value, torch.nn.Parameter):
+            return True
+        if isinstance(value, (list, tuple)) and _have_weights(value):
+            return True
+    return False
 
 
 class _Operators(TorchDispatchMode):

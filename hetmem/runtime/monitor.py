@@ -214,8 +214,10 @@ def _only_views(func: Any) -> bool:
 def _is_of_several(func: Any) -> bool:
     """Whether `func` is made of other operators. In inference mode it is a mode's as a whole, and views that are made
     in it do not know what they are views of; torch computes a product with a view of a weight in another order then.
-    Everywhere else only those others are a mode's."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    Everywhere else only those others are a mode's. Of `chunk` and `narrow` it is known before they are a mode's, and
+    torch refuses to be told again."""
+    has, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    return bool(has(name, "CompositeImplicitAutograd") and not has(name, "ADInplaceOrView"))
 
 
 _METADATA = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_non_overlapping_and_dense.default}

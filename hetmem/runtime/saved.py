@@ -191,6 +191,8 @@ class SavedTensors:
         if isinstance(packed, torch.Tensor):
             return packed
         managed = packed.managed
+        if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
+            self._recomputes.recomputes_until_node_ends()  # create_graph=True: the node saves what it computes with
         device = self._runtime.saved(managed)  # may wait for an update of it
         if managed.parameter._version != packed.version:
             raise RuntimeError(_modified(managed.name, managed.parameter._version, packed.version))

@@ -5,6 +5,7 @@ These run in a process that has `plugin`; `test_in_a_process` starts it.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Sequence
@@ -301,3 +302,20 @@ def test_gradients_that_are_scaled_without_a_version_are_seen_wherever_they_lie(
         norm = sum(float(p.grad.double().square().sum()) for p in managed.parameters()) ** 0.5
         optimizer.step()
         assert optimizer.grad_norm == pytest.approx(norm, rel=1e-9)
+
+
+def test_graphs_of_gradients_find_weights_on_the_device(tmp_path: Path) -> None:
+    """What nodes save in a backward, on its thread, is fetched again in the next one."""
+    managed = Small()
+    plain = copy.deepcopy(managed).to("cuda")
+    hetmem.manage(managed, budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
+    for batch in batches(3):
+        found = []
+        for module in (plain, managed):
+            x = batch.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(module(x), x, create_graph=True)
+            (slope.norm(dim=-1) - 1).square().mean().backward()
+            found.append([None if p.grad is None else p.grad.cpu() for p in module.parameters()])
+            module.zero_grad()
+        for expected, got in zip(*found, strict=True):
+            assert (expected is None and got is None) or torch.equal(expected, got), (expected - got).abs().max()

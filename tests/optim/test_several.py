@@ -338,3 +338,29 @@ def test_optimizers_of_two_kinds_update_parts_of_one_model(placement: str, tmp_p
         assert_same_weights(plain, managed)
     after = [id(m.chunk) for m in registry.of_module(managed).runtime.bindings.by_id.values()]
     assert before != after, "the test puts nothing in order"
+
+
+@streamed
+@overlaps
+def test_a_loss_of_another_model_that_goes_through_one_is_no_step_of_it(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """A generator and its critic: frozen meanwhile, this one's updates wait for gradients of its own losses."""
+    generators, critics = (pair(mlp, placement, tmp_path) for _ in range(2))
+    steps = [twins(modules, overlap=overlap) for modules in (generators, critics)]
+    for noise, real in zip(vector_batches(4, 4, 64), vector_batches(4, 4, 64, seed=2), strict=True):
+        for (generator, first), (critic, second) in zip(*(both.sides for both in steps), strict=True):
+            critic.requires_grad_(False)
+            loss_of(critic, (generator(*noise),)).backward()
+            first.step()
+            first.zero_grad()
+            critic.requires_grad_(True)
+            (loss_of(critic, real) - loss_of(critic, (generator(*noise).detach(),))).backward()
+            second.step()
+            second.zero_grad()
+    for both in steps:
+        both.assert_same()
+    if overlap != "off":
+        loss_of(critics[1], (generators[1](*noise),)).backward()
+        with pytest.raises(RuntimeError, match=r"a GAN's generator's does.* requires_grad_\(False\)"):
+            loss_of(critics[1], (generators[1](*noise),)).backward()

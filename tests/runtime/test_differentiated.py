@@ -10,8 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
-from tests.runtime.harness import BATCHES, WIDTH, assert_same, everywhere, mlp, pair, precisions
+import hetmem
+from hetmem import Budget
+from tests.runtime.harness import (
+    BATCHES,
+    CHUNK,
+    WIDTH,
+    assert_same,
+    assert_same_weights,
+    everywhere,
+    manage,
+    mlp,
+    pair,
+    precisions,
+)
 
 Asks = Callable[[nn.Module, list[torch.Tensor]], Any]
 
@@ -113,6 +127,35 @@ def test_they_may_be_differentiated_again(mixed: torch.dtype | None, placement: 
         sum(grad.float().square().sum() for grad in grads).backward()
         found.append([parameter.grad for parameter in module.parameters()])
     assert_all_same(*found)
+
+
+def penalised(module: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """A step of a critic with a penalty on the gradient of its input (Gulrajani et al. 2017), of which that on the
+    gradient's gradient is a part."""
+    x = batch.clone().requires_grad_()
+    loss = loss_of(module, x)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.float().square().sum(), x, create_graph=True)
+    penalty = loss + (grad.norm(dim=1) - 1).square().mean() + second.square().mean()
+    penalty.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss, grad, second, penalty]
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+def test_a_graph_of_a_gradient_keeps_no_weights_on_the_device(overlap: str, tmp_path: Path) -> None:
+    """Nodes that are made in a backward save weights too: eight chunks of them, where the device has room for three."""
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)])
+    limits = Budget(device="64MiB", host="64MiB", device_chunks=3 * CHUNK)
+    managed = manage(copy.deepcopy(plain), limits, tmp_path)
+    sides = [
+        (plain, AdamW(plain.parameters(), fused=True)),
+        (managed, hetmem.AdamW(managed.parameters(), overlap=overlap)),
+    ]
+    for (batch,) in BATCHES:
+        assert_all_same(*(penalised(module, batch, optimizer) for module, optimizer in sides))
+    assert_same_weights(plain, managed)
 
 
 @everywhere

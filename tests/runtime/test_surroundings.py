@@ -113,6 +113,36 @@ def test_a_layer_over_a_turned_batch_has_the_bits_of_torch_in_inference_mode(
             assert_same(plain(x), managed(x), "output")
 
 
+class Parts(nn.Module):
+    """Cuts what it gets, a weight and a buffer, as rotary embeddings and fused projections do."""
+
+    turns: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+        self.register_buffer("turns", torch.randn(2 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = self.layer(x).chunk(2, -1)
+        up, down = self.layer.weight.chunk(2)
+        sine, cosine = self.turns.chunk(2)
+        out = (left + x @ up) * sine + (right + x @ down.narrow(0, 0, WIDTH)) * cosine
+        return torch.matmul(out, out.narrow(1, 0, WIDTH).t(), out=torch.empty(len(x), len(x)))
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parts_of_weights_and_buffers_are_those_of_torch_in_inference_mode(
+    mode: Callable[[], AbstractContextManager[None]], placement: str, tmp_path: Path
+) -> None:
+    """torch has said of these what they are views of before a mode gets them; said again, it raises."""
+    plain, managed = pair(Parts, placement, tmp_path)
+    for batch in BATCHES:
+        with mode():
+            assert_same(plain(*batch), managed(*batch), "output")
+
+
 def test_weights_that_were_made_in_inference_mode_are_refused(tmp_path: Path) -> None:
     with torch.inference_mode():
         module = mlp()
