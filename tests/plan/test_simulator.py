@@ -149,6 +149,19 @@ def test_gradients_on_their_way_leave_before_there_is_no_room() -> None:
     assert simulated.gradient_bytes() == 0
 
 
+def test_what_a_segment_needs_before_its_first_moment_has_room_when_it_comes_again() -> None:
+    simulated = traffic(2, [Tier.HOST, Tier.HOST])
+    ground: Any = SimpleNamespace(slot_bytes=100, device_slots=2, chunks=[SimpleNamespace(span=1)] * 2)
+    notes = Notes(simulated, Capacities(300, 300), ground, 0)
+    for _ in range(2):
+        notes.begin(("backward",))
+        notes.grew(150)
+        assert simulated.residency.allowed_slots(Tier.DEVICE) == 1
+        notes.moment("mm", (0,), 100)
+        assert simulated.residency.allowed_slots(Tier.DEVICE) == 2
+        notes.end()
+
+
 def test_at_most_four_gradients_are_on_their_way() -> None:
     simulated = traffic(1, [Tier.HOST])
     for _ in range(5):
