@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from hetmem.errors import CapacityError
 from hetmem.plan.placement import Capacities, Ground, NoRoom
 from hetmem.plan.share import idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
@@ -121,6 +122,19 @@ class Notes:
         self._set_limit(moment.non_model_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
+
+    def acquire(self, block: int, live_bytes: int) -> None:
+        """A use of `block` in the moment that has begun with `live_bytes`. Where there is no room it gets what
+        gradients have left since that were on their way."""
+        try:
+            self._traffic.acquire(block, DEVICE)
+        except CapacityError:
+            live = live_bytes + self._traffic.gradient_bytes()
+            if self._known is not None or live >= self._moments[-1].non_model_bytes:
+                raise
+            self._moments[-1] = Moment(self._moments[-1].operator, self._moments[-1].blocks, live)
+            self._set_limit(live)
+            self._traffic.acquire(block, DEVICE)
 
     def staged(self, block: int) -> None:
         """`block` is used in host memory."""

@@ -150,13 +150,18 @@ class DeviceRoom:
         return bool(self._traffic.residency.in_flight()) or self._traffic.gradients.under_way
 
     def widen(self) -> bool:
-        """Chunks in use at once need more than they may have: let them have what was only guessed to be needed beside
-        them. False if there is no such room."""
-        if self._leave_device(self.monitor.live_bytes if self._memory.device.watched else self._room_seen):
+        """Chunks in use at once need more than they may have, and nothing is under way any more: let them have what was
+        only guessed to be needed beside them, or what gradients have left that were on their way when the moment began.
+        False if there is no such room."""
+        watched = self._memory.device.watched
+        needed = self.monitor.live_bytes if watched else self._most_non_model
+        if self._leave_device(needed if watched else self._room_seen):
             return True
-        if self._memory.device.watched or self._limit >= self._memory.device_slots(self._most_non_model):
+        if (watched and not self._tracer.measured) or self._limit >= self._memory.device_slots(needed):
             return False
-        self._set_limit(self._most_non_model)
+        if watched:
+            self._tracer.begins_with(needed)
+        self._set_limit(needed)
         return True
 
     def out_of_memory(self) -> None:

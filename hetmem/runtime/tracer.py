@@ -100,6 +100,11 @@ class StepTracer:
         self._expected = expected
         return expected
 
+    def begins_with(self, live_bytes: int) -> None:
+        """Nothing has run in the last moment, and no more than `live_bytes` are left of what was there."""
+        if self._moments:
+            self._moments[-1] = Moment(self._moments[-1].operator, self.blocks(), live_bytes, (live_bytes,))
+
     def grew(self, live_bytes: int, leaving_bytes: int = 0) -> None:
         """Non-model memory grew to `live_bytes` within the last moment, `leaving_bytes` of them as in `moment`."""
         self._now = self._now.grown(live_bytes, leaving_bytes)

@@ -14,7 +14,7 @@ from torch import nn
 import hetmem
 from hetmem.runtime import registry
 from hetmem.runtime.monitor import DeviceMonitor
-from tests.runtime.harness import assert_same_weights
+from tests.runtime.harness import assert_same_grads, assert_same_weights
 
 BATCH = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
 
@@ -97,3 +97,30 @@ def test_a_later_backward_has_room_before_its_first_weight(tmp_path: Path) -> No
     for _ in range(3):
         assert peak_of_a_backward(module, batch) <= 6 << 20
         module.zero_grad()
+
+
+class Wide(nn.Module):
+    """Layers around a frozen one of four times their size, whose weight a backward needs in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.wide = nn.Linear(256, 256, bias=False), nn.Linear(256, 1024, bias=False)
+        self.behind = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(3)])
+        self.wide.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.wide(self.before(x))[:, :256]).square().mean()
+
+
+@pytest.mark.parametrize("speed", ["20MB", None])
+def test_a_weight_waits_for_gradients_that_lie_in_its_way(speed: str | None) -> None:
+    """The error said that 40 KiB and 1 MiB do not fit in 1.3 MiB: two gradients of 256 KiB had left meanwhile."""
+    torch.manual_seed(0)
+    plain = Wide()
+    limits, device = hetmem.Budget(device="1344KiB", host="32MiB"), hetmem.SimDevice(device_to_host=speed)
+    managed = hetmem.manage(copy.deepcopy(plain), limits, device=device, chunk_bytes=256 * 1024)
+    for _ in range(3):
+        for model in (plain, managed):
+            model.zero_grad()
+            model(BATCH).backward()
+        assert_same_grads(plain, managed)
