@@ -129,9 +129,9 @@ class Notes:
         try:
             self._traffic.acquire(block, DEVICE)
         except CapacityError:
-            live = live_bytes + self._traffic.gradient_bytes()
-            if self._known is not None or live >= self._moments[-1].non_model_bytes:
+            if self._known is not None:
                 raise
+            live = live_bytes + self._traffic.gradient_bytes()
             self._moments[-1] = Moment(self._moments[-1].operator, self._moments[-1].blocks, live)
             self._set_limit(live)
             self._traffic.acquire(block, DEVICE)
