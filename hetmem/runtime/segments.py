@@ -60,8 +60,7 @@ class _Ended:
     def _settle(self) -> None:
         segments = self._segments()
         if segments is not None and segments.backwards == self._number and segments.in_backward:
-            segments.settle()
-            segments.rest()
+            segments.settle_and_rest()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
@@ -192,7 +191,13 @@ class Segments:
     def settle_if_raised(self) -> None:
         """Settle the backward if it has raised: see note "backwards that raise"."""
         if self.in_backward and self._runs and self._runs.isdisjoint(RUNNING.all()):
+            self.settle_and_rest()
+
+    def settle_and_rest(self) -> None:
+        """The backward is over, and the user comes next, also if some of its gradients did not get home."""
+        try:
             self.settle()
+        finally:
             self.rest()
 
     def settle(self) -> None:
@@ -200,10 +205,12 @@ class Segments:
         if self.in_backward:
             self.in_backward = False
             self._runtime.trailing.end_backward()
-            with self._runtime.unwatched():
-                self.backward_ended()
-            self._runtime.traffic.carrier.exposed.show()
-            self._runtime.events.end_segment()  # what the user does before the step is no compute
+            try:
+                with self._runtime.unwatched():
+                    self.backward_ended()
+            finally:
+                self._runtime.traffic.carrier.exposed.show()
+                self._runtime.events.end_segment()  # what the user does before the step is no compute
 
     def rest(self) -> None:
         """Neither a forward nor a step follows at once: the user may read parameters."""
