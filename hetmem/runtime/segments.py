@@ -60,7 +60,8 @@ class _Ended:
     def _settle(self) -> None:
         segments = self._segments()
         if segments is not None and segments.backwards == self._number and segments.in_backward:
-            segments.settle_and_rest()
+            segments.settle()
+            segments.rest()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
@@ -191,17 +192,11 @@ class Segments:
     def settle_if_raised(self) -> None:
         """Settle the backward if it has raised: see note "backwards that raise"."""
         if self.in_backward and self._runs and self._runs.isdisjoint(RUNNING.all()):
-            self.settle_and_rest()
-
-    def settle_and_rest(self) -> None:
-        """The backward is over, and the user comes next, also if some of its gradients did not get home."""
-        try:
             self.settle()
-        finally:
             self.rest()
 
     def settle(self) -> None:
-        """The backward, if there was one, is over (also one that raised)."""
+        """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
         if self.in_backward:
             self.in_backward = False
             self._runtime.trailing.end_backward()
