@@ -24,7 +24,7 @@ from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
 from hetmem.runtime import backwards, registry
-from hetmem.runtime.building import Building
+from hetmem.runtime.building import Building, build_within
 from hetmem.runtime.construction import build_memory, move_home
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.runtime import Runtime
@@ -276,8 +276,8 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, options: dict[
             init(self, *args, **kwargs)  # a part of a module that is being built, or a base class of it
             return
         plan = _plan(options.get("plan"))
-        with Building((budget or (Budget() if plan is None else plan.budget)).limits()):
-            init(self, *args, **kwargs)
+        limits = (budget or (Budget() if plan is None else plan.budget)).limits()
+        build_within(limits, lambda: init(self, *args, **kwargs))
         manage(self, budget, **{**options, "plan": plan})
 
     cls.__init__ = wrapper  # type: ignore[method-assign]

@@ -177,13 +177,14 @@ class WorkerPool:
         return batch
 
     def close(self) -> None:
-        """Finish what was begun and join the workers. Call it when no `run` is under way; a later one starts anew."""
+        """Finish what was begun and join the workers. Call it when no `run` is under way; a later one starts anew, also
+        where an interrupt has ended the wait: then the workers end by themselves."""
         with self._lock:
             workers = self._workers.copy()
+            self._workers.clear()  # before all that an interrupt may end: nobody must count on them any more
             _stop(self._batches, workers)
             for worker in workers:
                 worker.join()
-            self._workers.clear()
 
     def _share(self, batch: Batch, helpers: int) -> None:
         if helpers > 0 and not self._workers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from hetmem.errors import CapacityError
 from hetmem.plan.placement import Capacities, Ground, NoRoom
 from hetmem.plan.share import idle_bytes
 from hetmem.plan.simulator import SimulatedTraffic
@@ -56,6 +57,7 @@ class Notes:
         self._ended: Hashable | None = None
         self._known: SegmentTrace | None = None
         self._moments: list[Moment] = []
+        self._opening = Moment("begin", ())
         self._host: list[int] = []
         self._measured = False
 
@@ -69,7 +71,9 @@ class Notes:
         self._key = key
         self._known = self._book.get(key)
         self._measured = self._known is None and key != STEP
-        self._moments, self._host = [], []
+        self._moments, self._host, self._opening = [], [], Moment("begin", ())
+        if self._known is not None and self._known.opening.non_model_bytes:
+            self._set_limit(self._known.opening.non_model_bytes)
         if before is not None:
             self._book.follows(before, key)
         self._traffic.poll()
@@ -98,7 +102,8 @@ class Notes:
         known = self._known
         if known is None or known.host_blocks != tuple(self._host):
             moments = tuple(self._moments) if known is None else known.moments
-            self._book.put(SegmentTrace(self._key, moments, tuple(self._host)))
+            opening = self._opening if known is None else known.opening
+            self._book.put(SegmentTrace(self._key, moments, tuple(self._host), opening=opening))
         self._key = None
 
     def _expect(self, key: Hashable) -> None:
@@ -117,6 +122,19 @@ class Notes:
         self._set_limit(moment.non_model_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
+
+    def acquire(self, block: int, live_bytes: int) -> None:
+        """A use of `block` in the moment that has begun with `live_bytes`. Where there is no room it gets what
+        gradients have left since that were on their way."""
+        try:
+            self._traffic.acquire(block, DEVICE)
+        except CapacityError:
+            if self._known is not None:
+                raise
+            live = live_bytes + self._traffic.gradient_bytes()
+            self._moments[-1] = Moment(self._moments[-1].operator, self._moments[-1].blocks, live)
+            self._set_limit(live)
+            self._traffic.acquire(block, DEVICE)
 
     def staged(self, block: int) -> None:
         """`block` is used in host memory."""
@@ -147,9 +165,10 @@ class Notes:
         ):
             traffic.wait_for_one()
             live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
-        if self._moments and live > self._moments[-1].non_model_bytes:
-            last = self._moments[-1]
-            self._moments[-1] = Moment(last.operator, last.blocks, live)
+        if not self._moments:
+            self._opening = self._opening.grown(live, 0)
+        elif live > self._moments[-1].non_model_bytes:
+            self._moments[-1] = self._moments[-1].grown(live, 0)
         missing = self.chunk_bytes() + live - self._capacities.device_bytes
         if missing > 0:
             raise NoRoom(

@@ -183,7 +183,7 @@ class Rehearsal:
         self._notes.moment(event.operator, blocks, event.live_bytes)
         new = used if event.kind is Kind.USE else [(p, block) for p, block in used if p not in self._held]
         for _, block in new:
-            self._traffic.acquire(block, Tier.DEVICE)
+            self._notes.acquire(block, event.live_bytes)
         self._phase(event.during, self._seconds[index][0])
         for parameter, block in new:
             if parameter in event.held and parameter not in self._held:

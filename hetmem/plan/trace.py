@@ -37,27 +37,46 @@ DEVICE, HOST, NVME = Tier
 class Moment:
     """One operator boundary: the blocks it uses at once and what everything else needs meanwhile.
 
-    `non_model_bytes` is the most device memory that was not chunks from this moment up to the next one.
+    `non_model_bytes` is the most device memory that was not chunks from this moment up to the next one. `own_bytes` is
+    the most that was no gradient on its way home either: up to the first one that was sent meanwhile, from there to the
+    second, and so on.
     """
 
     operator: str
     blocks: tuple[int, ...]
     non_model_bytes: int = 0
+    own_bytes: tuple[int, ...] = (0,)
+
+    def grown(self, live_bytes: int, leaving_bytes: int) -> Moment:
+        """It with so many bytes at one time, of which `leaving_bytes` were gradients on their way home."""
+        own = (*self.own_bytes[:-1], max(self.own_bytes[-1], live_bytes - leaving_bytes))
+        return Moment(self.operator, self.blocks, max(self.non_model_bytes, live_bytes), own)
+
+    def own_after(self, sent: int) -> int:
+        """The bytes of its own once so many gradients were sent."""
+        return self.own_bytes[sent] if sent < len(self.own_bytes) else max(self.own_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentTrace:
     """The moments of one segment on the device, and the blocks it used in host staging, each in order. Those at the
-    places `overwritten` were overwritten as a whole: what they held before was not read."""
+    places `overwritten` were overwritten as a whole: what they held before was not read. `opening` is
+    what was before the first moment: it uses no blocks."""
 
     key: Hashable
     moments: tuple[Moment, ...] = ()
     host_blocks: tuple[int, ...] = ()
     overwritten: frozenset[int] = frozenset()
+    opening: Moment = Moment("begin", ())
 
     def peak_non_model_bytes(self) -> int:
         """The most non-model bytes at any moment, 0 without moments."""
-        return max((moment.non_model_bytes for moment in self.moments), default=0)
+        return self.worst()[0]
+
+    def worst(self) -> tuple[int, tuple[int]]:
+        """The most non-model bytes at any moment, and the most of their own, as a `Moment` has them."""
+        seen = (self.opening, *self.moments)
+        return max(moment.non_model_bytes for moment in seen), (max(max(moment.own_bytes) for moment in seen),)
 
 
 class Uses:

@@ -123,8 +123,8 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
             f"that it can be built without memory"
         )
     try:
-        with torch.device(device), as_written(), RefuseRealMemory() if device == "meta" else nullcontext():
-            model = build_model()
+        with torch.device(device), RefuseRealMemory() if device == "meta" else nullcontext():
+            model = as_written(build_model)
     except PlanError:
         raise
     except Exception as error:

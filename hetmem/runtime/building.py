@@ -1,38 +1,58 @@
 """While a module is built: parameters go to a mapped file as they are registered, so they never fill host memory.
 
 The file is only a place to wait in; `construction` moves what is in it to its homes.
+
+Note "ended twice": an interrupt may come before the first instruction of what ends something, also of a `with`. So that
+is tried twice: where the first one was not begun the second one does it, and otherwise there is nothing left to do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetmem.config import Limits
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme import NvmeStore
 from hetmem.runtime.bindings import is_shared
 from hetmem.runtime.construction import is_lazy
 
 _state = threading.local()
+T = TypeVar("T")
 
 
-@contextmanager
-def as_written() -> Iterator[None]:
-    """On this thread classes are built without what `hetmem.managed` adds to them: for a plan of one."""
-    before, _state.as_written = getattr(_state, "as_written", False), True
-    try:
-        yield
+def as_written(build: Callable[[], T]) -> T:
+    """`build()`, where on this thread classes are without what `hetmem.managed` adds to them: for a plan of one."""
+    before = getattr(_state, "as_written", False)
+    try:  # see note "ended twice"
+        try:
+            _state.as_written = True
+            return build()
+        finally:
+            _state.as_written = before
     finally:
         _state.as_written = before
 
 
+def build_within(limits: Limits, build: Callable[[], None]) -> None:
+    """`build()`, while every parameter that any module registers moves to NVMe, if `limits` has it."""
+    building = Building(limits)
+    try:  # see note "ended twice"
+        try:
+            building.begin()
+            build()
+        finally:
+            building.end()
+    finally:
+        building.end()
+
+
 class Building:
-    """A context in which every parameter that any module registers moves to NVMe, if `limits` has it.
+    """Moves every parameter that any module registers, on the thread that has begun it, to NVMe if `limits` has it.
 
     A parameter is moved when it is registered, before it is initialised: what `reset_parameters` writes goes to the
     file. Without an NVMe directory the module is built in ordinary memory. Reentrant use is an error of the caller.
@@ -40,6 +60,7 @@ class Building:
 
     def __init__(self, limits: Limits) -> None:
         self._store: NvmeStore | None = None
+        self._handle: Any = None
         self._limits = limits
 
     @staticmethod
@@ -47,18 +68,20 @@ class Building:
         """Whether a module is being built on this thread, or whatever is built is to be as it was written."""
         return getattr(_state, "building", None) is not None or getattr(_state, "as_written", False)
 
-    def __enter__(self) -> Building:
+    @HELD_BACK
+    def begin(self) -> None:
+        """From here on."""
         if self._limits.nvme_directories:
             self._store = NvmeStore(list(self._limits.nvme_directories), self._limits.nvme_bytes, threads=1)
         self._handle = register_module_parameter_registration_hook(self._registered)
         _state.building = self
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    @HELD_BACK
+    def end(self) -> None:
+        """Up to here, if it was begun and has not ended yet."""
         _state.building = None
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         if self._store is not None:
             self._store.close()  # the mappings live on as long as parameters are in them
 

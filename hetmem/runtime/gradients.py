@@ -7,6 +7,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
@@ -188,7 +189,8 @@ class GradientSink:
         on_nvme = home.tier is Tier.NVME
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
-        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize)
+        memory = weakref.ref(arrived.untyped_storage())
+        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize, memory)
 
     def _lend(self, chunk: Chunk) -> None:
         """Memory for gradients that are gone soon: on the device, where the update of `chunk` reads them there."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
+
+import torch
 
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
@@ -30,6 +33,9 @@ class Homeward:
         self._on_their_way: Counter[Chunk] = Counter()
         self.lost: Callable[[Chunk], None] = lambda chunk: None
         """Called if a gradient of a chunk was sent and did not arrive."""
+        self.sent: Callable[[], None] = lambda: None
+        """Called when a gradient was sent."""
+        self._leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
@@ -38,9 +44,11 @@ class Homeward:
         else:
             self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
-    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int) -> None:
+    def send(
+        self, chunk: Chunk, work: Callable[[], None], nbytes: int, memory: weakref.ref[torch.UntypedStorage]
+    ) -> None:
         """Run `work`, which takes a gradient of `nbytes` to `chunk`; at its end the role, open before, is closed.
-        A small one at once, others behind the backward."""
+        A small one at once, others behind the backward; until then it takes `memory` of the device."""
         home = chunk.homes[Role.GRAD]
         at_once = nbytes < SMALL_BYTES and not self._on_their_way and self._engine.unlimited(Link.DEVICE_TO_HOST)
         if home.tier is Tier.DEVICE or at_once:
@@ -48,13 +56,17 @@ class Homeward:
                 self.send_now(home, work, nbytes)
             finally:
                 self._close(chunk, Role.GRAD, dirty=True)
+            self.sent()
             return
         self._on_their_way[chunk] += 1
-        self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._arrived, chunk))
+        self._leaving[id(memory)] = memory
+        self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._arrived, chunk, memory))
+        self.sent()
         while self._on_their_way.total() > GRADIENTS_IN_FLIGHT:
             self._carrier.wait_for_one()
 
-    def _arrived(self, chunk: Chunk, error: BaseException | None) -> None:
+    def _arrived(self, chunk: Chunk, memory: weakref.ref[torch.UntypedStorage], error: BaseException | None) -> None:
+        del self._leaving[id(memory)]
         self._on_their_way[chunk] -= 1
         if not self._on_their_way[chunk]:
             del self._on_their_way[chunk]
@@ -67,6 +79,14 @@ class Homeward:
     def under_way(self) -> bool:
         """Whether any gradient is on its way."""
         return bool(self._on_their_way)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What gradients on their way still take of the device, also if nobody has taken note of their end yet."""
+        if not self._leaving:
+            return 0
+        storages = [memory() for memory in self._leaving.values()]
+        return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
 
     def arriving(self, chunk: Chunk) -> bool:
         """Whether gradients of `chunk` are on their way."""

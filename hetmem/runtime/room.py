@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hetmem.plan.trace import Tier
+from hetmem.plan.trace import Moment, Tier
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.monitor import DeviceMonitor
 from hetmem.runtime.refusals import Refusals
@@ -41,6 +41,7 @@ class DeviceRoom:
         self._limit = memory.device_pool.slots
         self._most_non_model = 0
         memory.device.peak_bytes()  # what the process had there before is no need of this model
+        traffic.gradients.sent = weakly(self.gradient_sent)
 
     # ---- what is needed ----------------------------------------------------------------------------------------
 
@@ -95,12 +96,35 @@ class DeviceRoom:
             self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
         if self.refusals.room_bytes:
             self._leave_device(self.refusals.room_bytes)
+        known = self._tracer.known
+        if self._memory.device.watched and known is not None and known.opening.non_model_bytes:
+            self.before_moment(known.opening)
 
-    def before_moment(self, expected_bytes: int) -> None:
-        """Anything but chunks is expected to need `expected_bytes` in the moment that begins."""
+    def before_moment(self, expected: Moment) -> None:
+        """Anything but chunks is expected to need what it says in the moment that begins."""
         watched = self._memory.device.watched
-        self._let_homes_go(expected_bytes if watched else self._room_seen)
-        self._set_limit(expected_bytes if watched else self._least_room())
+        self._let_homes_go(expected.non_model_bytes if watched else self._room_seen)
+        self._set_limit(expected.non_model_bytes if watched else self._least_room())
+        self._wait_for_gradients()
+
+    def gradient_sent(self) -> None:
+        """A gradient has begun its way home: from here on the trace knows what else there is."""
+        if self._memory.device.watched:
+            live_bytes = self.monitor.live_bytes  # before the others: they may die any time, and are none of it then
+            self._tracer.sent(live_bytes - self._traffic.gradients.leaving_bytes)
+            self._wait_for_gradients()
+
+    def _wait_for_gradients(self) -> None:
+        """More of them may be on their way than in the segment that was measured, and nobody counts what is there now:
+        they leave before there is no room for all of that and for what chunks may take."""
+        gradients, memory = self._traffic.gradients, self._memory
+        if not memory.device.watched or self._tracer.measured:
+            return
+        copies = min(self._limit, self._all_slots) * memory.device_pool.slot_bytes
+        chunks = max(self.chunk_bytes(), copies + memory.device_home_bytes)
+        room = memory.device_bytes - chunks - self._tracer.own_bytes
+        while 0 < gradients.leaving_bytes > room:
+            self._traffic.wait_for_one()
 
     def non_model_grew(self, operator: str, live_bytes: int) -> None:
         """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to,
@@ -114,7 +138,7 @@ class DeviceRoom:
             while self.chunk_bytes() + live_bytes > self._memory.device_bytes and self._anything_leaves():
                 self._traffic.wait_for_one()
                 live_bytes = min(live_bytes, self.monitor.live_bytes)
-            self._tracer.grew(live_bytes)
+            self._tracer.grew(live_bytes, self._traffic.gradients.leaving_bytes)
             if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
                 self.monitor.left |= self._leave_device(live_bytes)
         if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
@@ -126,13 +150,18 @@ class DeviceRoom:
         return bool(self._traffic.residency.in_flight()) or self._traffic.gradients.under_way
 
     def widen(self) -> bool:
-        """Chunks in use at once need more than they may have: let them have what was only guessed to be needed beside
-        them. False if there is no such room."""
-        if self._leave_device(self.monitor.live_bytes if self._memory.device.watched else self._room_seen):
+        """Chunks in use at once need more than they may have, and nothing is under way any more: let them have what was
+        only guessed to be needed beside them, or what gradients have left that were on their way when the moment began.
+        False if there is no such room."""
+        watched = self._memory.device.watched
+        needed = self.monitor.live_bytes if watched else self._most_non_model
+        if self._leave_device(needed if watched else self._room_seen):
             return True
-        if self._memory.device.watched or self._limit >= self._memory.device_slots(self._most_non_model):
+        if (watched and not self._tracer.measured) or self._limit >= self._memory.device_slots(needed):
             return False
-        self._set_limit(self._most_non_model)
+        if watched:
+            self._tracer.begins_with(needed)
+        self._set_limit(needed)
         return True
 
     def out_of_memory(self) -> None:

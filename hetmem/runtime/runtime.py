@@ -97,8 +97,9 @@ class Runtime:
         memory, residency = self.memory, self.traffic.residency
         self.traffic.pending.poll()
         live = self.room.look_at_allocator() if self.tracer.measured else memory.buffer_bytes
-        expected = self.tracer.moment(operator, blocks, live)
-        self.room.before_moment(expected)
+        moment = self.tracer.moment(operator, blocks, live, self.traffic.gradients.leaving_bytes)
+        self.room.before_moment(moment)
+        expected = moment.non_model_bytes
         residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = self.room.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)

@@ -196,14 +196,16 @@ class Segments:
             self.rest()
 
     def settle(self) -> None:
-        """The backward, if there was one, is over (also one that raised)."""
+        """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
         if self.in_backward:
             self.in_backward = False
             self._runtime.trailing.end_backward()
-            with self._runtime.unwatched():
-                self.backward_ended()
-            self._runtime.traffic.carrier.exposed.show()
-            self._runtime.events.end_segment()  # what the user does before the step is no compute
+            try:
+                with self._runtime.unwatched():
+                    self.backward_ended()
+            finally:
+                self._runtime.traffic.carrier.exposed.show()
+                self._runtime.events.end_segment()  # what the user does before the step is no compute
 
     def rest(self) -> None:
         """Neither a forward nor a step follows at once: the user may read parameters."""

@@ -33,6 +33,8 @@ class StepTracer:
         self.position = 0
         self.known: SegmentTrace | None = None
         self._moments: list[Moment] = []
+        self._opening = self._expected = Moment("begin", ())
+        self._sent = 0
         self._host: list[int] = []
         self._overwritten: set[int] = set()
         self._departures: dict[Hashable, int] = {}
@@ -55,8 +57,10 @@ class StepTracer:
         self.end()
         self.key, self.measured = key, measured
         self.known = self.book.get(key)
-        self.position = 0
+        self.position = self._sent = 0
         self._moments, self._host, self._overwritten = [], [], set()
+        self._opening = Moment("begin", ())
+        self._expected = self._opening if self.known is None else self.known.opening
 
     def end(self) -> None:
         """Put what was recorded into the book."""
@@ -71,35 +75,62 @@ class StepTracer:
         if not self.measured and known is not None:
             if not same:
                 self._departures[key] = self._departures.get(key, 0) + 1
-                worst = known.peak_non_model_bytes()
-                self._moments = [Moment(m.operator, m.blocks, worst) for m in self._moments]
+                worst = known.worst()
+                self._moments = [Moment(m.operator, m.blocks, *worst) for m in self._moments]
             else:
                 self._moments = list(known.moments)
+            self._opening = known.opening
         elif self._departures.get(key):
             self._departures[key] += 1
-        self.book.put(SegmentTrace(key, tuple(self._moments), *on_host))
+        self.book.put(SegmentTrace(key, tuple(self._moments), *on_host, self._opening))
 
-    def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> int:
-        """One operator boundary; returns the non-model bytes to expect until the next one."""
+    def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int, leaving_bytes: int = 0) -> Moment:
+        """One operator boundary; returns what to expect until the next one. Of `live_bytes` gradients on their way home
+        are `leaving_bytes`."""
         at = self.position
         self.position += 1
+        self._sent = 0
         if self.measured or self.known is None:
-            self._moments.append(Moment(operator, blocks, live_bytes))
-            return live_bytes
-        moments = self.known.moments
-        if at < len(moments):
-            expected = moments[at]
-            as_known = expected.blocks == blocks and expected.operator == operator
-            self._moments.append(expected if as_known else Moment(operator, blocks, live_bytes))
-            return expected.non_model_bytes
-        self._moments.append(Moment(operator, blocks, live_bytes))
-        return self.known.peak_non_model_bytes()
+            expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
+        else:
+            moments = self.known.moments
+            expected = moments[at] if at < len(moments) else Moment(operator, blocks, *self.known.worst())
+        as_expected = expected.blocks == blocks and expected.operator == operator
+        self._moments.append(expected if as_expected else Moment(operator, blocks, live_bytes))
+        self._expected = expected
+        return expected
 
-    def grew(self, live_bytes: int) -> None:
-        """Non-model memory grew to `live_bytes` within the last moment."""
-        if self._moments and live_bytes > self._moments[-1].non_model_bytes:
-            last = self._moments[-1]
-            self._moments[-1] = Moment(last.operator, last.blocks, live_bytes)
+    def begins_with(self, live_bytes: int) -> None:
+        """Nothing has run in the last moment, and no more than `live_bytes` are left of what was there."""
+        if self._moments:
+            self._moments[-1] = Moment(self._moments[-1].operator, self.blocks(), live_bytes, (live_bytes,))
+
+    def grew(self, live_bytes: int, leaving_bytes: int = 0) -> None:
+        """Non-model memory grew to `live_bytes` within the last moment, `leaving_bytes` of them as in `moment`."""
+        self._now = self._now.grown(live_bytes, leaving_bytes)
+
+    def sent(self, own_bytes: int) -> None:
+        """A gradient was sent home within the last moment; beside those on their way `own_bytes` are no chunks."""
+        self._sent += 1
+        if self.measured:
+            now = self._now
+            self._now = Moment(now.operator, now.blocks, now.non_model_bytes, (*now.own_bytes, own_bytes))
+
+    @property
+    def own_bytes(self) -> int:
+        """The most to expect, up to the next moment or gradient, that is neither chunks nor gradients on their way."""
+        return self._expected.own_after(self._sent)
+
+    @property
+    def _now(self) -> Moment:
+        return self._moments[-1] if self._moments else self._opening
+
+    @_now.setter
+    def _now(self, moment: Moment) -> None:
+        if self._moments:
+            self._moments[-1] = moment
+        else:
+            self._opening = moment
 
     def host_use(self, block: int, *, reads: bool) -> None:
         """`block` was used in host staging; unless it `reads`, that use overwrites all of it."""

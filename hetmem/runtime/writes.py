@@ -49,13 +49,17 @@ class Writes:
             counted = [managed for managed in chunk.parameters if self._counted(managed)]
             if counted:
                 self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
-            for managed in counted:
-                self.by_user(managed)
-            if not counted and self._coming(chunk):
+                others = [each for each in chunk.parameters if each not in counted and self._differs(chunk, each)]
+                for managed in counted:
+                    self.by_user(managed)
+                for managed in others:  # seen before: no copy is left now that they could be compared with
+                    self.noticed.add(id(managed))
+                    self._supersede(managed)
+            elif self._coming(chunk):
                 self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
-            elif not counted and self._differs(chunk):
+            elif self._differs(chunk):
                 self._by_values(chunk)
-            elif chunk.homes[Role.PARAM].tier is Tier.DEVICE:
+            if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
                 self._traffic.copy_home_again(chunk)
 
     def look_ahead(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 import hetmem
 from hetmem.optim.updates import Updates
-from hetmem.optim.workers import WorkerPool
+from hetmem.optim.workers import Batch, Task, WorkerPool
 from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import OVERLAPS, TRAILING
@@ -31,6 +32,7 @@ from tests.runtime.harness import (
     mlp,
     pair,
     precisions,
+    reference,
     streamed,
     token_batches,
     train_both,
@@ -251,6 +253,37 @@ def test_no_update_is_made_on_trial_of_weights_that_were_loaded_meanwhile(
         rule.step()
     assert_same_weights(plain, module)
     train_both(plain, module, [batch], Recipe(steps=2), optimizers=both)
+
+
+@precisions
+def test_weights_that_are_replaced_while_they_are_saved_for_a_trial_are_stepped_from(
+    mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial is refused in the step, which has looked for writes before; what `p.data` was set to is not at home."""
+    plain, module = pair(mlp, "host", tmp_path, mixed_precision=mixed)
+    both = adamws(plain, module, overlap="speculative", max_grad_norm=1e9)
+    batches = vector_batches(2, 4, 64, dtype=mixed)
+    train_both(plain, module, batches, Recipe(steps=2, mixed=mixed), optimizers=both)
+    begun, may_end, begin = [], threading.Event(), WorkerPool.begin
+
+    def held(pool: WorkerPool, tasks: Sequence[Task], after: Any) -> Batch:
+        begun.append(may_end.is_set())
+        return begin(pool, [may_end.wait, *tasks], after)
+
+    monkeypatch.setattr(WorkerPool, "begin", held)
+    for rule in both:
+        rule.zero_grad()
+    reference(plain, mixed)(lambda model: loss_of(model, batches[0]))
+    loss_of(module, batches[0]).backward()
+    assert begun and not any(begun), "nothing is saved yet"
+    for which in (plain, module):
+        for parameter in which.parameters():
+            parameter.data = parameter.data * 1.5
+    threading.Timer(0.2, may_end.set).start()
+    for rule in both:
+        rule.step()
+    assert_same_weights(plain, module)
+    train_both(plain, module, batches, Recipe(steps=2, mixed=mixed), optimizers=both)
 
 
 @streamed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ import pytest
 
 from hetmem.optim import workers
 from hetmem.optim.workers import WorkerPool
-from tests.runtime.harness import all_hetmem_threads_end
+from tests.runtime.harness import all_hetmem_threads_end, comes_to_be
 
 
 @pytest.fixture(autouse=True)
@@ -393,3 +394,19 @@ def test_in_a_forked_child_who_joins_does_the_work() -> None:
         os._exit(len(ran))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     pool.close()
+
+
+def test_a_pool_whose_close_is_interrupted_starts_anew() -> None:
+    """It counted on workers that were about to end: what was begun later was never run, and its end waited for for
+    ever."""
+    pool, may_end, ended = WorkerPool(2), threading.Event(), threading.Event()
+    before = pool.begin([may_end.wait])
+    threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    may_end.set()
+    pool.begin([lambda: None], ended.set)
+    assert ended.wait(30)
+    before.join()
+    pool.close()
+    assert comes_to_be(lambda: not workers_alive()), "those of before are waited for by nobody"

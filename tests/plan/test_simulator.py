@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +148,35 @@ def test_gradients_on_their_way_leave_before_there_is_no_room() -> None:
     with pytest.raises(NoRoom):
         notes.grew(201)
     assert simulated.gradient_bytes() == 0
+
+
+@pytest.mark.parametrize(("on_its_way", "left"), [(60, 0), (0, 60)])
+def test_a_copy_gets_the_room_that_gradients_leave_on_their_way(on_its_way: int, left: int) -> None:
+    """And no more: the second of the two copies has none beside what stays."""
+    simulated = traffic(2, [Tier.HOST, Tier.HOST])
+    ground: Any = SimpleNamespace(slot_bytes=100, device_slots=2, chunks=[SimpleNamespace(span=1)] * 2)
+    notes = Notes(simulated, Capacities(300, 300), ground, 0)
+    notes.begin(("backward",))
+    simulated.send_gradient(100, on_its_way)
+    notes.moment("mm", (0, 1), 100 + left)
+    assert simulated.residency.allowed_slots(Tier.DEVICE) == 1
+    notes.acquire(0, 100 + left)
+    with pytest.raises(CapacityError) if left else nullcontext():
+        notes.acquire(1, 100 + left)
+    assert simulated.residency.allowed_slots(Tier.DEVICE) == 2 - bool(left)
+
+
+def test_what_a_segment_needs_before_its_first_moment_has_room_when_it_comes_again() -> None:
+    simulated = traffic(2, [Tier.HOST, Tier.HOST])
+    ground: Any = SimpleNamespace(slot_bytes=100, device_slots=2, chunks=[SimpleNamespace(span=1)] * 2)
+    notes = Notes(simulated, Capacities(300, 300), ground, 0)
+    for _ in range(2):
+        notes.begin(("backward",))
+        notes.grew(150)
+        assert simulated.residency.allowed_slots(Tier.DEVICE) == 1
+        notes.moment("mm", (0,), 100)
+        assert simulated.residency.allowed_slots(Tier.DEVICE) == 2
+        notes.end()
 
 
 def test_at_most_four_gradients_are_on_their_way() -> None:

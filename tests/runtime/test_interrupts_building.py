@@ -1,0 +1,111 @@
+"""Ctrl-C at one instruction after the other while a class that `hetmem.managed` decorates is built: nothing of it is
+left, and the next one is managed."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import hetmem
+from hetmem import api
+from hetmem.memory import interrupts
+from hetmem.runtime import building
+from tests.memory.left import open_files
+from tests.runtime.harness import WIDTH, all_hetmem_threads_end, budget
+from tests.runtime.test_interrupts_managing import is_managed
+
+_HOOKS: Any = vars(torch_module)["_global_parameter_registration_hooks"]
+_TIMES = 150
+"""So many instructions are struck, with equally many between them."""
+
+
+class Struck:
+    """Ctrl-C before the instruction number `at` of those that begin and end what is built."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.instructions = at, 0
+
+    def __enter__(self) -> Struck:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        around = code.co_filename in (building.__file__, interrupts.__file__) and code.co_name != "_registered"
+        if around or (code.co_filename == api.__file__ and code.co_name == "wrapper"):
+            frame.f_trace_opcodes = True
+            return self._ran
+        return None
+
+    def _ran(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            self.instructions += 1
+            if self.instructions == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self._ran
+
+
+def strike_all(build: Callable[[], Any], ended: Callable[[str], None]) -> None:
+    """`build` struck at one instruction after the other, with `ended` after each."""
+    with Struck() as counted:
+        build()
+    for at in range(1, counted.instructions + 1, max(1, counted.instructions // _TIMES)):
+        try:
+            with Struck(at):
+                build()
+        except KeyboardInterrupt:
+            pass
+        what = f"instruction {at} of {counted.instructions}"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, what
+        ended(what)
+
+
+class Layers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_an_interrupt_leaves_nothing_of_what_is_built(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One within a few instructions left the thread building for good: no model was managed any more, silently."""
+    managed = hetmem.managed(budget(placement, tmp_path, host="1MiB"), device="sim")(type("Layers", (Layers,), {}))
+    gc.collect()
+    before = open_files()
+    monkeypatch.setattr(api, "manage", lambda module, *_, **__: managed_then.append(module))
+    managed_then: list[nn.Module] = []
+
+    def ended(what: str) -> None:
+        assert not building.Building.active(), what
+        assert not _HOOKS, what
+        managed_then.clear()
+        managed()
+        assert len(managed_then) == 1, what
+        managed_then.clear()
+        gc.collect()
+        assert open_files() == before, what
+
+    strike_all(managed, ended)
+    assert all_hetmem_threads_end()
+    monkeypatch.undo()
+    assert is_managed(managed())
+
+
+def test_an_interrupt_of_a_plan_leaves_no_class_as_it_was_written() -> None:
+    def ended(what: str) -> None:
+        assert not building.Building.active(), what
+
+    strike_all(lambda: building.as_written(Layers), ended)
