@@ -71,8 +71,9 @@ class GradientSink:
             self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, None))
             return arrangement
         block = self._blocks["grad", chunk]
-        self._notes.staged(block)
-        self._traffic.open_staged(block, load=any(other in self.arrivals for other in spec.parameters))
+        load = any(other in self.arrivals for other in spec.parameters)
+        self._notes.staged(block, reads=load)
+        self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, block))
         return arrangement
 

@@ -57,6 +57,7 @@ class Notes:
         self._known: SegmentTrace | None = None
         self._moments: list[Moment] = []
         self._host: list[int] = []
+        self._overwritten: set[int] = set()
         self._measured = False
 
     # ---- segments ----------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class Notes:
         self._key = key
         self._known = self._book.get(key)
         self._measured = self._known is None and key != STEP
-        self._moments, self._host = [], []
+        self._moments, self._host, self._overwritten = [], [], set()
         if before is not None:
             self._book.follows(before, key)
         self._traffic.poll()
@@ -95,10 +96,10 @@ class Notes:
     def _finish_segment(self) -> None:
         if self._key is None:
             return
-        known = self._known
-        if known is None or known.host_blocks != tuple(self._host):
+        known, on_host = self._known, (tuple(self._host), frozenset(self._overwritten))
+        if known is None or (known.host_blocks, known.overwritten) != on_host:
             moments = tuple(self._moments) if known is None else known.moments
-            self._book.put(SegmentTrace(self._key, moments, tuple(self._host)))
+            self._book.put(SegmentTrace(self._key, moments, *on_host))
         self._key = None
 
     def _expect(self, key: Hashable) -> None:
@@ -118,8 +119,10 @@ class Notes:
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
 
-    def staged(self, block: int) -> None:
-        """`block` is used in host memory."""
+    def staged(self, block: int, *, reads: bool) -> None:
+        """`block` is used in host memory; unless it `reads`, that use overwrites all of it."""
+        if not reads:
+            self._overwritten.add(len(self._host))
         self._host.append(block)
 
     def chunk_bytes(self) -> int:

@@ -366,7 +366,7 @@ class Rehearsal:
             if homes.get(role, {}).get(chunk) is Tier.NVME:
                 fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
                 written = role == "compute" and whole
-                yield Staged(self._blocks[role, chunk], not (fresh or written), role != "grad", not written)
+                yield Staged(self._blocks[role, chunk], not (fresh or written), role != "grad")
 
 
 def rehearse(
