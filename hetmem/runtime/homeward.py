@@ -30,6 +30,8 @@ class Homeward:
         self._on_their_way: Counter[Chunk] = Counter()
         self.lost: Callable[[Chunk], None] = lambda chunk: None
         """Called if a gradient of a chunk was sent and did not arrive."""
+        self.arrived: Callable[[Chunk], None] = lambda chunk: None
+        """Called if it did, and its role is closed."""
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
@@ -48,6 +50,7 @@ class Homeward:
                 self.send_now(home, work, nbytes)
             finally:
                 self._close(chunk, Role.GRAD, dirty=True)
+            self.arrived(chunk)
             return
         self._on_their_way[chunk] += 1
         self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._arrived, chunk))
@@ -62,6 +65,7 @@ class Homeward:
         if error is not None:
             self.lost(chunk)
             raise error
+        self.arrived(chunk)
 
     @property
     def under_way(self) -> bool:
