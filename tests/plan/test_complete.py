@@ -61,11 +61,11 @@ class Watched(Rehearsal):
     """Layers of a chunk each, with gradients of most on NVMe. Notes what of them is read there before the optimizer,
     and which lie in staging at the end of a backward, neither written nor on their way."""
 
-    def __init__(self, how: Updating) -> None:
+    def __init__(self, how: Updating, chunk_bytes: int = MIB) -> None:
         room = Capacities(64 * MIB, 48 * MIB, 512 * MIB, 8 * MIB)
         drive = replace(HARDWARE, nvme_read=Rate(1e9), nvme_write=Rate(1e9))
         layers = workload(LAYERS, activation=0)
-        super().__init__(layers, arranged(layers, Setting(room, MIB, updating=how)), room, drive, updating=how)
+        super().__init__(layers, arranged(layers, Setting(room, chunk_bytes, updating=how)), room, drive, updating=how)
         self.on_nvme = self._on_nvme("grad")
         self.read_early: list[int] = []
         self.left: list[int] = []
@@ -90,6 +90,17 @@ def test_gradients_are_on_their_way_to_nvme_when_the_backward_ends() -> None:
         run.step()
         assert len(run.left) <= GRADIENTS_IN_FLIGHT  # those that come last
     assert len(run.on_nvme) > LAYERS // 2
+
+
+def test_gradients_are_written_once_all_of_their_chunk_have_arrived() -> None:
+    """Of two in a chunk the first arrives when the second one is on its way."""
+    run = Watched(Updating(), chunk_bytes=2 * MIB)
+    for _ in range(3):
+        before = run._traffic.nvme_write.load.bytes
+        run.step()
+        assert run.left == []
+    on_nvme = sum(run.arrangement.bytes_by_role(Tier.NVME).values())
+    assert run._traffic.nvme_write.load.bytes - before == on_nvme
 
 
 def test_gradients_that_an_update_follows_at_once_stay_for_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,17 @@ def test_what_a_backward_adds_to_twice_is_written_once(tmp_path: Path, monkeypat
         assert_same_grads(plain, managed)
         written.append(sum(nbytes for verb, _, nbytes in disk.calls if verb == "write") / on_disk)
     assert written == [2, 1, 1]
+
+
+def test_no_gradient_is_written_while_another_one_of_its_chunk_is_on_its_way(tmp_path: Path) -> None:
+    """The write would take what was there before. Each takes 2 ms on its way, for which a backward does not wait."""
+    few = WIDTH // 4  # four weights make a chunk
+    sizes = [(WIDTH, few), (few, WIDTH)] * 12
+    plain = nn.Sequential(*(nn.Linear(there, back, bias=False) for there, back in sizes))
+    managed = manage(copy.deepcopy(plain), "nvme", tmp_path, device=hetmem.SimDevice(device_to_host="2MB"))
+    for seed in range(3):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
+        for module in (plain, managed):
+            module.zero_grad()
+            loss_of(module, (x,)).backward()
+        assert_same_grads(plain, managed)
