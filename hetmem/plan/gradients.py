@@ -80,7 +80,7 @@ class GradientSink:
             return arrangement
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
-            self._complete.comes(chunk, parameter, self._awaited)
+            self._complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
         load = any(other in self.arrivals for other in spec.parameters)
         self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)

@@ -197,7 +197,7 @@ class GradientSink:
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
         if on_nvme and not any(watcher.begins_early for watcher in self.watchers):
-            self._complete.comes(chunk, id(managed), _awaited)
+            self._complete.comes(chunk, id(managed), _awaited, adds=adds)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize)

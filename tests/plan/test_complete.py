@@ -28,9 +28,9 @@ def test_a_chunk_is_complete_with_the_last_of_what_was_awaited() -> None:
     complete = Complete[str]()
     complete.begin()
     assert "a" not in complete
-    complete.comes("a", 2, two)
+    complete.comes("a", 2, two, adds=False)
     assert "a" not in complete
-    complete.comes("a", 1, two)
+    complete.comes("a", 1, two, adds=False)
     assert "a" in complete
     assert "b" not in complete
 
@@ -40,9 +40,9 @@ def test_every_backward_begins_anew() -> None:
     for _ in range(2):
         complete.begin()
         assert "a" not in complete
-        complete.comes("a", 1, two)
+        complete.comes("a", 1, two, adds=False)
         assert "a" not in complete
-        complete.comes("a", 2, two)
+        complete.comes("a", 2, two, adds=False)
         assert "a" in complete
 
 
@@ -51,10 +51,20 @@ def test_where_a_backward_had_more_than_was_awaited_nobody_knows_the_last() -> N
     for backward in range(2):
         complete.begin()
         for parameter in (1, 2):
-            complete.comes("a", parameter, two)
+            complete.comes("a", parameter, two, adds=False)
         assert ("a" in complete) == (backward == 0)
-        complete.comes("a", 1, two)
+        complete.comes("a", 1, two, adds=False)
         assert "a" not in complete
+
+
+def test_of_several_backwards_the_first_leaves_what_the_next_will_want() -> None:
+    complete = Complete[str]()
+    for step in range(2):
+        for adds in (False, True):
+            complete.begin()
+            for parameter in (1, 2):
+                complete.comes("a", parameter, two, adds=adds)
+            assert ("a" in complete) == (adds or step == 0)
 
 
 class Watched(Rehearsal):
