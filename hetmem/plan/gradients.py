@@ -6,10 +6,11 @@ The counterpart of `runtime.gradients`. Pure. When an update begins is `plan.reh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from functools import partial
 
 from hetmem.plan.arrangement import Arrangement, with_own_gradients
+from hetmem.plan.complete import Complete
 from hetmem.plan.lending import Lending
 from hetmem.plan.notes import Notes
 from hetmem.plan.simulator import SimulatedTraffic
@@ -22,7 +23,8 @@ class GradientSink:
 
     Chunks that are lent homes of gradients have one from the first arrival to their update; those of which
     `comes_there` is true have it on the device, as far as `streamed` has places; the bytes of these are `stayed_bytes`.
-    `new_bytes`, by tier: homes that gradients have for good and had not when the run began.
+    `new_bytes`, by tier: homes that gradients have for good and had not when the run began. Gradients are written
+    to NVMe once those of all parameters of a chunk that are `awaited` are there; None: when the backward is over.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class GradientSink:
         blocks: Mapping[tuple[str, int], int],
         comes_there: Callable[[int], bool],
         set_aside: tuple[int, ...],
+        awaited: Callable[[int], Collection[int]] | None,
     ) -> None:
         self._traffic, self._notes, self._streamed, self._blocks = traffic, notes, streamed, blocks
-        self._comes_there = comes_there
+        self._comes_there, self._awaited = comes_there, awaited
+        self._complete: Complete[int] = Complete()
         self.arrivals: Counter[int] = Counter()
         self.stayed_bytes = 0
         self.new_bytes: Counter[Tier] = Counter()
@@ -50,6 +54,10 @@ class GradientSink:
         """No gradient has arrived."""
         self.arrivals.clear()
         self._stayed.clear()
+
+    def begin_backward(self) -> None:
+        """Of the backward that begins no gradient has arrived."""
+        self._complete.begin()
 
     def send(self, arrangement: Arrangement, parameter: int, device_bytes: int) -> Arrangement:
         """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Returns `arrangement`, where its chunk
@@ -71,8 +79,11 @@ class GradientSink:
             self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, None))
             return arrangement
         block = self._blocks["grad", chunk]
-        self._notes.staged(block)
-        self._traffic.open_staged(block, load=any(other in self.arrivals for other in spec.parameters))
+        if self._awaited is not None:
+            self._complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
+        load = any(other in self.arrivals for other in spec.parameters)
+        self._notes.staged(block, reads=load)
+        self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, block))
         return arrangement
 
@@ -81,6 +92,8 @@ class GradientSink:
         self._arriving[chunk] -= 1
         if staged is not None:
             self._traffic.release(staged, Tier.HOST, dirty=True)
+            if chunk in self._complete and not self.arriving(chunk):
+                self._traffic.execute(self._traffic.residency.settle(staged))
 
     def arriving(self, chunk: int) -> bool:
         """Whether gradients of `chunk` are on their way."""

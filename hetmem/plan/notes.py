@@ -59,6 +59,7 @@ class Notes:
         self._moments: list[Moment] = []
         self._opening = Moment("begin", ())
         self._host: list[int] = []
+        self._overwritten: set[int] = set()
         self._measured = False
 
     # ---- segments ----------------------------------------------------------------------------------------------
@@ -71,7 +72,8 @@ class Notes:
         self._key = key
         self._known = self._book.get(key)
         self._measured = self._known is None and key != STEP
-        self._moments, self._host, self._opening = [], [], Moment("begin", ())
+        self._moments, self._opening = [], Moment("begin", ())
+        self._host, self._overwritten = [], set()
         if self._known is not None and self._known.opening.non_model_bytes:
             self._set_limit(self._known.opening.non_model_bytes)
         if before is not None:
@@ -99,11 +101,11 @@ class Notes:
     def _finish_segment(self) -> None:
         if self._key is None:
             return
-        known = self._known
-        if known is None or known.host_blocks != tuple(self._host):
+        known, on_host = self._known, (tuple(self._host), frozenset(self._overwritten))
+        if known is None or (known.host_blocks, known.overwritten) != on_host:
             moments = tuple(self._moments) if known is None else known.moments
             opening = self._opening if known is None else known.opening
-            self._book.put(SegmentTrace(self._key, moments, tuple(self._host), opening=opening))
+            self._book.put(SegmentTrace(self._key, moments, *on_host, opening))
         self._key = None
 
     def _expect(self, key: Hashable) -> None:
@@ -136,8 +138,10 @@ class Notes:
             self._set_limit(live)
             self._traffic.acquire(block, DEVICE)
 
-    def staged(self, block: int) -> None:
-        """`block` is used in host memory."""
+    def staged(self, block: int, *, reads: bool) -> None:
+        """`block` is used in host memory; unless it `reads`, that use overwrites all of it."""
+        if not reads:
+            self._overwritten.add(len(self._host))
         self._host.append(block)
 
     def chunk_bytes(self) -> int:

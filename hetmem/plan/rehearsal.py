@@ -69,8 +69,9 @@ class Rehearsal:
         self._how = updating or Updating()
         self._begun: set[int] = set()
         self._streamed = StreamedUpdates(self._traffic, self._notes)
+        awaited = None if self._how.overlapped else self._members
         self._sink = GradientSink(
-            self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, arrangement.set_aside
+            self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, arrangement.set_aside, awaited
         )
         self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
         able = self._how.streamed_states and not (ground.resident or ground.uses_nvme)
@@ -160,6 +161,7 @@ class Rehearsal:
                 self._notes.begin(FORWARD)
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
+                self._sink.begin_backward()
             case Kind.USE | Kind.SAVED if self._blocks:
                 self._use(index, event)
                 return
@@ -366,7 +368,7 @@ class Rehearsal:
             if homes.get(role, {}).get(chunk) is Tier.NVME:
                 fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
                 written = role == "compute" and whole
-                yield Staged(self._blocks[role, chunk], not (fresh or written), role != "grad", not written)
+                yield Staged(self._blocks[role, chunk], not (fresh or written), role != "grad")
 
 
 def rehearse(
@@ -386,13 +388,7 @@ def rehearse(
     short by turns at first. So with such updates there are more, and what the last ones take in the mean counts.
     """
     run = Rehearsal(
-        workload,
-        arrangement,
-        capacities,
-        hardware,
-        micro_batches=micro_batches,
-        prefetch=prefetch,
-        updating=updating,
+        workload, arrangement, capacities, hardware, micro_batches=micro_batches, prefetch=prefetch, updating=updating
     )
     if updating is not None and updating.trails:
         return StepResult.mean([run.step() for _ in range(2 * steps)][-steps:]).steady()

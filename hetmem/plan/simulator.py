@@ -147,10 +147,9 @@ class SimulatedTraffic:
         while self.residency.writing(block):
             self.wait_for_one()
 
-    def ask(self, block: int, *, load: bool, ahead: bool = True) -> None:
-        """Begin what `open_staged` does, and do not wait. One that is not read `ahead` is in no schedule."""
-        if ahead:
-            self.residency.reach((block,), HOST)
+    def ask(self, block: int, *, load: bool) -> None:
+        """Begin what `open_staged` does, and do not wait."""
+        self.residency.reach((block,), HOST)
         self.events += 1
         self.execute(self.residency.acquire(block, HOST, load=load))
 

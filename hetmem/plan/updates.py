@@ -21,13 +21,11 @@ from hetmem.plan.turns import AT_ONCE, Turns
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A block on NVMe that an update opens in host memory. `load`: what it holds matters; `changes`: it is written;
-    `ahead`: it may be read ahead of that."""
+    """A block on NVMe that an update opens in host memory. `load`: what it holds matters; `changes`: it is written."""
 
     block: int
     load: bool
     changes: bool
-    ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,14 @@ class Update:
     done: Callable[[], None] = lambda: None
     crossing: Crossing | None = None
     had_copy: bool = False
+
+
+class Opened(Protocol):
+    """Is told what is used in host memory: `Notes.staged`."""
+
+    def __call__(self, block: int, *, reads: bool) -> None:
+        """See there."""
+        ...
 
 
 class Elsewhere(Protocol):
@@ -97,7 +103,7 @@ class Updates:
         self,
         traffic: SimulatedTraffic,
         cores: int,
-        opened: Callable[[int], None],
+        opened: Opened,
         streamed: Elsewhere | None = None,
     ) -> None:
         self._traffic, self._cores, self._opened, self._streamed = traffic, cores, opened, streamed
@@ -191,9 +197,8 @@ class Updates:
     def _open(self, update: Update) -> None:
         self._opening.append(self._queue.take(update))
         for part in update.staged:
-            if part.ahead:
-                self._opened(part.block)
-            self._traffic.ask(part.block, load=part.load, ahead=part.ahead)
+            self._opened(part.block, reads=part.load)
+            self._traffic.ask(part.block, load=part.load)
 
     def _is_open(self, block: int) -> bool:
         residency = self._traffic.residency

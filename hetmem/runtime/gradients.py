@@ -16,6 +16,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.views import without_graph
+from hetmem.plan.complete import Complete
 from hetmem.plan.copies import CopyState
 from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
@@ -48,7 +49,9 @@ class GradientSink:
         self._before: dict[int, Any] = {}
         self._taken: dict[int, torch.Tensor | None] = {}
         self._old = OldGradients()
+        self._complete: Complete[Chunk] = Complete()
         runtime.traffic.gradients.lost = weakly(self.lost)
+        runtime.traffic.gradients.arrived = weakly(self.is_there)
 
     def install(self, managed: ManagedParameter) -> None:
         """Hook `managed`, once, as soon as it requires a gradient."""
@@ -125,6 +128,12 @@ class GradientSink:
         for watcher in self.watchers:
             watcher.lost(chunk)
 
+    def is_there(self, chunk: Chunk) -> None:
+        """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in `plan.complete`."""
+        traffic = self.runtime.traffic
+        if chunk in self._complete and not traffic.gradients.arriving(chunk):
+            traffic.settle([chunk.homes[Role.GRAD]])
+
     def recompute_with(self, used: list[ManagedParameter]) -> None:
         """A part of the forward is computed once more within a backward, with `used`."""
         for watcher in self.watchers:
@@ -133,6 +142,7 @@ class GradientSink:
 
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
+        self._complete.begin()
         for managed in self.runtime.parameters:
             if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
@@ -187,6 +197,8 @@ class GradientSink:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
+        if on_nvme and not any(watcher.begins_early for watcher in self.watchers):
+            self._complete.comes(chunk, id(managed), _awaited, adds=adds)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         memory = weakref.ref(arrived.untyped_storage())
@@ -357,6 +369,11 @@ def _greatest(flat: torch.Tensor) -> int:
     step = max(1, flat.numel() // _SAMPLES)
     at = int(flat[::step].abs().argmax()) * step
     return at if step == 1 or flat[at] != 0 else int(flat.abs().argmax())
+
+
+def _awaited(chunk: Chunk) -> set[int]:
+    """The `id`s of what gets a gradient in `chunk`."""
+    return {id(managed) for managed in chunk.parameters if managed.grad_hooked and managed.parameter.requires_grad}
 
 
 def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:

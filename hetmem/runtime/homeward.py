@@ -36,6 +36,8 @@ class Homeward:
         self.sent: Callable[[], None] = lambda: None
         """Called when a gradient was sent."""
         self._leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.arrived: Callable[[Chunk], None] = lambda chunk: None
+        """Called if it did, and its role is closed."""
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
@@ -57,6 +59,7 @@ class Homeward:
             finally:
                 self._close(chunk, Role.GRAD, dirty=True)
             self.sent()
+            self.arrived(chunk)
             return
         self._on_their_way[chunk] += 1
         self._leaving[id(memory)] = memory
@@ -74,6 +77,7 @@ class Homeward:
         if error is not None:
             self.lost(chunk)
             raise error
+        self.arrived(chunk)
 
     @property
     def under_way(self) -> bool:

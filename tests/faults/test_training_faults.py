@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,9 @@ import torch
 
 import hetmem
 from hetmem.errors import StoreError
+from hetmem.memory.chunk import Home
 from hetmem.memory.nvme import BLOCK_BYTES
+from hetmem.runtime.traffic import Traffic
 from tests.faults.disk import EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
 from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
 from tests.runtime.harness import loss_of, same_bits
@@ -253,20 +255,33 @@ def test_what_was_added_up_before_a_fault_in_backward_stays_in_the_gradients(tra
         assert torch.equal(parameter.grad, before) or torch.equal(parameter.grad, after)
 
 
-def test_gradients_are_whole_when_the_error_of_a_write_comes(training: Training) -> None:
+def test_gradients_are_whole_when_the_error_of_a_write_comes(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another one was still being written: who read it met half of it, and what he wrote to it was overwritten."""
     first, second = next(training.batches), next(training.batches)
     loss_of(training.managed, first).backward()
     for batch in (first, second):
         loss_of(training.plain, batch).backward()
     loss = loss_of(training.managed, second)
-    failed = threading.Event()
+    training.settle()
+    all_have_arrived, failed = threading.Event(), threading.Event()
     writes = iter(range(1 << 30))
+    wait_until_written = Traffic.wait_until_written
+
+    def at_the_end(traffic: Traffic, homes: Iterable[Home]) -> None:
+        all_have_arrived.set()
+        wait_until_written(traffic, homes)
+
+    monkeypatch.setattr(Traffic, "wait_until_written", at_the_end)
 
     def fault(verb: str, offset: int, nbytes: int) -> int:
         if verb != "write":
             return nbytes
-        if next(writes) == 5:  # one in the middle: others come late
+        number = next(writes)
+        if number >= 8:  # those before make room for what arrives
+            assert all_have_arrived.wait(30)
+        if number == 9:  # others come late
             failed.set()
             return EIO(verb, offset, nbytes)
         if failed.is_set():

@@ -76,7 +76,7 @@ def steps(room: Capacities, micro_batches: int, how: Updating, on: HardwareProfi
 
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS.keys())
 @pytest.mark.parametrize("how", [Updating(), Updating(overlapped=True)], ids=["in the step", "in the backward"])
-@pytest.mark.parametrize("micro_batches", [5, 12])
+@pytest.mark.parametrize("micro_batches", [7, 12])
 def test_a_step_comes_to_what_it_does_with_all_of_them_rehearsed(
     room: Capacities, how: Updating, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
 def updates(simulated: SimulatedTraffic, cores: int = 4) -> Updates:
-    return Updates(simulated, cores, lambda block: None)
+    return Updates(simulated, cores, lambda block, *, reads: None)
 
 
 def update(
