@@ -151,8 +151,8 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What `managed` is between operators that run on `device`, with its home where `home` is. Its stand-in was made when
-    it was managed: a home comes back from the device just when there is no memory for one."""
+    """What `managed` is between operators that run on `device`, with its home where `home` is. Its stand-in was made
+    when it was managed: a home comes back from the device just when there is no memory for one."""
     if managed.chunk.compute_dtype is managed.chunk.dtype and home.device == device:
         return home
     assert managed.stand_in is not None

@@ -301,7 +301,7 @@ def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
 def hide_gradients(bound: Iterable[ManagedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Take away `p.grad` of those among `bound` that have one of another kind than their parameter is now: who compiles
     code of a parameter takes both for tensors of one device. Returns what `show_gradient` gives back."""
-    hidden = []
+    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
     for managed in bound:
         parameter = managed.parameter
         gradient = parameter.grad
