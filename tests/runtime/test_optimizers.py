@@ -79,7 +79,6 @@ def fail_for_good() -> None:
     raise StoreError(5, "for good")
 
 
-
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
