@@ -23,7 +23,7 @@ from hetmem.plan.policy import EvictionPolicy
 from hetmem.plan.prefetch import Prefetch
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import Tier
-from hetmem.runtime import backwards, registry
+from hetmem.runtime import backwards, registry, scalers
 from hetmem.runtime.building import Building, build_within
 from hetmem.runtime.construction import build_memory, move_home
 from hetmem.runtime.interception import Interception
@@ -159,6 +159,7 @@ def manage(
         runtime.planned_optimizer = {} if planned is None else planned.optimizer
         runtime.prediction = None if planned is None else planned.prediction
         backwards.watch()
+        scalers.watch()
         registry.add(module, Interception(module, runtime))
         undone.pop_all()
     return module

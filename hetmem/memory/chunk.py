@@ -149,11 +149,12 @@ class ManagedParameter:
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
 
     `home` is what `.data` is outside compute; `rest` what it is between the operators of a forward: the home, or,
-    where that has another dtype than operators see, a stand-in that reads as NaN. `home_address` is where the home was
-    when it was made: a storage may be given other memory (`share_memory_()` does that). `device` is a view of the slot
-    while the chunk has a copy on the device, `device_storage` the handle of its storage and `device_references` how
-    often hetmem itself refers to that. `version` is the parameter's version counter as last seen: a different one means
-    that somebody wrote to it. `data_sets` counts how often `.data` was set within a forward or backward.
+    where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
+    is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
+    is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage and
+    `device_references` how often hetmem itself refers to that. `version` is the parameter's version counter as last
+    seen: a different one means that somebody wrote to it. `data_sets` counts how often `.data` was set within a forward
+    or backward.
     """
 
     parameter: torch.nn.Parameter
@@ -165,6 +166,7 @@ class ManagedParameter:
     stride: tuple[int, ...]
     home: torch.Tensor
     rest: torch.Tensor
+    stand_in: torch.Tensor | None = None
     home_references: int = 0
     home_address: int = 0
     version: int = 0

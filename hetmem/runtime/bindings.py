@@ -150,6 +150,15 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return storage_references(tensor) > 2
 
 
+def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What `managed` is between operators that run on `device`, with its home where `home` is. Its stand-in was made
+    when it was managed: a home comes back from the device just when there is no memory for one."""
+    if managed.chunk.compute_dtype is managed.chunk.dtype and home.device == device:
+        return home
+    assert managed.stand_in is not None
+    return managed.stand_in
+
+
 def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of `dtype` on `device` in the shape of `like` that takes no memory and reads as NaN."""
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0

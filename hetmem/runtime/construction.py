@@ -22,7 +22,7 @@ from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
 from hetmem.plan.placement import Capacities, NoRoom, survey
-from hetmem.runtime.bindings import stand_in, storage_references
+from hetmem.runtime.bindings import rest_of, stand_in, storage_references
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.precision import compute_dtypes, specs
 
@@ -222,9 +222,9 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     """`home` holds the values of `managed`, which compute on `device`: make it what `.data` is."""
     recast(managed, home)
     dtype = managed.chunk.compute_dtype
-    same = dtype is managed.chunk.dtype and home.device == device
-    managed.home = home
-    managed.rest = home if same else stand_in(home, dtype, device)
+    if managed.stand_in is None and (dtype is not managed.chunk.dtype or device.type != "cpu"):
+        managed.stand_in = stand_in(home, dtype, device)
+    managed.home, managed.rest = home, rest_of(managed, home, device)
     managed.parameter.data = home
     managed.version = managed.parameter._version
     managed.home_references = storage_references(home)

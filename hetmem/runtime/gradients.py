@@ -296,8 +296,8 @@ class GradientSink:
 
 def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Let `p.grad` be `gradient`. One that stays on the device has a parameter whose home is not there: torch refuses
-    that where anybody but autograd sets it, and looks at where the parameter is just then."""
-    if gradient is None or gradient.device == parameter.device:
+    that where anybody but autograd sets it, and looks at what the parameter is just then. So it does of dtypes."""
+    if gradient is None or _same_kind(gradient, parameter):
         parameter.grad = gradient
         return
     home = parameter.data
@@ -306,6 +306,23 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
         parameter.grad = gradient
     finally:
         parameter.data = home
+
+
+def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.device == other.device and one.dtype is other.dtype
+
+
+def hide_gradients(bound: Iterable[ManagedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take away `p.grad` of those among `bound` that have one of another kind than their parameter is now: who compiles
+    code of a parameter takes both for tensors of one device. Returns what `show_gradient` gives back."""
+    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for managed in bound:
+        parameter = managed.parameter
+        gradient = parameter.grad
+        if gradient is not None and not _same_kind(gradient, parameter):
+            hidden.append((parameter, gradient))
+            parameter.grad = None
+    return hidden
 
 
 def is_home_gradient(managed: ManagedParameter) -> bool:

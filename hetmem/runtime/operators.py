@@ -14,7 +14,7 @@ import torch
 
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.runtime.gradients import GradientSink
+from hetmem.runtime.gradients import GradientSink, hide_gradients, show_gradient
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import in_backward
@@ -158,13 +158,16 @@ class OperatorFaults:
         if used:
             self._runtime.use(name, used)
         self._saved.region = name, used
-        return self._saved.displace_others(self._around)
+        return self._saved.displace_others(self._around), hide_gradients(used)
 
     def end_region(self, used: list[ManagedParameter], begun: Any) -> None:
         """On the thread of `begin_region`, or on any if that one was interrupted."""
+        others, hidden = begun
         self._saved.region = None
-        self._saved.restore_others(begun)
+        self._saved.restore_others(others)
         self._runtime.end_region(used)
+        for parameter, gradient in hidden:
+            show_gradient(parameter, gradient)
 
     def _stand_by(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model is whole on the device, where operators find it, until there is no memory for one of them."""

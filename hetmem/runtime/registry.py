@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hetmem.errors import ManageError
+from hetmem.errors import ManageError, StoreError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.interception import Interception
@@ -17,6 +17,8 @@ from hetmem.runtime.used_up import updated_by_another
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_TRIES = 32
+"""So many transfers may be under way that fail, each of which is told once."""
 
 
 @HELD_BACK
@@ -24,14 +26,34 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
     """Not every optimizer of torch counts versions when it writes (the fused ones do not): its parameters changed."""
     if getattr(optimizer, "writes_homes", False):
         return
+    failed: StoreError | None = None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found = of_parameter(parameter)
             if found is not None:
                 found[0].share.others_update = True
-                found[0].runtime.writes.by_user(found[1])
+                failed = _updated(*found) or failed
                 if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):
                     raise RuntimeError(updated_by_another(found[1].name))
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed
+
+
+def _updated(interception: Interception, managed: ManagedParameter) -> StoreError | None:
+    """`managed` has new values, as all others of the step have, so an error here must not look like one of the step:
+    who repeats that updates twice. What a drive fails in is older or somebody else's, who asks for it again."""
+    failed: StoreError | None = None
+    for _ in range(_TRIES):
+        try:
+            interception.runtime.writes.by_user(managed)
+        except StoreError as error:  # noqa: PERF203 - a few
+            failed = error.with_traceback(None)  # which has this function's variables
+        else:
+            return None
+    return failed
 
 
 _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)

@@ -16,7 +16,7 @@ from hetmem.memory.views import Memory
 from hetmem.plan.links import Link
 from hetmem.plan.share import Candidate, choose
 from hetmem.plan.trace import Tier
-from hetmem.runtime.bindings import is_shared, stand_in, storage_references
+from hetmem.runtime.bindings import is_shared, rest_of, storage_references
 from hetmem.runtime.gradients import GradientSink, is_home_gradient
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.used_up import UsedUp
@@ -233,10 +233,8 @@ class ResidentShare:
         for role in chunk.homes:
             self._runtime.traffic.home_moved(chunk, role)
         for managed in chunk.parameters:
-            home, rest = managed.view(Role.PARAM), managed.rest
-            device, dtype = self._runtime.memory.device.torch_device, chunk.compute_dtype
-            if dtype is chunk.dtype:
-                rest = home if home.device == device else stand_in(home, dtype, device)
+            home = managed.view(Role.PARAM)
+            rest = rest_of(managed, home, self._runtime.memory.device.torch_device)
             self._runtime.bindings.move_home(managed, home, rest)
             if managed.grad_home is not None and Role.GRAD in chunk.homes:
                 managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one

@@ -5,7 +5,9 @@ These run in a process that has `plugin`; `test_in_a_process` starts it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import os
 import threading
 from collections.abc import Sequence
@@ -256,6 +258,29 @@ def test_gradients_that_are_kept_and_tensors_that_are_put_there_are_the_user_s(
     for parameter, mine, before, other in zip(managed.parameters(), kept, copies, arrived, strict=True):
         assert parameter.grad is mine
         assert torch.equal(mine, before + other)
+
+
+@pytest.mark.parametrize("limits", [{"device_chunks": "1400KiB"}, {}], ids=["moved", "whole"])
+def test_homes_leave_a_device_that_has_not_a_byte_left(limits: dict[str, Any], tmp_path: Path) -> None:
+    """What stands in for weights between operators was made as they left: then there was no memory even for that, and
+    operators and optimizers went on with homes that were nobody's."""
+    expected = steps_of(Small, mixed=None, where="cpu" if limits else "cuda")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"device": torch.cuda.memory_allocated() + (4 << 20), "host": "64MiB", **limits}
+    managed: Any = hetmem.manage(Small(), hetmem.Budget(**sizes), device="cuda", chunk_bytes="64KiB")
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
+    library, batch = ctypes.CDLL(None), batches(1)[0]
+    go_on(managed, optimizer, expected[0])
+    there = sum(parameter.is_cuda for parameter in managed.parameters())
+    library.cudalike_limit(ctypes.c_int64(torch.cuda.memory_allocated()))
+    try:
+        with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
+            managed(batch)
+    finally:
+        library.cudalike_limit(ctypes.c_int64(torch.cuda.mem_get_info()[0]))
+    assert sum(parameter.is_cuda for parameter in managed.parameters()) < there
+    for step in expected[1:]:
+        go_on(managed, optimizer, step)
 
 
 def test_one_backward_through_several_forwards_sums_as_torch_does(tmp_path: Path) -> None:

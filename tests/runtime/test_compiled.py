@@ -269,6 +269,26 @@ def test_mixed_precision_is_compiled_in_sixteen_bits(tmp_path: Path) -> None:
     assert backend.graphs == [5] and backend.calls == 3 * BLOCKS
 
 
+def test_code_is_made_anew_while_gradients_are_added_up(tmp_path: Path) -> None:
+    """Weights are the device's copies then, and who compiles on a GPU takes no gradient at home beside such a one."""
+    torch.manual_seed(0)
+    plain, device = Stack(), UnwatchedDevice(0)
+    managed: Any = manage(
+        copy.deepcopy(plain), limits(24, tmp_path), tmp_path, device=device, mixed_precision=torch.bfloat16
+    )
+    weights, met = list(managed.blocks[0].parameters()), []
+
+    class Looks(Backend):
+        def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            met.append([weight.grad for weight in weights])
+            return super().__call__(graph, inputs)
+
+    managed.blocks[0].compile(backend=Looks())
+    batches = [(torch.randn(rows, WIDTH).bfloat16(),) for rows in (3, 5)]
+    train_both(plain, managed, batches, Recipe(steps=2, accumulation=2, mixed=torch.bfloat16))
+    assert met == [[None] * len(weights)] * 2
+
+
 def test_with_autograd_of_its_own_a_region_saves_where_weights_are(tmp_path: Path) -> None:
     """Code of forward and backward, made ahead of time, keeps weights in between."""
     torch.manual_seed(0)
