@@ -100,6 +100,12 @@ class Reference:
         self.optimizer.step()
         return losses
 
+    def move(self, where: str) -> None:
+        """From now on the optimizer is there."""
+        self.masters.to(where)
+        for state in self.optimizer.state.values():
+            state.update({name: value.to(where) for name, value in state.items()})
+
 
 def batches(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
@@ -112,12 +118,22 @@ class Step:
     weights: dict[str, torch.Tensor]
 
 
-def steps_of(build: Callable[[], nn.Module], *, mixed: torch.dtype | None, where: str) -> list[Step]:
-    """Three steps of two micro-batches of the reference. Nothing of it is left on the GPU but what cuBLAS keeps."""
+def steps_of(
+    build: Callable[[], nn.Module],
+    *,
+    mixed: torch.dtype | None,
+    where: str,
+    then: str = "",
+    clip: float | None = 0.05,
+) -> list[Step]:
+    """Three steps of two micro-batches of the reference, which updates `where`, and after the first one where `then`
+    says. Nothing of it is left on the GPU but what cuBLAS keeps."""
     reference = Reference(build, mixed or torch.float32, where)
-    steps = []
+    steps: list[Step] = []
     for _ in range(3):
-        losses = reference.step(batches(2), 0.05)
+        if steps and then:
+            reference.move(then)
+        losses = reference.step(batches(2), clip)
         weights = {name: p.detach().cpu().clone() for name, p in reference.masters.named_parameters()}
         steps.append(Step([loss.cpu() for loss in losses], weights))
     del reference
