@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import gc
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from hetmem.memory import interrupts
 from hetmem.runtime import building
 from tests.memory.left import open_files
 from tests.runtime.harness import WIDTH, all_hetmem_threads_end, budget
+from tests.runtime.struck import Struck
 from tests.runtime.test_interrupts_managing import is_managed
 
 _HOOKS: Any = vars(torch_module)["_global_parameter_registration_hooks"]
@@ -28,46 +28,24 @@ _TIMES = 150
 """So many instructions are struck, with equally many between them."""
 
 
-class Struck:
-    """Ctrl-C before the instruction number `at` of those that begin and end what is built."""
-
-    def __init__(self, at: int = -1) -> None:
-        self.at, self.instructions = at, 0
-
-    def __enter__(self) -> Struck:
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        around = code.co_filename in (building.__file__, interrupts.__file__) and code.co_name != "_registered"
-        if around or (code.co_filename == api.__file__ and code.co_name == "wrapper"):
-            frame.f_trace_opcodes = True
-            return self._ran
-        return None
-
-    def _ran(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            self.instructions += 1
-            if self.instructions == self.at:
-                signal.raise_signal(signal.SIGINT)
-        return self._ran
+def _around(code: CodeType) -> bool:
+    """Whether `code` begins and ends what is built."""
+    if code.co_filename in (building.__file__, interrupts.__file__):
+        return code.co_name != "_registered"
+    return code.co_filename == api.__file__ and code.co_name == "wrapper"
 
 
 def strike_all(build: Callable[[], Any], ended: Callable[[str], None]) -> None:
     """`build` struck at one instruction after the other, with `ended` after each."""
-    with Struck() as counted:
+    with Struck(_around, "opcode") as counted:
         build()
-    for at in range(1, counted.instructions + 1, max(1, counted.instructions // _TIMES)):
+    for at in range(1, counted.places + 1, max(1, counted.places // _TIMES)):
         try:
-            with Struck(at):
+            with Struck(_around, "opcode", at):
                 build()
         except KeyboardInterrupt:
             pass
-        what = f"instruction {at} of {counted.instructions}"
+        what = f"instruction {at} of {counted.places}"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, what
         ended(what)
 

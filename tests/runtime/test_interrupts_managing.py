@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from tests.runtime.harness import (
     assert_same_weights,
     manage,
 )
+from tests.runtime.struck import Struck
 
 BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
 _TIMES = 25
@@ -36,28 +35,8 @@ _TIMES = 25
 _HETMEM = str(Path(hetmem.__file__).parent)
 
 
-class Struck:
-    """Ctrl-C at the line number `at` that hetmem runs within."""
-
-    def __init__(self, at: int = -1) -> None:
-        self.at, self.lines = at, 0
-
-    def __enter__(self) -> Struck:
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._ran if frame.f_code.co_filename.startswith(_HETMEM) else None
-
-    def _ran(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.at:
-                signal.raise_signal(signal.SIGINT)
-        return self._ran
+def _of_hetmem(code: CodeType) -> bool:
+    return code.co_filename.startswith(_HETMEM)
 
 
 def build() -> nn.Module:
@@ -115,7 +94,7 @@ def strike_all(begin: Callable[[], nn.Module], call: Callable[[nn.Module], Any],
     """`call` of what `begin` makes, struck at one line after the other; how often that left it as it was not after a
     call that nothing strikes."""
     model = begin()
-    with Struck() as counted:
+    with Struck(_of_hetmem, "line") as counted:
         call(model)
     after, others = is_managed(model), 0
     if after:
@@ -123,10 +102,10 @@ def strike_all(begin: Callable[[], nn.Module], call: Callable[[nn.Module], Any],
     del model
     gc.collect()
     before: Counter[str] = open_files()
-    for at in range(1, counted.lines + 1, max(1, counted.lines // _TIMES)):
-        model, what = begin(), f"line {at} of {counted.lines}"
+    for at in range(1, counted.places + 1, max(1, counted.places // _TIMES)):
+        model, what = begin(), f"line {at} of {counted.places}"
         try:
-            with Struck(at):
+            with Struck(_of_hetmem, "line", at):
                 call(model)
         except KeyboardInterrupt:
             pass
@@ -180,7 +159,7 @@ def test_an_interrupt_of_release_loses_no_update_that_goes_on_after_its_step(
     optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap="forward")
     trains(plain, adamw_of(plain))
     trains(model, optimizer)
-    with pytest.raises(KeyboardInterrupt), Struck(at):
+    with pytest.raises(KeyboardInterrupt), Struck(_of_hetmem, "line", at):
         hetmem.release(model)
     if is_managed(model):
         hetmem.release(model)

@@ -1,0 +1,38 @@
+"""Ctrl-C at a chosen place of a piece of code, wherever that is: each line or instruction can have its turn."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, Literal
+
+
+class Struck:
+    """Within it comes Ctrl-C as the place number `at` (1 is the first one, -1 none) is reached: before a "line" or an
+    instruction ("opcode") of code that is `within`. `places` counts them."""
+
+    def __init__(self, within: Callable[[CodeType], bool], event: Literal["line", "opcode"], at: int = -1) -> None:
+        self._within, self._event, self._at = within, event, at
+        self.places = 0
+
+    def __enter__(self) -> Struck:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not self._within(frame.f_code):
+            return None
+        frame.f_trace_opcodes = self._event == "opcode"
+        return self._ran
+
+    def _ran(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == self._event:
+            self.places += 1
+            if self.places == self._at:
+                signal.raise_signal(signal.SIGINT)
+        return self._ran
