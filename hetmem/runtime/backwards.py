@@ -1,9 +1,17 @@
-"""Every backward of the process comes through here, before and after torch's engine runs it (ADR 20)."""
+"""Every backward of the process comes through here, before and after torch's engine runs it (ADR 20).
+
+Note "one thread": torch runs the nodes of each device on a thread of that device, and those of the host on the thread
+that has called the backward. A graph has nodes of both where weights, or gradients of them, are used at home: a penalty
+on weights, or on their gradients. Two threads at once would wait for each other's copies, add to one `p.grad` at the
+same time, and sum gradients in the order in which they happen to come. So the thread that calls runs all nodes of such
+a graph, in torch's order.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -14,6 +22,7 @@ from hetmem.runtime import registry
 from hetmem.runtime.compiled import opaque, uncompiled
 from hetmem.runtime.compute import forget_backward_that_raised
 from hetmem.runtime.differentiated import accumulators, differentiate
+from hetmem.runtime.monitor import nodes_behind
 from hetmem.runtime.segments import RUNNING, in_backward
 
 _ENGINE = "_engine_run_backward"
@@ -36,7 +45,8 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         outermost = _begins()
         if any(interception.gradients.counts_arrivals() for interception in registry.interceptions()):
             _tell_of_arrivals(outputs)
-        return differentiate(_engine, outputs, *args, **kwargs)
+        with _threads(outputs) if outermost else contextlib.nullcontext():
+            return differentiate(_engine, outputs, *args, **kwargs)
     except BaseException:
         with HELD_BACK:
             forget_backward_that_raised()
@@ -58,6 +68,16 @@ def _begins() -> bool:
             interception.segments.settle_if_raised()
     RUNNING.begin()
     return True
+
+
+@uncompiled
+def _threads(outputs: Any) -> AbstractContextManager[None]:
+    """Those that run the nodes behind `outputs`: see note "one thread"."""
+    memories = (interception.runtime.memory for interception in registry.interceptions())
+    may_cross = any(memory.streams and memory.device.torch_device.type != "cpu" for memory in memories)
+    if may_cross and any(each.device.type == "cpu" for node in nodes_behind(outputs) for each in node._input_metadata):
+        return torch.autograd.set_multithreading_enabled(False)
+    return contextlib.nullcontext()
 
 
 @uncompiled

@@ -10,6 +10,7 @@ storage's reference count is the truth about use: above what it was when the vie
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class Bindings:
 
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
-        if tensor.layout is not torch.strided or tensor._is_zerotensor():
+        if tensor.layout is not torch.strided or tensor._is_zerotensor() or _is_of_a_transform(tensor):
             return None
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
@@ -133,6 +134,9 @@ class Bindings:
             )
         del self._by_address[address]
         managed.device = None
+
+
+_is_of_a_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # it has no storage that can be asked for
 
 
 def _references(storage: int) -> int:

@@ -350,3 +350,34 @@ def test_graphs_of_gradients_find_weights_on_the_device(tmp_path: Path) -> None:
             module.zero_grad()
         for expected, got in zip(*found, strict=True):
             assert (expected is None and got is None) or torch.equal(expected, got), (expected - got).abs().max()
+
+
+def weight_decay(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Weights are used at home too, and each gets gradients from the host and from the device."""
+    loss: torch.Tensor = module(x)
+    decay = [parameter.square().sum().to(loss.device) for parameter in module.parameters()]
+    return torch.stack([loss, *decay]).sum()
+
+
+def norms_of_gradients(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Gradients of weights are at home, and so are the nodes of their norms."""
+    with torch.autograd.set_multithreading_enabled(False):  # else by what each thread did before
+        found = torch.autograd.grad(module(x), list(module.parameters()), create_graph=True)
+    return torch.stack([gradient.norm() for gradient in found]).sum()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("loss_of", [weight_decay, norms_of_gradients], ids=lambda loss_of: loss_of.__name__)
+def test_a_graph_on_the_host_and_on_the_device_has_one_order(loss_of: Any, placement: str, tmp_path: Path) -> None:
+    """Two threads, one of each, would deadlock, or sum in the order in which they happen to come."""
+    managed = Small()
+    plain = copy.deepcopy(managed).to("cuda")
+    hetmem.manage(managed, budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    for batch in batches(20):
+        found = []
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+            found.append([None if p.grad is None else p.grad.cpu().clone() for p in module.parameters()])
+            module.zero_grad()
+        for expected, got in zip(*found, strict=True):
+            assert (expected is None and got is None) or torch.equal(expected, got), (expected - got).abs().max()

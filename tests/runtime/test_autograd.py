@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.runtime import registry
@@ -255,6 +256,34 @@ def test_derivatives_of_forward_mode_equal_torch(placement: str, tmp_path: Path)
             tangents.append(forward_ad.unpack_dual(output).tangent)
             loss_of(module, (forward_ad.make_dual(*BATCHES[2], *BATCHES[3]),)).backward()
     assert_same(*tangents, "tangent")
+    assert_same_grads(*modules)
+
+
+class Checkpointed(nn.Module):
+    """Its checkpoints keep what they are called with, as autograd saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@everywhere
+def test_transforms_of_a_checkpointed_model_equal_torch(placement: str, tmp_path: Path) -> None:
+    """What a checkpoint keeps within a transform has no storage."""
+    modules = pair(Checkpointed, placement, tmp_path)
+    found = []
+    for module in modules:
+        (x,), (tangent,) = BATCHES[:2]
+        found.append([*torch.func.jvp(module, (x,), (tangent,)), torch.func.jacfwd(module)(x[0])])
+        loss_of(module, BATCHES[2]).backward()
+    for expected, got in zip(*found, strict=True):
+        assert_same(expected, got, "derivatives")
     assert_same_grads(*modules)
 
 
