@@ -395,8 +395,8 @@ def _awaited(chunk: Chunk) -> set[int]:
 
 def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
     """Whether somebody else hooks into the arrival of gradients of `parameter`, and may change them."""
-    hooks: Any = parameter._post_accumulate_grad_hooks
-    return len(hooks) > 1
+    hooks: Any = parameter._post_accumulate_grad_hooks  # None: nobody does, as it is frozen
+    return hooks is not None and len(hooks) > 1
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
