@@ -160,12 +160,14 @@ class AdamWRule:
 
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """All parameters of one group, age and dtype in a few launches."""
-        here = [update for update in updates if as_host and self._equals_host(update)]
-        self.there(here)([_by_role(update) for update in here])
+        here: list[ParameterUpdate] = []
         together: dict[tuple[AdamWStep, torch.dtype], list[ParameterUpdate]] = {}
         for update in updates:
-            if update not in here:
+            if as_host and self._equals_host(update):
+                here.append(update)
+            else:
                 together.setdefault((_count(update), update.param.dtype), []).append(update)
+        self.there(here)([_by_role(update) for update in here])
         for (step, _), alike in together.items():
             adamw_on_device(
                 step,
