@@ -24,7 +24,7 @@ from tests.runtime.struck import Struck, some_of
 from tests.runtime.test_interrupts_managing import is_managed
 
 _HOOKS: Any = vars(torch_module)["_global_parameter_registration_hooks"]
-_SAMPLED = 40
+_SAMPLED = 150
 """So many instructions are struck, or with `--all-cases` each of them."""
 
 
