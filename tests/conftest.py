@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+from tests.cuda.verified import is_verified
 from tests.forked import Forks
 from tests.pairs import every_two_meet
 
@@ -73,14 +74,16 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet."""
+    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet; of those
+    marked `kernels_changed` none where the kernels are those that they have seen."""
     if config.getoption("--all-cases"):
         return
+    verified = is_verified()
+    dropped: set[pytest.Item] = {item for item in items if verified and item.get_closest_marker("kernels_changed")}
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    dropped: set[pytest.Item] = set()
     for cases in tests.values():
         kept = every_two_meet([tuple(map(id, case.callspec.params.values())) for case in cases])
         dropped.update(case for index, case in enumerate(cases) if index not in kept)

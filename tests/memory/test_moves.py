@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hetmem.cuda.segments import Segments
 from hetmem.memory import moves
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.ways import Way, Ways
-from tests.cuda.shim import GPP, build
+from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
 from tests.runtime.harness import Recipe, Tower, pair, token_batches, train_both
@@ -28,13 +27,10 @@ PIECE = 4096  # bytes of a staging buffer here
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def libraries() -> dict[str, Path]:
     if GPP is None:
         pytest.skip("g++ is not installed")
-    out = tmp_path_factory.mktemp("moves")
-    sources = ["cast.cu", "gradient.cu"]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(sources, pool.map(lambda source: build(source, out), sources), strict=True))
+    return build_all(["cast.cu", "gradient.cu"])
 
 
 @pytest.fixture(params=["torch", "kernels"])
