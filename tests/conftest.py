@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
 from collections.abc import Iterator
 
@@ -29,6 +30,9 @@ else:
     settings.load_profile("repeatable")
 
 
+_FRESH_PROGRAMS = 200
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers_in_every_run() -> None:
     """Sums are split by thread, so their bits depend on the number of threads as well as on the seed."""
@@ -44,10 +48,24 @@ def _interrupts_raise() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
-    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`."""
+    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, all
+    that is marked otherwise, and every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
-    parser.addoption("--all-cases", action="store_true", help="do not thin out the cases of tests marked `pairs`")
-    parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
+    parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
+    parser.addoption("--programs", default="0:40", help="first:last seed of the random programs, or `fresh`: new ones")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose fresh programs, once for all processes, which get the options of the first."""
+    if config.option.programs == "fresh":
+        first = secrets.randbelow(10**9)
+        config.option.programs = f"{first}:{first + _FRESH_PROGRAMS}"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say how to run the same programs again."""
+    return f"random programs: --programs {config.option.programs}"
 
 
 @pytest.fixture(scope="session")
@@ -74,12 +92,12 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet; of those
-    marked `kernels_changed` none where the kernels are those that they have seen."""
+    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet; none of
+    those marked `nightly`, nor of `kernels_changed` where the kernels are those that they have seen."""
     if config.getoption("--all-cases"):
         return
-    verified = is_verified()
-    dropped: set[pytest.Item] = {item for item in items if verified and item.get_closest_marker("kernels_changed")}
+    left_out = ("nightly", "kernels_changed") if is_verified() else ("nightly",)
+    dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))}
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):

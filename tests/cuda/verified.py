@@ -14,6 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetmem.cuda import nvrtc
+from tests.cuda.shim import GPP
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "hetmem" / "cuda", ROOT / "tests" / "cuda")
 SEEN = Path(__file__).with_name("verified.json")
@@ -39,6 +42,8 @@ def main(earlier: Sequence[str]) -> None:
         print(now)
     elif earlier != [now]:
         sys.exit("the kernels or their tests have changed since the tests began: verified.json stays as it is")
+    elif GPP is None or not nvrtc.library():
+        sys.exit("without g++ those tests were left out: verified.json stays as it is")
     else:
         SEEN.write_text(json.dumps({"sources": now}) + "\n")
 
