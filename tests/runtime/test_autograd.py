@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.runtime.harness import (
     BATCHES,
     CHUNK,
@@ -194,9 +194,7 @@ def test_outputs_do_not_keep_device_slots_after_their_graph_is_gone(placement: s
     kept = [module(*BATCHES[0]) for _ in range(3)]
     for output in kept:
         output.sum().backward()
-    runtime = registry.of_module(module).runtime
-    runtime._let_go()
-    assert not runtime._held
+    assert not testing.of(module).holds_views()
     del kept
 
 
@@ -205,12 +203,12 @@ def test_outputs_do_not_keep_device_slots_after_their_graph_is_gone(placement: s
 def test_live_tensors_do_not_grow_over_twenty_steps(placement: str, backwards: bool, tmp_path: Path) -> None:
     _, module = pair(mlp, placement, tmp_path)
     optimizer = hetmem.AdamW(module.parameters())
-    monitor = registry.of_module(module).runtime.monitor
+    inside = testing.of(module)
     counts: list[tuple[int, int]] = []
 
     def count() -> tuple[int, int]:
         gc.collect()  # takes long: it looks at everything that was ever imported
-        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), monitor.live_bytes
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), inside.live_bytes()
 
     for step in range(20):
         loss = loss_of(module, BATCHES[0])
@@ -220,11 +218,11 @@ def test_live_tensors_do_not_grow_over_twenty_steps(placement: str, backwards: b
             optimizer.zero_grad()
         del loss
         if step == 4:
-            registry.of_module(module).runtime.traffic.pending.drain()
+            inside.wait_idle()
             counts.append(count())
-    registry.of_module(module).runtime.traffic.pending.drain()
+    inside.wait_idle()
     assert comes_to_be(lambda: count()[0] <= counts[0][0]), f"{count()} tensors and bytes, {counts[0]} before"
-    assert monitor.live_bytes == counts[0][1]
+    assert inside.live_bytes() == counts[0][1]
 
 
 @everywhere

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.faults.disk import EIO, FaultyDisk, healthy, once, settle
 from tests.optim import test_clipping as clipping
 from tests.optim.stories import overlaps
@@ -39,7 +37,7 @@ from tests.runtime.harness import (
 from tests.runtime.test_writes_within_steps import WAYS, WritesInForward
 
 BF16, FP16 = torch.bfloat16, torch.float16
-NVME, HOST = Tier.NVME, Tier.HOST
+NVME, HOST = "nvme", "host"
 
 # Chunks that host memory has room for, of which the staging ring takes five; and where the parameters and the copies of
 # a model of four chunks come to lie then.
@@ -67,14 +65,14 @@ def four_chunks() -> nn.Module:
 
 def assert_true_copies(module: nn.Module) -> None:
     """Every copy at home has the bits of its parameter, rounded."""
-    runtime = registry.of_module(module).runtime
-    runtime.traffic.wait_for_updates()
-    chunks = [chunk for chunk in runtime.chunks if Role.COMPUTE in chunk.homes]
+    inside = testing.of(module)
+    inside.wait_for_updates()
+    chunks = [chunk for chunk in inside.chunks() if "compute" in chunk.homes]
     assert chunks, "nothing has a copy at home"
-    runtime.traffic.wait_until_written(chunk.homes[Role.COMPUTE] for chunk in chunks)
     for chunk in chunks:
-        for managed in chunk.parameters:
-            assert_same(managed.home.to(chunk.compute_dtype), managed.view(Role.COMPUTE), f"copy of {managed.name}")
+        for name in chunk.parameters:
+            expected = inside.home(name).to(chunk.compute_dtype)
+            assert_same(expected, inside.home(name, "compute"), f"copy of {name}")
 
 
 def trained(module: nn.Module, batches: list[Any], **options: Any) -> torch.optim.Optimizer:
@@ -92,9 +90,8 @@ def trained(module: nn.Module, batches: list[Any], **options: Any) -> torch.opti
 @everywhere
 def test_a_copy_lies_in_host_memory_or_beside_its_parameters_or_nowhere(place: str, tmp_path: Path) -> None:
     module = manage(four_chunks(), room(place, tmp_path), tmp_path, mixed_precision=BF16)
-    homes = [chunk.homes for chunk in registry.of_module(module).runtime.chunks]
-    tiers = [(own[Role.PARAM].tier, own[Role.COMPUTE].tier if Role.COMPUTE in own else None) for own in homes]
-    assert tiers == SLOTS[place][1]
+    homes = [chunk.homes for chunk in testing.of(module).chunks()]
+    assert [(own["param"], own.get("compute")) for own in homes] == SLOTS[place][1]
     assert_true_copies(module)
 
 
@@ -120,14 +117,14 @@ def test_nothing_has_copies_where_they_are_of_no_use_or_not_wanted(
     mixed: torch.dtype | None, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     module = manage(mlp(), room("host", tmp_path, **changes), tmp_path, mixed_precision=mixed)
-    assert all(Role.COMPUTE not in chunk.homes for chunk in registry.of_module(module).runtime.chunks)
+    assert not testing.of(module).homes("compute")
 
 
 def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False).to(BF16))
     module = manage(model, room("host", tmp_path), tmp_path, mixed_precision=BF16)
-    chunks = registry.of_module(module).runtime.chunks
-    assert {chunk.dtype: Role.COMPUTE in chunk.homes for chunk in chunks} == {torch.float32: True, BF16: False}
+    chunks = testing.of(module).chunks()
+    assert {chunk.dtype: "compute" in chunk.homes for chunk in chunks} == {torch.float32: True, BF16: False}
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
@@ -237,7 +234,7 @@ def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, t
     another order than that of registration trade places, and there is nothing but the old copy in the new place."""
     limits = room(place, tmp_path)
     plain, managed = pair(lambda: Narrow(backwards=backwards), limits, tmp_path, mixed_precision=BF16)
-    before = [[own.name for own in chunk.parameters] for chunk in registry.of_module(managed).runtime.chunks]
+    before = [chunk.parameters for chunk in testing.of(managed).chunks()]
     masters = Mixed(plain, BF16)
     left, right = adamws(plain, managed)
     for step, batch in enumerate(vector_batches(4, 4, 32, dtype=BF16)):
@@ -250,7 +247,7 @@ def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, t
             optimizer.zero_grad()
         assert_same_weights(plain, managed, f"step {step}")
         assert_true_copies(managed)
-    after = [[own.name for own in chunk.parameters] for chunk in registry.of_module(managed).runtime.chunks]
+    after = [chunk.parameters for chunk in testing.of(managed).chunks()]
     assert (before != after) == backwards
 
 
@@ -295,15 +292,15 @@ def test_what_is_written_before_the_first_forward_is_in_the_copies(place: str, t
 def test_what_a_forward_writes_is_in_the_copies(way: str, place: str, tmp_path: Path) -> None:
     """Seen by the forwards that follow, also when every copy on a nearer tier is gone."""
     module = manage(WritesInForward(way), room(place, tmp_path), tmp_path, mixed_precision=BF16)
-    runtime = registry.of_module(module).runtime
+    inside = testing.of(module)
     optimizer = hetmem.AdamW(module.parameters(), lr=1e-2)
     for batch in vector_batches(3, 4, 64, dtype=BF16):
         before = module.layer.weight.clone()
         loss_of(module, batch).backward()
         assert not torch.equal(before, module.layer.weight)
-        runtime.writes.notice_all()
+        inside.detect_writes()
         assert_true_copies(module)
-        runtime.forget_copies()
+        inside.forget_copies()
         optimizer.step()
         assert_true_copies(module)
 

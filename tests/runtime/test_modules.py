@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from hetmem.runtime import registry
+from hetmem import testing
 from hetmem.runtime.precision import compute_dtypes
 from tests.runtime.harness import (
     CHUNK,
@@ -255,11 +255,11 @@ def test_normalisation_over_batches_computes_in_float32_beside_sixteen_bits(
 ) -> None:
     """As their running statistics are; weights of it share no chunk with others, and train as all do."""
     modules = pair(Images, placement, tmp_path, mixed_precision=dtype)
-    managed = {each.name: each for each in registry.of_module(modules[1]).runtime.parameters}
     batches = vector_batches(3, 2, 3, 8, 8, dtype=dtype)
     optimizers = train_both(*modules, batches, Recipe(accumulation=2, mixed=dtype))
     train_both(*modules, batches, Recipe(mixed=dtype), optimizers=optimizers)
-    computes = {name: each.chunk.compute_dtype for name, each in managed.items()}
+    chunks = testing.of(modules[1]).chunks()
+    computes = {name: chunk.compute_dtype for chunk in chunks for name in chunk.parameters}
     assert {name for name, found in computes.items() if found is torch.float32} == {"norm.weight", "norm.bias"}
     assert {found for name, found in computes.items() if not name.startswith("norm.")} == {dtype}
     for name, buffer in modules[0].named_buffers():
