@@ -47,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
 
 
+@pytest.fixture(scope="session")
+def all_cases(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that samples shall take all there is."""
+    return bool(request.config.getoption("--all-cases"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _late_copies(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--late-copies"):
