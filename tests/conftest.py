@@ -41,8 +41,8 @@ def _interrupts_raise() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
-    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, and what is marked
-    `nightly`."""
+    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, and
+    the cases marked `nightly`."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
     parser.addoption("--all-cases", action="store_true", help="also the cases that `pairs` and `nightly` leave out")
     parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
