@@ -31,5 +31,9 @@ def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def some(values: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a test: every so many of `values`, and the others with `--all-cases`."""
-    return [pytest.param(value, marks=[pytest.mark.nightly] * (at % every > 0)) for at, value in enumerate(values)]
+    """Parameters of a test (a tuple: several): every so many of `values`, and the others with `--all-cases`."""
+    nightly = pytest.mark.nightly
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[nightly] * (at % every > 0))
+        for at, value in enumerate(values)
+    ]
