@@ -41,9 +41,10 @@ def _interrupts_raise() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
-    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`."""
+    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, and
+    the cases marked `nightly`."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
-    parser.addoption("--all-cases", action="store_true", help="do not thin out the cases of tests marked `pairs`")
+    parser.addoption("--all-cases", action="store_true", help="also the cases that `pairs` and `nightly` leave out")
     parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
 
 
@@ -63,14 +64,14 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet."""
+    """Drop cases marked `nightly`, and of each test marked `pairs` those without which every two values still meet."""
     if config.getoption("--all-cases"):
         return
     tests: dict[str, list[pytest.Function]] = {}
+    dropped: set[pytest.Item] = {item for item in items if item.get_closest_marker("nightly")}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs") and item not in dropped:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    dropped: set[pytest.Item] = set()
     for cases in tests.values():
         kept = every_two_meet([tuple(map(id, case.callspec.params.values())) for case in cases])
         dropped.update(case for index, case in enumerate(cases) if index not in kept)

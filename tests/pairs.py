@@ -6,8 +6,11 @@ Faults that need three particular values at once are rare, and random programs l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 
 def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
@@ -25,3 +28,12 @@ def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
         missing -= pairs[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+def some(values: Iterable[Any], every: int) -> list[Any]:
+    """Parameters of a test (a tuple: several): every so many of `values`, and the others with `--all-cases`."""
+    nightly = pytest.mark.nightly
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[nightly] * (at % every > 0))
+        for at, value in enumerate(values)
+    ]
