@@ -29,6 +29,7 @@ from tests.runtime.harness import (
     everywhere,
     loss_of,
     mlp,
+    offloaded,
     pair,
     precisions,
     streamed,
@@ -141,7 +142,8 @@ def _fail(grad: torch.Tensor) -> None:
 LIVES = (backward, forward_only, two_calls, retained, raised_in_backward)
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("act", LIVES, ids=lambda act: act.__name__)
 def test_activations_die_without_the_collector(
     act: Callable[[nn.Module], None], placement: str, tmp_path: Path
@@ -176,7 +178,8 @@ def test_activations_die_while_the_backward_goes_as_in_plain_torch(placement: st
     assert counts[0] == counts[1]
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpointed_activations_die_too(placement: str, checkpointing: bool, tmp_path: Path) -> None:
     for module in pair(partial(Tower, WIDTH, checkpointing=checkpointing), placement, tmp_path):
@@ -198,6 +201,7 @@ def test_outputs_do_not_keep_device_slots_after_their_graph_is_gone(placement: s
     del kept
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("backwards", [True, False], ids=["with backward", "forward only"])
 def test_live_tensors_do_not_grow_over_twenty_steps(placement: str, backwards: bool, tmp_path: Path) -> None:
@@ -293,6 +297,7 @@ class ScaledTwice(nn.Linear):
         return nn.functional.linear(x, self.weight)
 
 
+@pytest.mark.each
 @streamed
 @precisions
 def test_a_function_of_the_users_that_gets_a_weight_twice_adds_its_gradients_up_as_torch_does(

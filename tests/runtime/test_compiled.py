@@ -21,7 +21,7 @@ import hetmem
 from hetmem import testing
 from tests.runtime.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
 from tests.runtime.lazy_device import UnwatchedDevice
-from tests.runtime.test_writes_within_steps import WAYS, WritesInForward
+from tests.runtime.test_writes_within_steps import KINDS, WritesInForward
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
 
@@ -204,6 +204,7 @@ def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> No
     assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == 4
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("compiled", AS_A_WHOLE)
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
@@ -219,6 +220,7 @@ def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
     assert watched or (backend.graphs == [5] and backend.calls == 4 * BLOCKS)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
@@ -239,7 +241,7 @@ def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tm
     assert "compiled Block" in testing.of(managed).operators()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", (*KINDS, "foreach", "held view"))
 def test_what_a_region_writes_to_weights_is_kept(way: str, tmp_path: Path) -> None:
     """Also where no version counts it: nobody sees what compiled code calls."""
     plain, managed, call, call_managed, backend = managed_and_plain(
@@ -345,6 +347,7 @@ def test_a_forward_that_has_no_room_is_not_compiled_by_itself(tmp_path: Path) ->
     assert not backend.graphs
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
 @pytest.mark.parametrize("reentrant", [None, False])

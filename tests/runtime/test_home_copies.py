@@ -16,6 +16,7 @@ from hetmem import testing
 from tests.faults.disk import EIO, FaultyDisk, healthy, once, settle
 from tests.optim import test_clipping as clipping
 from tests.optim.stories import overlaps
+from tests.pairs import mostly, some
 from tests.runtime import test_user_writes as writes
 from tests.runtime.harness import (
     CHUNK,
@@ -34,7 +35,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
-from tests.runtime.test_writes_within_steps import WAYS, WritesInForward
+from tests.runtime.test_writes_within_steps import KINDS, WAYS, WritesInForward
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NVME, HOST = "nvme", "host"
@@ -142,12 +143,14 @@ def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_
     assert_true_copies(managed)
 
 
+@pytest.mark.each
 @on_nvme
 @overlaps
 def test_clipping_equals_a_clip_of_plain_gradients(overlap: str, place: str, tmp_path: Path) -> None:
     clipping.test_clipping_equals_a_clip_of_plain_gradients(overlap, BF16, room(place, tmp_path), tmp_path)
 
 
+@pytest.mark.each
 @everywhere
 @overlaps
 def test_a_step_that_is_taken_back_takes_copies_back(overlap: str, place: str, tmp_path: Path) -> None:
@@ -183,6 +186,7 @@ def test_the_gradient_scaler_of_torch_works_in_float16(place: str, tmp_path: Pat
         assert_true_copies(managed)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_streamed_gradients_and_small_states_write_copies_too(overlap: str, place: str, tmp_path: Path) -> None:
@@ -193,6 +197,7 @@ def test_streamed_gradients_and_small_states_write_copies_too(overlap: str, plac
     assert_true_copies(module)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize(
     ("optimizer", "options"),
@@ -227,6 +232,7 @@ class Narrow(nn.Module):
         return x
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("backwards", [False, True], ids=["as registered", "trading places"])
 def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, tmp_path: Path) -> None:
@@ -254,16 +260,14 @@ def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, t
 # ---- what the user writes --------------------------------------------------------------------------------------------
 
 
-@everywhere
-@pytest.mark.parametrize("write", writes.WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "place"), mostly(writes.WRITES, SLOTS, writes.KINDS), ids=writes.named)
 def test_what_the_user_writes_is_in_the_copies_at_the_next_forward(
     write: Callable[[nn.Module], None], place: str, tmp_path: Path
 ) -> None:
     writes.test_writes_between_steps_reach_the_next_forward(write, BF16, room(place, tmp_path), tmp_path)
 
 
-@everywhere
-@pytest.mark.parametrize("write", writes.WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "place"), mostly(writes.WRITES, SLOTS, writes.KINDS), ids=writes.named)
 def test_what_the_user_writes_before_a_step_is_stepped_from(
     write: Callable[[nn.Module], None], place: str, tmp_path: Path
 ) -> None:
@@ -287,8 +291,7 @@ def test_what_is_written_before_the_first_forward_is_in_the_copies(place: str, t
     writes.test_writes_before_the_first_forward_and_without_an_optimizer_count(room(place, tmp_path), BF16, tmp_path)
 
 
-@everywhere
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "place"), mostly(WAYS, SLOTS, KINDS))
 def test_what_a_forward_writes_is_in_the_copies(way: str, place: str, tmp_path: Path) -> None:
     """Seen by the forwards that follow, also when every copy on a nearer tier is gone."""
     module = manage(WritesInForward(way), room(place, tmp_path), tmp_path, mixed_precision=BF16)
@@ -357,7 +360,7 @@ def test_a_released_model_has_its_weights_and_no_copies(place: str, tmp_path: Pa
     assert {parameter.dtype for parameter in managed.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("call", range(0, 60, 4))
+@pytest.mark.parametrize("call", some(range(0, 60, 4), 3))
 def test_a_step_that_is_repeated_after_a_fault_of_the_disk_leaves_true_copies(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

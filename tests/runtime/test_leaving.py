@@ -52,6 +52,7 @@ def test_a_larger_batch_than_ever_trains_on_with_the_bits_of_plain_torch(
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_gradients_of_the_step_so_far_come_along_in_the_tensors_that_users_have(
@@ -77,6 +78,7 @@ def test_gradients_of_the_step_so_far_come_along_in_the_tensors_that_users_have(
     train_both(plain, managed, batches, Recipe(steps=3, accumulation=2, mixed=mixed), optimizers=optimizers)
 
 
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
 def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tmp_path: Path) -> None:

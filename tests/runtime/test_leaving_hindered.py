@@ -82,6 +82,7 @@ class Again(nn.Module):
         return x + checkpoint(self.function, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
 
+@pytest.mark.pairs
 @MIXED
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("within", ["forward", "backward"])
@@ -140,6 +141,7 @@ def test_it_leaves_within_a_function_of_many_operators(tmp_path: Path) -> None:
     assert compared
 
 
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("at", [0, 3, 7, 12, 20])
 def test_a_copy_that_fails_leaves_all_of_a_chunk_where_it_was(

@@ -22,6 +22,7 @@ from tests.runtime.harness import (
     assert_same,
     both,
     everywhere,
+    offloaded,
     pair,
     token_batches,
     train_both,
@@ -225,7 +226,8 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 }
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("name", ZOO)
 def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
     name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +250,7 @@ def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
     train_both(*modules, batches(3), optimizers=optimizers)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_normalisation_over_batches_computes_in_float32_beside_sixteen_bits(

@@ -29,13 +29,15 @@ from tests.runtime.harness import (
     loss_of,
     manage,
     mlp,
+    offloaded,
     pair,
     token_batches,
     train_both,
 )
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW fused", "Adagrad", "RMSprop", "Adam foreach"])
 def test_optimizers_of_torch_train_managed_parameters(name: str, placement: str, tmp_path: Path) -> None:
     """The fused ones do not count versions: a device copy must not survive their step."""
@@ -179,6 +181,7 @@ def test_groups_may_be_added_and_their_options_changed_later(placement: str, tmp
     train_both(*modules, BATCHES, optimizers=optimizers)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("maximize", [True, False])
 def test_other_options_of_adamw_equal_torch(placement: str, maximize: bool, tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_homes_go_back_when_a_larger_batch_needs_their_memory(
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
+@pytest.mark.pairs
 @WHERE
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])

@@ -13,8 +13,10 @@ from torch import nn
 import hetmem
 from hetmem import testing
 from hetmem.errors import ManageError
+from tests.pairs import mostly
 from tests.runtime.harness import (
     BATCHES,
+    PLACEMENTS,
     WIDTH,
     Recipe,
     assert_same,
@@ -72,10 +74,11 @@ class WritesInForward(nn.Module):
 
 
 WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "data of another", "held view")
+KINDS = ("slice", "data", "data set")
+"""One that torch counts, one that nobody counts, and one that replaces the tensor."""
 
 
-@everywhere
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "placement"), mostly(WAYS, PLACEMENTS, KINDS))
 def test_writes_inside_forward_are_kept(way: str, placement: str, tmp_path: Path) -> None:
     modules = pair(lambda: WritesInForward(way), placement, tmp_path)
     train_both(*modules, BATCHES, Recipe(accumulation=2))
@@ -94,6 +97,7 @@ class TakesData(nn.Module):
         return self.layer(self.other(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.each
 @streamed
 @precisions
 def test_a_weight_takes_the_values_of_another(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
@@ -110,6 +114,7 @@ def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> 
         managed(*BATCHES[0])
 
 
+@pytest.mark.pairs
 @streamed
 @precisions
 @pytest.mark.parametrize("overlap", ["off", "forward"])
@@ -137,6 +142,7 @@ def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
     assert copied not in superseded
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch(
