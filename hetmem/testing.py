@@ -45,7 +45,9 @@ POINTS = {
     "begin an update": f"{_RUNTIME}.traffic:Traffic.begin_update",
     "end an update": f"{_RUNTIME}.traffic:Traffic.end_update",
     "write by an operator": f"{_RUNTIME}.writes:Writes.by_operator",
-    "gradient arrives": f"{_RUNTIME}.gradients:GradientSink.arrive",
+    "give a home away": f"{_RUNTIME}.writes:give_away",
+    "give a copy away": f"{_RUNTIME}.bindings:give_away",
+    "gradients arrive": f"{_RUNTIME}.gradients:GradientSink.arrive",
     "send a gradient": f"{_RUNTIME}.homeward:Homeward.send",
     "gradient is home": f"{_RUNTIME}.homeward:Homeward._arrived",
     "move a home": f"{_RUNTIME}.share:_copy",
@@ -145,12 +147,24 @@ class Inside:
         """Whether the user or autograd holds memory of a copy on the device."""
         return self._runtime.holds_copies()
 
-    def place_of(self, tensor: torch.Tensor) -> str:
-        """Return whose memory `tensor` lies in: "home" (host memory or NVMe), "device" (of chunks), or "other"."""
-        address = tensor.data_ptr()
+    def place_of(self, tensor: torch.Tensor | int) -> str:
+        """Return what lies where `tensor`, or an address, does: "home" (in host memory or a mapped file), "device" (a
+        copy or a home there), or "other"."""
+        address = tensor if isinstance(tensor, int) else tensor.data_ptr()
         if self._memory.is_home_address(address):
             return "home"
         return "device" if self._memory.is_device_address(address) else "other"
+
+    def unwritten(self, role: str) -> list[int]:
+        """Return the chunks whose home of `role` is on NVMe and older than a copy that is not being written there."""
+        homes = {chunk.spec.index: chunk.homes.get(_role(role)) for chunk in self._runtime.chunks}
+        blocks = {index: home.block for index, home in homes.items() if home is not None and home.tier is Tier.NVME}
+        residency = self._traffic.residency
+        return [
+            index
+            for index, block in blocks.items()
+            if block is not None and residency.dirty(block) and not residency.writing(block)
+        ]
 
     def updating(self) -> list[int]:
         """Return the chunks whose update has been queued and is not over."""
@@ -188,6 +202,14 @@ class Inside:
     def in_backward(self) -> bool:
         """Whether a backward has begun and is not over."""
         return self._found.segments.in_backward
+
+    def remembered_forwards(self) -> int:
+        """Return how many forwards whose backward has not come are kept in mind."""
+        return max(len(self._found.segments._pending), len(self._found.segments._attempts))
+
+    def measured(self) -> bool:
+        """Whether the segment that runs now is one that nobody has seen before."""
+        return self._runtime.tracer.measured
 
     def at_rest(self) -> bool:
         """Whether nothing of a forward, a backward or a step is under way."""
@@ -258,11 +280,20 @@ class Inside:
         """Have a model that is whole on the device leave `nbytes` of it to others; False if it is not, or must stay."""
         return self._runtime.room._leave_device(nbytes)
 
-    def forget_peaks(self) -> None:
-        """Let homes move to memory that is idle now, as if others had never needed it and no home had gone back."""
+    def look_for_idle_memory(self) -> None:
+        """Have homes move to idle device memory again, as if none had ever gone back."""
         share = self._found.share
         share._went_back, share._idle_seen = 0, -1
+
+    def forget_peaks(self) -> None:
+        """Have what others hold of the device now pass for the most that they ever needed."""
         self._runtime.statistics.non_model_peak_bytes = 0
+
+    def prefetch(self, chunk: int, tier: str, role: str = "param") -> None:
+        """Begin to fetch `role` of `chunk` to `tier`, if there is room."""
+        block = self._runtime.chunks[chunk].homes[_role(role)].block
+        assert block is not None
+        self._traffic.execute(self._traffic.residency.prefetch(block, Tier[tier.upper()]))
 
     def forget_copies(self) -> None:
         """Evict every copy on every tier; none may be in use."""

@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     the cases marked `nightly`."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
     parser.addoption("--all-cases", action="store_true", help="also the cases that `pairs` and `nightly` leave out")
-    parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
+    parser.addoption("--programs", default="0:24", help="first:last seed of the random training programs")
 
 
 @pytest.fixture(scope="session")

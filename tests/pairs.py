@@ -48,8 +48,8 @@ def each_occurs(cases: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
-    """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and what is
-    left with `--all-cases`."""
+    """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and the
+    others with `--all-cases`."""
     kinds, others = list(kinds), list(others)
     return [
         pytest.param(value, other, marks=[] if value in kinds or turn == at % len(others) else [pytest.mark.nightly])

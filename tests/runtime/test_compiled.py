@@ -241,7 +241,7 @@ def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tm
     assert "compiled Block" in testing.of(managed).operators()
 
 
-@pytest.mark.parametrize("way", (*KINDS, "foreach", "held view"))
+@pytest.mark.parametrize("way", [*KINDS, "foreach", "held view"])
 def test_what_a_region_writes_to_weights_is_kept(way: str, tmp_path: Path) -> None:
     """Also where no version counts it: nobody sees what compiled code calls."""
     plain, managed, call, call_managed, backend = managed_and_plain(

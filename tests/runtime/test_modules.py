@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from hetmem import testing
-from hetmem.runtime.precision import compute_dtypes
 from tests.runtime.harness import (
     CHUNK,
     WIDTH,
@@ -22,6 +21,7 @@ from tests.runtime.harness import (
     assert_same,
     both,
     everywhere,
+    manage,
     offloaded,
     pair,
     token_batches,
@@ -269,7 +269,10 @@ def test_normalisation_over_batches_computes_in_float32_beside_sixteen_bits(
         assert_same(buffer, dict(modules[1].named_buffers())[name], name)
 
 
-def test_norms_compute_in_float32_only_beside_running_statistics() -> None:
+def test_norms_compute_in_float32_only_beside_running_statistics(tmp_path: Path) -> None:
     module = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
-    dtypes = compute_dtypes(module, dict(module.named_parameters()), torch.bfloat16)
-    assert dtypes == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    chunks = testing.of(manage(module, "host", tmp_path, mixed_precision=torch.bfloat16)).chunks()
+    assert {chunk.parameters: chunk.compute_dtype for chunk in chunks} == {
+        ("0.weight", "0.bias"): torch.float32,
+        ("1.weight", "1.bias"): torch.bfloat16,
+    }

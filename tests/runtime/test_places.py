@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory import views
-from hetmem.memory.device import SimDevice
-from hetmem.memory.mapping import Mapping
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem import SimDevice, testing
 from tests.runtime.harness import CHUNK, WIDTH, Recipe, manage, pair, streamed, train_both, vector_batches
 from tests.runtime.lazy_device import LazyDevice
 
@@ -85,16 +81,20 @@ def test_weights_in_use_leave_a_large_one_all_the_room_that_they_do_not_take(
 
 def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
     """Its next owner may be an activation, which counts."""
-    managed = manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path)
-    memory = registry.of_module(managed).runtime.memory
-    idle = memory.idle_bytes(0)
-    taken = memory.take_device(CHUNK)
-    address = views.address_of(taken)
-    assert memory.is_device_address(address)
-    assert memory.idle_bytes(0) == idle - CHUNK
-    memory.give_device(taken, CHUNK)
-    assert not memory.is_device_address(address)
-    assert memory.idle_bytes(0) == idle
+    managed = manage(
+        nn.Linear(WIDTH, WIDTH), hetmem.Budget(device="1MiB", host="1MiB", device_chunks="800KiB"), tmp_path
+    )
+    optimizer, inside = hetmem.AdamW(managed.parameters()), testing.of(managed)
+    idle = inside.memory().idle_bytes
+    managed(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    moved, address = inside.memory().moved_bytes, managed.weight.data_ptr()
+    assert moved and inside.place_of(address) == "device"
+    assert inside.memory().idle_bytes < idle
+    inside.make_room()
+    assert inside.memory().moved_bytes == 0
+    assert inside.place_of(address) != "device"
+    assert idle - inside.memory().idle_bytes == inside.memory().non_model_peak_bytes
 
 
 class Pinning(SimDevice):
@@ -102,7 +102,7 @@ class Pinning(SimDevice):
 
     locked = 0
 
-    def pin(self, host: Mapping) -> Callable[[], None]:
+    def pin(self, host: Any) -> Callable[[], None]:
         self.locked += 1
         return self._unpin
 
@@ -126,10 +126,10 @@ def test_what_the_link_carries_is_every_gradient_that_is_not_at_home_on_the_devi
 ) -> None:
     managed = manage(nn.Linear(WIDTH, WIDTH), placement, tmp_path, mixed_precision=torch.bfloat16)
     optimizer = hetmem.AdamW(managed.parameters(), overlap=overlap)
-    link = registry.of_module(managed).runtime.traffic.engine.links
+    inside = testing.of(managed)
     for step in range(1, 4):
         managed(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
         expected = step * 4 * (WIDTH + 1) * WIDTH if placement == "host" else 0
-        assert link()[Link.DEVICE_TO_HOST].bytes == expected
+        assert inside.link_bytes()["device_to_host"] == expected
         optimizer.step()
         optimizer.zero_grad()

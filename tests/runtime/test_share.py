@@ -283,7 +283,7 @@ def test_a_chunk_whose_weights_somebody_holds_does_not_move(tmp_path: Path) -> N
     for name, value in plain.state_dict().items():
         assert_same(value, before[name], name)
     del before
-    testing.of(managed).forget_peaks()  # it looks again as soon as another number of bytes is idle
+    testing.of(managed).look_for_idle_memory()  # it looks again as soon as another number of bytes is idle
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     assert moved(managed) == 8
     held = managed.state_dict()

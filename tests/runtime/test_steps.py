@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -273,13 +273,12 @@ def test_forwards_without_a_backward_are_not_kept_in_mind(placement: str, tmp_pa
     """A program that computes without `no_grad`: each forward was watched as one before a backward that is new, and
     what named that backward grew with the square of them."""
     plain, managed = pair(mlp, placement, tmp_path, sanitize=False)
-    segments = registry.of_module(managed).segments
     lengths = [(length, module) for length in range(1, 5) for module in (plain, managed)]
     for _ in range(25):
         for length, module in lengths:
             module(torch.ones(length, 64))
-    assert len(segments._pending) < 50 and len(segments._attempts) < 50
-    assert not registry.of_module(managed).runtime.tracer.measured
+    assert testing.of(managed).remembered_forwards() < 50
+    assert not testing.of(managed).measured()
     compare((plain, managed), lambda module: of_many(module, 4))
     compare((plain, managed), lambda module: of_many(module, 40))
 
