@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 # Idle OpenMP threads spin by default; on two cores that takes the time of threads that work. Before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+from tests.forked import Forks
 from tests.pairs import Thinning, each_occurs, every_two_meet
 
 try:
@@ -52,6 +54,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def all_cases(request: pytest.FixtureRequest) -> bool:
     """Whether a test that samples shall take all there is."""
     return bool(request.config.getoption("--all-cases"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Clean processes that have torch already."""
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

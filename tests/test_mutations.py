@@ -1,20 +1,18 @@
 """The tests see the faults that lose data: each of these makes the test beside it fail.
 
-A copy of the package with one line changed is put before the real one, and the test is run there.
+The test is run in a process of its own that takes one module of the package from a text with one line changed.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.forked import ROOT, Ended, Forks
+
 STORIES = "tests/plan/test_residency.py::"
 BITS = "tests/runtime/test_bit_equality.py::"
 COPIES = "tests/runtime/test_home_copies.py::"
@@ -162,7 +160,7 @@ MUTATIONS = {
         "runtime/traffic.py",
         "for tier in (Tier.HOST, Tier.DEVICE):  # in this order",
         "for tier in (Tier.DEVICE, Tier.HOST):  # in this order",
-        "tests/runtime/test_user_writes.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
+        "tests/runtime/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
         "runtime/gradients.py",
@@ -289,26 +287,52 @@ MUTATIONS = {
 }
 
 
+MUTATED = """
+import sys
+from importlib import util
+from importlib.machinery import SourceFileLoader
+
+import numba
+import pytest
+
+module, path, source, kernels, *tests = sys.argv[1:]
+
+class Mutated(SourceFileLoader):
+    def get_code(self, name):
+        return self.source_to_code(source, path)
+
+class Finder:
+    def find_spec(self, name, *_):
+        return util.spec_from_file_location(name, path, loader=Mutated(name, path)) if name == module else None
+
+if module:
+    sys.meta_path.insert(0, Finder())
+if kernels:
+    numba.config.CACHE_DIR = kernels
+sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *tests]))
+"""
+
+
+def run(forks: Forks, tests: Iterable[str], directory: Path, file: str = "", source: str = "") -> Ended:
+    """`tests` with `source` in the place of what is in `file`."""
+    module = "hetmem." + file.removesuffix(".py").replace("/", ".") if file else ""
+    kernels = str(directory) if "kernels" in file else ""  # those that were compiled before are not of `source`
+    given = [module, str(ROOT / "hetmem" / file), source, kernels, *tests]
+    basetemp = f"--basetemp={directory / 'tests'}"
+    return forks.run(MUTATED, *given, basetemp, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+
+
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
-def test_the_fault_is_seen(name: str, tmp_path: Path) -> None:
+def test_the_fault_is_seen(name: str, forks: Forks, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
-    for folder in ("hetmem", "tests", "benchmarks", "examples"):  # with what is compiled already: most of the start
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    mutated = tmp_path / "hetmem" / mutation.file
-    source = mutated.read_text()
+    source = (ROOT / "hetmem" / mutation.file).read_text()
     assert source.count(mutation.before) == 1, f"{mutation.file} has changed: mend the mutation"
-    mutated.write_text(source.replace(mutation.before, mutation.after))
-    for compiled in (mutated.parent / "__pycache__").glob(f"{mutated.stem}.*"):
-        compiled.unlink()
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutation.test],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    mutated = source.replace(mutation.before, mutation.after)
+    ended = run(forks, [mutation.test], tmp_path, mutation.file, mutated)
     assert ended.returncode == 1, f"{mutation.test} does not see it:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
     assert " failed" in ended.stdout, ended.stdout[-2000:]
+
+
+def test_without_a_fault_they_pass(forks: Forks, tmp_path: Path) -> None:
+    ended = run(forks, sorted({mutation.test for mutation in MUTATIONS.values()}), tmp_path)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
