@@ -423,7 +423,7 @@ def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> Non
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
     hetmem.release(managed)
-    backend.memory = None
+    backend.managed = None
     assert_same(plain(*BATCH), managed(*BATCH), "output")
     assert backend.calls == 3 * BLOCKS
 
