@@ -79,7 +79,7 @@ def test_weights_in_use_leave_a_large_one_all_the_room_that_they_do_not_take(
     assert hetmem.report(managed).to_dict()["tiers"]["device"]["chunk_peak_bytes"] <= SLOTS * CHUNK
 
 
-def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
+def test_memory_of_a_home_that_went_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
     """Its next owner may be an activation, which counts."""
     limits = hetmem.Budget(device="1MiB", host="1MiB", device_chunks=7 * CHUNK)
     managed = manage(nn.Linear(WIDTH, WIDTH), limits, tmp_path)

@@ -16,6 +16,7 @@ import hetmem
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.nvme import Extent, NvmeStore
+from hetmem.memory.views import address_of
 from hetmem.plan.commands import Drop
 from hetmem.plan.copies import CopyState
 from hetmem.plan.residency import Residency
@@ -26,6 +27,7 @@ from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.writes import Writes
 from tests.runtime.harness import (
     BATCHES,
+    CHUNK,
     WIDTH,
     adamws,
     assert_same_weights,
@@ -302,3 +304,16 @@ def test_it_is_the_user_s_turn_after_a_backward_that_raised_at_its_end(tmp_path:
     assert block is not None and chunk.homes[Role.GRAD].tier is Tier.NVME
     exposed.reads(block, chunk, Role.GRAD)
     assert exposed.mixed(block), "he may be writing to a gradient that is read from now on"
+
+
+def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
+    """Its next owner may be an activation, which counts."""
+    memory = runtime_of(manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path)).memory
+    idle = memory.idle_bytes(0)
+    taken = memory.take_device(CHUNK)
+    address = address_of(taken)
+    assert memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle - CHUNK
+    memory.give_device(taken, CHUNK)
+    assert not memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle
