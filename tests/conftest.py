@@ -16,7 +16,7 @@ import torch
 
 from tests.cuda.verified import is_verified
 from tests.forked import Forks
-from tests.pairs import every_two_meet
+from tests.pairs import Thinning, each_occurs, every_two_meet
 
 try:
     from hypothesis import settings
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     that is marked otherwise, and every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
     parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
-    parser.addoption("--programs", default="0:40", help="first:last seed of the random programs, or `fresh`: new ones")
+    parser.addoption("--programs", default="0:24", help="first:last seed of the random programs, or `fresh`: new ones")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,18 +92,19 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet; none of
-    those marked `nightly`, nor of `kernels_changed` where the kernels are those that they have seen."""
+    """Drop cases marked `nightly`, or `kernels_changed` where the kernels are those that they have seen, and those of
+    each test marked `pairs` or `each` that it can do without."""
     if config.getoption("--all-cases"):
         return
+    tests: dict[tuple[str, Thinning], list[pytest.Function]] = {}
     left_out = ("nightly", "kernels_changed") if is_verified() else ("nightly",)
     dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))}
-    tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        kept = every_two_meet([tuple(map(id, case.callspec.params.values())) for case in cases])
+        for marker, thinned in (("pairs", every_two_meet), ("each", each_occurs)):
+            if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and item not in dropped:
+                tests.setdefault((item.nodeid.partition("[")[0], thinned), []).append(item)
+    for (_, thinned), cases in tests.items():
+        kept = thinned([tuple(map(id, case.callspec.params.values())) for case in cases])
         dropped.update(case for index, case in enumerate(cases) if index not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

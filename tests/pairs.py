@@ -1,4 +1,4 @@
-"""Cases enough for every two values to meet, of tests whose parameters are a full product.
+"""Cases enough of tests whose parameters are a full product: every two values meet, or each value occurs.
 
 Faults that need three particular values at once are rare, and random programs look for them (Kuhn, Wallace, Gallo,
 "Software fault interactions and implications for software testing", IEEE TSE 2004).
@@ -6,8 +6,14 @@ Faults that need three particular values at once are rare, and random programs l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
+
+Thinning = Callable[[Sequence[tuple[int, ...]]], list[int]]
 
 
 def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
@@ -25,3 +31,37 @@ def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
         missing -= pairs[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+def each_occurs(cases: Sequence[tuple[int, ...]]) -> list[int]:
+    """Indices of some of `cases`, in order, in which each value of each parameter occurs: as few as the parameter with
+    most values needs, over which the values of the others take turns."""
+    values = [set(enumerate(case)) for case in cases]
+    missing, uses = set[tuple[int, int]]().union(*values), Counter[tuple[int, int]]()
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: (len(values[at] & missing), -sum(uses[one] for one in values[at])))
+        missing -= values[best]
+        uses.update(values[best])
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
+    """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and the
+    others with `--all-cases`."""
+    kinds, others = list(kinds), list(others)
+    return [
+        pytest.param(value, other, marks=[] if value in kinds or turn == at % len(others) else [pytest.mark.nightly])
+        for at, value in enumerate(values)
+        for turn, other in enumerate(others)
+    ]
+
+
+def some(values: Iterable[Any], every: int) -> list[Any]:
+    """Parameters of a test (a tuple: several): every so many of `values`, and the others with `--all-cases`."""
+    nightly = pytest.mark.nightly
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[nightly] * (at % every > 0))
+        for at, value in enumerate(values)
+    ]

@@ -161,7 +161,7 @@ MUTATIONS = {
         "runtime/traffic.py",
         "for tier in (Tier.HOST, Tier.DEVICE):  # in this order",
         "for tier in (Tier.DEVICE, Tier.HOST):  # in this order",
-        "tests/runtime/test_user_writes.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
+        "tests/runtime/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
         "runtime/gradients.py",

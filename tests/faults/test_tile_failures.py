@@ -92,6 +92,7 @@ def step_at_last(optimizer: Any, of_tiles: BrokenTiles, tries: list[Callable[[in
     return failed
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("overlap", "at"), [("off", 0), ("off", 1), ("forward", 0)])
 @pytest.mark.parametrize("placement", ["host", "resident", "nvme", "states on nvme"])
 @pytest.mark.parametrize("name", ["adamw", "NAdam", "Adagrad"])
