@@ -69,6 +69,7 @@ class Machine:
             stream.synchronize()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("first", ["copies", "casts"])
 @pytest.mark.parametrize("ways", [Ways(weights=way) for way in Way], ids=lambda ways: ways.weights.name)
 def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
@@ -86,6 +87,7 @@ def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
         machine._used = 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ways", [Ways(gradients=way) for way in Way], ids=lambda ways: ways.gradients.name)
 @pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
 def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, add: bool) -> None:
@@ -244,6 +246,7 @@ def test_kernels_reach_only_into_memory_that_is_page_locked(
         }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
 def test_training_by_kernels_equals_torch(
