@@ -14,9 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetmem.cuda import nvrtc
-from tests.cuda.shim import GPP
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "hetmem" / "cuda", ROOT / "tests" / "cuda")
 SEEN = Path(__file__).with_name("verified.json")
@@ -37,6 +34,9 @@ def is_verified() -> bool:
 
 
 def main(earlier: Sequence[str]) -> None:
+    from hetmem.cuda import nvrtc
+    from tests.cuda.shim import GPP
+
     now = digest()
     if not earlier:
         print(now)
