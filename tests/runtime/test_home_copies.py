@@ -15,7 +15,7 @@ import hetmem
 from hetmem import testing
 from tests.faults.disk import EIO, FaultyDisk, healthy, once, settle
 from tests.optim import test_clipping as clipping
-from tests.optim.stories import overlaps
+from tests.optim.stories import OVERLAPS, overlaps
 from tests.pairs import mostly, some
 from tests.runtime import test_user_writes as writes
 from tests.runtime.harness import (
@@ -150,9 +150,7 @@ def test_clipping_equals_a_clip_of_plain_gradients(overlap: str, place: str, tmp
     clipping.test_clipping_equals_a_clip_of_plain_gradients(overlap, BF16, room(place, tmp_path), tmp_path)
 
 
-@pytest.mark.each
-@everywhere
-@overlaps
+@pytest.mark.parametrize(("overlap", "place"), mostly(OVERLAPS, SLOTS, ["speculative"]))
 def test_a_step_that_is_taken_back_takes_copies_back(overlap: str, place: str, tmp_path: Path) -> None:
     """Of float16, with an overflow."""
     torch.manual_seed(0)

@@ -110,7 +110,7 @@ def test_a_mode_sees_the_functions_of_the_model(placement: str, options: str, tm
     for module, optimizer in zip(
         modules,
         (
-            torch.optim.AdamW(modules[0].parameters(), lr=1e-2),
+            torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
             hetmem.AdamW(modules[1].parameters(), lr=1e-2, **OPTIONS[options]),
         ),
         strict=True,
