@@ -30,10 +30,18 @@ def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(chosen)
 
 
+def case(*values: Any, nightly: bool) -> Any:
+    """Parameters of a test; with `--all-cases` only if `nightly`."""
+    return pytest.param(*values, marks=[pytest.mark.nightly] * nightly)
+
+
 def some(values: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a test (a tuple: several): every so many of `values`, and the others with `--all-cases`."""
-    nightly = pytest.mark.nightly
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[nightly] * (at % every > 0))
-        for at, value in enumerate(values)
-    ]
+    """Every so many of `values` (a tuple: of several parameters), and the others with `--all-cases`."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [case(*each, nightly=at % every > 0) for at, each in enumerate(cases)]
+
+
+def turns(first: Iterable[Any], second: Sequence[Any]) -> list[Any]:
+    """All of `first`, each with one of `second` in turn, and the other pairs of them with `--all-cases`."""
+    product = [(at, one, number, other) for at, one in enumerate(first) for number, other in enumerate(second)]
+    return [case(one, other, nightly=at % len(second) != number) for at, one, number, other in product]

@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from hetmem.runtime.used_up import UsedUp
-from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of
+from tests.pairs import turns
+from tests.runtime.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "speculative", "forward")
 overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
+on_either = pytest.mark.parametrize(("overlap", "placement"), turns(OVERLAPS, STREAMED))
+on_the_other = pytest.mark.parametrize(("overlap", "placement"), turns(OVERLAPS, STREAMED[::-1]))
+"""Each overlap with one placement of two: tests that take the one or the other have all pairs among them."""
 
 TRAILING: dict[str, Any] = {"overlap": "forward", "max_grad_norm": 1e9}
 """Every update waits for a norm, which clips nothing: all of them trail behind the step."""

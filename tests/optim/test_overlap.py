@@ -20,6 +20,7 @@ from hetmem.optim.workers import Batch, Task, WorkerPool
 from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import OVERLAPS, TRAILING
+from tests.pairs import turns
 from tests.runtime.harness import (
     Recipe,
     Tower,
@@ -92,8 +93,7 @@ def test_parameters_can_be_read_as_soon_as_a_step_is_over(
             assert_same(expected, got, name)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS[1:])
-@pytest.mark.parametrize("limit", [None, 1e-3, 1e9])
+@pytest.mark.parametrize(("limit", "overlap"), turns([None, 1e-3, 1e9], OVERLAPS[1:]))
 def test_gradients_that_arrive_behind_the_backward_are_waited_for(
     overlap: str, limit: float | None, tmp_path: Path
 ) -> None:
@@ -219,6 +219,7 @@ def test_memory_to_undo_with_comes_back_from_chunks_that_were_prepared_for_nothi
     assert free == runtime.memory.host_pool.reserved_bytes - before > 0
 
 
+@pytest.mark.pairs
 @streamed
 @pytest.mark.parametrize("evaluations", [0, 5])
 @pytest.mark.parametrize("by", ["load_state_dict", "copy_"])

@@ -20,6 +20,8 @@ from hetmem.plan.streaming import Fitting, spread
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
 from tests.optim.machines import GB, SLOW_HOST
+from tests.optim.stories import OVERLAPS
+from tests.pairs import case, turns
 from tests.runtime.harness import (
     CHUNK,
     Recipe,
@@ -67,25 +69,29 @@ def crossed(module: nn.Module) -> dict[Link, int]:
     return {link: use.bytes for link, use in runtime_of(module).traffic.engine.links().items()}
 
 
+DEVICES: dict[str, Any] = {
+    "threads": hetmem.SimDevice,
+    "late": LazyDevice,
+    "early": EarlyDevice,
+    "linked": lambda: hetmem.SimDevice(host_to_device="100MB", device_to_host="100MB"),
+}
+
+
 @pytest.mark.pairs
-@MIXED
-@pytest.mark.parametrize("home_copies", [True, False])
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize(("mixed", "home_copies"), [(None, None), (BF16, True), (BF16, False)], ids=str)
 @pytest.mark.parametrize(
-    "device",
+    ("device", "overlap"),
     [
-        hetmem.SimDevice,
-        LazyDevice,
-        EarlyDevice,
-        lambda: hetmem.SimDevice(host_to_device="100MB", device_to_host="100MB"),
+        case(device, overlap, nightly=(at + number) % 2 > 0)
+        for at, device in enumerate(DEVICES)
+        for number, overlap in enumerate(OVERLAPS)
     ],
-    ids=["threads", "late", "early", "linked"],
 )
 def test_the_bits_are_those_of_plain_torch(
-    device: Any, overlap: str, home_copies: bool, mixed: torch.dtype | None, tmp_path: Path
+    device: str, overlap: str, home_copies: bool | None, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
-    limits = room(mixed, home_copies=home_copies)
-    plain, managed = pair(build, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST, device=device())
+    limits, made = room(mixed, home_copies=home_copies), DEVICES[device]()
+    plain, managed = pair(build, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST, device=made)
     optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(5), Recipe(steps=5, mixed=mixed), optimizers=optimizers)
     known = 4 if overlap == "off" else 3  # the choice is made behind the second backward
@@ -124,8 +130,7 @@ def assert_alike(one: Any, other: Any) -> None:
     assert_same_states(one[1], other[1])
 
 
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
-@MIXED
+@pytest.mark.parametrize(("overlap", "mixed"), turns(["off", "backward", "speculative"], [None, BF16]))
 def test_clipped_and_scaled_updates_have_the_bits_of_those_on_the_host(
     mixed: torch.dtype | None, overlap: str, tmp_path: Path
 ) -> None:

