@@ -22,6 +22,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.copies import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
+from hetmem.runtime.tracer import segment_name
 
 _RUNTIME, _PLAN, _OPTIM = "hetmem.runtime", "hetmem.plan", "hetmem.optim"
 POINTS = {
@@ -31,6 +32,7 @@ POINTS = {
     "carry out": f"{_RUNTIME}.carrier:Carrier._carry_out",
     "note an end": f"{_RUNTIME}.carrier:Carrier._note",
     "take an end": "hetmem.memory.transfer:TransferEngine.take",
+    "copy now": "hetmem.memory.transfer:TransferEngine.copy_now",
     "take a slot": "hetmem.memory.device_pool:DevicePool.prepare",
     "bind": f"{_RUNTIME}.bindings:Bindings.bind",
     "unbind": f"{_RUNTIME}.bindings:Bindings.unbind",
@@ -66,12 +68,16 @@ POINTS = {
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """A chunk: its parameters by name, its homes as {role: tier}, and whether these have moved to the device."""
+    """A chunk: its parameters by name, what a copy of it takes on the device, its homes as {role: tier}, and whether
+    these have moved to the device."""
 
     index: int
     parameters: tuple[str, ...]
+    slots: int
     dtype: torch.dtype
+    compute_dtype: torch.dtype
     elements: int
+    copy_bytes: int
     homes: dict[str, str]
     home_bytes: dict[str, int]
     moved: bool
@@ -206,6 +212,15 @@ class Inside:
             non_model_peak_bytes=room.non_model_peak_bytes,
         )
 
+    def expected_peaks(self, segment: str) -> list[int]:
+        """Return the most bytes beside chunks that each trace of `segment` ("forward", …) expects."""
+        traces = [trace for trace in self._runtime.tracer.book.traces() if segment_name(trace.key) == segment]
+        return [trace.peak_non_model_bytes() if trace.moments else 0 for trace in traces]
+
+    def checks(self) -> bool:
+        """Whether operators that meet homes are refused now, given `sanitize=True`."""
+        return not self._runtime.monitor.left
+
     def live_bytes(self) -> int:
         """Return the device bytes of tensors that are no chunks', now."""
         return self._runtime.monitor.live_bytes
@@ -238,6 +253,16 @@ class Inside:
     def make_room(self, nbytes: int = 1 << 30) -> None:
         """Have homes of `nbytes` leave the device, if they can."""
         self._runtime.room.give_way(nbytes)
+
+    def leave_device(self, nbytes: int = 0) -> bool:
+        """Have a model that is whole on the device leave `nbytes` of it to others; False if it is not, or must stay."""
+        return self._runtime.room._leave_device(nbytes)
+
+    def forget_peaks(self) -> None:
+        """Let homes move to memory that is idle now, as if others had never needed it and no home had gone back."""
+        share = self._found.share
+        share._went_back, share._idle_seen = 0, -1
+        self._runtime.statistics.non_model_peak_bytes = 0
 
     def forget_copies(self) -> None:
         """Evict every copy on every tier; none may be in use."""
@@ -318,8 +343,11 @@ def _facts(chunk: Chunk) -> ChunkFacts:
     return ChunkFacts(
         index=chunk.spec.index,
         parameters=tuple(each.name for each in chunk.parameters),
+        slots=chunk.spec.span,
         dtype=chunk.dtype,
+        compute_dtype=chunk.compute_dtype,
         elements=chunk.numel,
+        copy_bytes=chunk.compute_nbytes,
         homes={role.name: home.tier.name.lower() for role, home in chunk.homes.items()},
         home_bytes={role.name: chunk.home_nbytes(role) for role in chunk.homes},
         moved=chunk.moved,

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-from tests.pairs import every_two_meet
+from tests.pairs import Thinning, each_occurs, every_two_meet
 
 try:
     from hypothesis import settings
@@ -48,6 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
 
 
+@pytest.fixture(scope="session")
+def all_cases(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that samples shall take all there is."""
+    return bool(request.config.getoption("--all-cases"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _late_copies(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--late-copies"):
@@ -58,16 +64,17 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop cases marked `nightly`, and of each test marked `pairs` those without which every two values still meet."""
+    """Drop cases marked `nightly`, and those of each test marked `pairs` or `each` that it can do without."""
     if config.getoption("--all-cases"):
         return
-    tests: dict[str, list[pytest.Function]] = {}
+    tests: dict[tuple[str, Thinning], list[pytest.Function]] = {}
     dropped: set[pytest.Item] = {item for item in items if item.get_closest_marker("nightly")}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs") and item not in dropped:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        kept = every_two_meet([tuple(map(id, case.callspec.params.values())) for case in cases])
+        for marker, thinned in (("pairs", every_two_meet), ("each", each_occurs)):
+            if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and item not in dropped:
+                tests.setdefault((item.nodeid.partition("[")[0], thinned), []).append(item)
+    for (_, thinned), cases in tests.items():
+        kept = thinned([tuple(map(id, case.callspec.params.values())) for case in cases])
         dropped.update(case for index, case in enumerate(cases) if index not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

@@ -1,4 +1,4 @@
-"""Cases enough for every two values to meet, of tests whose parameters are a full product.
+"""Cases enough of tests whose parameters are a full product: every two values meet, or each value occurs.
 
 Faults that need three particular values at once are rare, and random programs look for them (Kuhn, Wallace, Gallo,
 "Software fault interactions and implications for software testing", IEEE TSE 2004).
@@ -6,11 +6,14 @@ Faults that need three particular values at once are rare, and random programs l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
+
+Thinning = Callable[[Sequence[tuple[int, ...]]], list[int]]
 
 
 def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
@@ -30,18 +33,37 @@ def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(chosen)
 
 
+def each_occurs(cases: Sequence[tuple[int, ...]]) -> list[int]:
+    """Indices of some of `cases`, in order, in which each value of each parameter occurs: as few as the parameter with
+    most values needs, over which the values of the others take turns."""
+    values = [set(enumerate(case)) for case in cases]
+    missing, uses = set[tuple[int, int]]().union(*values), Counter[tuple[int, int]]()
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: (len(values[at] & missing), -sum(uses[one] for one in values[at])))
+        missing -= values[best]
+        uses.update(values[best])
+        chosen.append(best)
+    return sorted(chosen)
+
+
 def case(*values: Any, nightly: bool) -> Any:
     """Parameters of a test; with `--all-cases` only if `nightly`."""
     return pytest.param(*values, marks=[pytest.mark.nightly] * nightly)
+
+
+def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any] = ()) -> list[Any]:
+    """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and what is
+    left with `--all-cases`."""
+    kinds, others = list(kinds), list(others)
+    return [
+        case(value, other, nightly=value not in kinds and turn != at % len(others))
+        for at, value in enumerate(values)
+        for turn, other in enumerate(others)
+    ]
 
 
 def some(values: Iterable[Any], every: int) -> list[Any]:
     """Every so many of `values` (a tuple: of several parameters), and the others with `--all-cases`."""
     cases = [value if isinstance(value, tuple) else (value,) for value in values]
     return [case(*each, nightly=at % every > 0) for at, each in enumerate(cases)]
-
-
-def turns(first: Iterable[Any], second: Sequence[Any]) -> list[Any]:
-    """All of `first`, each with one of `second` in turn, and the other pairs of them with `--all-cases`."""
-    product = [(at, one, number, other) for at, one in enumerate(first) for number, other in enumerate(second)]
-    return [case(one, other, nightly=at % len(second) != number) for at, one, number, other in product]

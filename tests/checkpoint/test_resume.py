@@ -14,7 +14,7 @@ from torch import nn
 
 import hetmem
 from tests.checkpoint.models import OptimizerOf, Run, start
-from tests.pairs import case, turns
+from tests.pairs import case, mostly
 from tests.runtime.harness import PLACEMENTS, assert_same, assert_same_states, assert_same_weights, manage, mlp
 
 BREAK, END = 3, 5
@@ -253,7 +253,7 @@ def test_what_is_saved_is_what_the_model_says(tmp_path: Path) -> None:
     assert other.module.scratch.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("placement", "mixed"), turns(PLACEMENTS, [BF16, None]))
+@pytest.mark.parametrize(("placement", "mixed"), mostly(PLACEMENTS, [BF16, None]))
 def test_a_load_of_one_other_element_reaches_the_next_forward(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:

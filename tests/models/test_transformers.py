@@ -27,7 +27,7 @@ import hetmem
 from hetmem.checkpoint.merging import Merge
 from hetmem.errors import CheckpointError
 from tests.models.zoo import MODELS
-from tests.pairs import case, turns
+from tests.pairs import case, mostly
 
 STEPS = 3
 CHUNK_BYTES = 16 * 1024
@@ -193,7 +193,7 @@ def test_evaluation_between_steps_gives_the_same_output_and_leaves_training_alon
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # its name in 4.x
-@pytest.mark.parametrize(("name", "use_reentrant"), turns(MODES, [False, True]))
+@pytest.mark.parametrize(("name", "use_reentrant"), mostly(MODES, [False, True]))
 def test_trains_bit_equal_with_gradient_checkpointing(name: str, use_reentrant: bool, tmp_path: Path) -> None:
     pair = Pair(name, tmp_path)
     for model in (pair.plain, pair.managed):

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from hetmem.runtime.used_up import UsedUp
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "speculative", "forward")
 overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
-on_either = pytest.mark.parametrize(("overlap", "placement"), turns(OVERLAPS, STREAMED))
-on_the_other = pytest.mark.parametrize(("overlap", "placement"), turns(OVERLAPS, STREAMED[::-1]))
+on_either = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED))
+on_the_other = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED[::-1]))
 """Each overlap with one placement of two: tests that take the one or the other have all pairs among them."""
 
 TRAILING: dict[str, Any] = {"overlap": "forward", "max_grad_norm": 1e9}

@@ -15,7 +15,7 @@ from hetmem.optim.kernels import square_sum
 from hetmem.optim.undo import Saved
 from hetmem.optim.workers import WorkerPool
 from tests.optim.stories import OVERLAPS, overlaps, twins
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import (
     PLACEMENTS,
     Recipe,
@@ -100,7 +100,7 @@ def poison(module: nn.Module) -> None:
     parameter.grad.view(-1)[0] = float("inf")
 
 
-@pytest.mark.parametrize(("overlap", "placement"), turns(OVERLAPS, PLACEMENTS))
+@pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, PLACEMENTS))
 def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, placement: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = manage(Tower(), placement, tmp_path, mixed_precision=torch.float16)
@@ -163,7 +163,7 @@ def test_a_trial_that_is_undone_leaves_no_states_where_there_were_none(
         both.assert_same()
 
 
-@pytest.mark.parametrize(("placement", "overlap"), turns(PLACEMENTS, ["off", "speculative"]))
+@pytest.mark.parametrize(("placement", "overlap"), mostly(PLACEMENTS, ["off", "speculative"]))
 def test_unscaling_gives_the_bits_of_unscaled_gradients(overlap: str, placement: str, tmp_path: Path) -> None:
     """A power of two: nothing is rounded by it, unless a gradient leaves float32's range."""
     plain, managed = pair(Tower, placement, tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 import hetmem
 from tests.optim.stories import OVERLAPS, Twins, on_either, one, overlaps, twins
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, streamed, vector_batches
 
 STREAMED_GRADIENTS = {"overlap": "backward", "gradients": "streamed"}
@@ -135,7 +135,7 @@ def test_a_weight_of_nobody_may_be_written_where_its_chunk_is_updated(
     assert_same_weights(*modules)
 
 
-@pytest.mark.parametrize(("overlap", "option"), turns(OVERLAPS, ["lr", "betas in place", "betas"]))
+@pytest.mark.parametrize(("overlap", "option"), mostly(OVERLAPS, ["lr", "betas in place", "betas"]))
 def test_options_that_change_before_the_step_count(option: str, overlap: str, tmp_path: Path) -> None:
     """The norm has been summed up with the old ones."""
     both = twins(pair(mlp, "host", tmp_path), overlap=overlap, max_grad_norm=1e9)

@@ -28,7 +28,7 @@ from hetmem.optim.kernels import (
     update,
 )
 from hetmem.optim.workers import WorkerPool
-from tests.pairs import some, turns
+from tests.pairs import mostly, some
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
@@ -138,7 +138,7 @@ def test_five_steps_are_the_float32_update_rounded_by_chance(
 
 
 @pytest.mark.parametrize("copy_dtype", some([BF16, None], 2))
-@pytest.mark.parametrize(("grad_dtype", "param_dtype"), turns([F32, BF16, F16], [F32, BF16]))
+@pytest.mark.parametrize(("grad_dtype", "param_dtype"), mostly([F32, BF16, F16], [F32, BF16]))
 def test_numba_is_what_runs_here(
     param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import hetmem
 from hetmem.optim.elementwise import TorchRule
 from hetmem.optim.scaling import clip_factor
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import (
     CHUNK,
     PLACEMENTS,
@@ -51,7 +51,7 @@ ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 KINDS = {"-".join([kind.__name__, *options]): (kind, options) for kind, options in ELEMENTWISE}
 
 
-@pytest.mark.parametrize(("kind", "placement"), turns(KINDS, PLACEMENTS))
+@pytest.mark.parametrize(("kind", "placement"), mostly(KINDS, PLACEMENTS))
 def test_the_bits_are_those_of_torch(kind: str, placement: str, tmp_path: Path) -> None:
     optimizer, options = KINDS[kind]
     room: Any = placement

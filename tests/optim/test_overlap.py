@@ -20,7 +20,7 @@ from hetmem.optim.workers import Batch, Task, WorkerPool
 from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import OVERLAPS, TRAILING
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import (
     Recipe,
     Tower,
@@ -93,7 +93,7 @@ def test_parameters_can_be_read_as_soon_as_a_step_is_over(
             assert_same(expected, got, name)
 
 
-@pytest.mark.parametrize(("limit", "overlap"), turns([None, 1e-3, 1e9], OVERLAPS[1:]))
+@pytest.mark.parametrize(("limit", "overlap"), mostly([None, 1e-3, 1e9], OVERLAPS[1:]))
 def test_gradients_that_arrive_behind_the_backward_are_waited_for(
     overlap: str, limit: float | None, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import STREAMED, WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 
 BATCHES = vector_batches(4, 4, WIDTH)
@@ -74,7 +74,7 @@ def stepped(placement: str | hetmem.Budget, directory: Path) -> Twins:
     return both
 
 
-@pytest.mark.parametrize(("way", "placement"), turns(READS, STREAMED))
+@pytest.mark.parametrize(("way", "placement"), mostly(READS, STREAMED))
 def test_a_parameter_that_is_read_is_that_of_the_last_step(way: str, placement: str, tmp_path: Path) -> None:
     both = stepped(placement, tmp_path)
     for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):

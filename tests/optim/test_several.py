@@ -17,7 +17,7 @@ from hetmem.plan.trace import STEP
 from hetmem.runtime import registry
 from hetmem.runtime.runtime import Runtime
 from tests.optim.stories import Twins, adamw, halves, on_either, on_the_other, one, small, trailing, twins
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import (
     STREAMED,
     assert_same,
@@ -173,7 +173,7 @@ def test_an_optimizer_that_is_replaced_updates_nothing_more(
         gc.enable()
 
 
-@pytest.mark.parametrize(("kind", "placement"), turns(REPLACED, STREAMED))
+@pytest.mark.parametrize(("kind", "placement"), mostly(REPLACED, STREAMED))
 def test_an_optimizer_that_is_made_and_never_stepped_updates_nothing(kind: str, placement: str, tmp_path: Path) -> None:
     plain, managed = modules = pair(mlp, placement, tmp_path)
     both = twins(modules)
@@ -184,7 +184,7 @@ def test_an_optimizer_that_is_made_and_never_stepped_updates_nothing(kind: str, 
     assert not other.half_stepped
 
 
-@pytest.mark.parametrize(("kind", "placement"), turns(REPLACED, STREAMED[::-1]))
+@pytest.mark.parametrize(("kind", "placement"), mostly(REPLACED, STREAMED[::-1]))
 def test_an_optimizer_of_torch_takes_the_place_of_one_that_is_dropped(
     kind: str, placement: str, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from hetmem.optim.updates import Updates
 from hetmem.runtime import old_gradients, registry
 from hetmem.runtime.used_up import UsedUp
 from tests.optim.stories import one
-from tests.pairs import turns
+from tests.pairs import mostly
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -210,7 +210,7 @@ def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Mo
     return plain, managed, left, right
 
 
-@pytest.mark.parametrize(("use", "overlap"), turns(USES, ["backward", "forward"]))
+@pytest.mark.parametrize(("use", "overlap"), mostly(USES, ["backward", "forward"]))
 def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(
     use: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

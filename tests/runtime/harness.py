@@ -25,6 +25,8 @@ import hetmem
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
 everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
+offloaded = pytest.mark.parametrize("placement", [pytest.param("resident", marks=pytest.mark.nightly), *STREAMED])
+"""Of what hetmem does no otherwise for a model that is whole on the device, where all of it is simpler."""
 streamed = pytest.mark.parametrize("placement", STREAMED)
 precisions = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -141,6 +141,7 @@ class Scaled(nn.Module):
         return result
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 def test_parameters_are_at_home_as_soon_as_a_function_of_the_users_has_raised_in_a_backward(

@@ -67,6 +67,7 @@ def counting(kind: Any) -> tuple[SimDevice, Held]:
     return Counting(), held
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("kind", [SimDevice, LazyDevice])
 def test_weights_in_use_leave_a_large_one_all_the_room_that_they_do_not_take(
@@ -117,6 +118,7 @@ def test_page_locking_ends_with_the_management(tmp_path: Path) -> None:
     assert device.locked == 0
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 @pytest.mark.parametrize("placement", ["resident", "host"])
 def test_what_the_link_carries_is_every_gradient_that_is_not_at_home_on_the_device(

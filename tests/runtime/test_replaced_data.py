@@ -81,6 +81,7 @@ def turned(module: Any) -> list[torch.Tensor]:
 WAYS = (exchanged_for_averages, exchanged, state_dict_kept, kept_by_a_graph, turned)
 
 
+@pytest.mark.pairs
 @everywhere
 @precisions
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -218,6 +219,7 @@ class Rounded(nn.Linear):
         return x
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("way", ["data", "detach", "clone"])
 def test_a_weight_that_is_put_away_within_a_forward_comes_back(way: str, placement: str, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.runtime.harness import (
     both,
     everywhere,
     mlp,
+    offloaded,
     pair,
     streamed,
     token_batches,
@@ -233,7 +234,8 @@ STEPS["zeroed between, None"] = partial(zeroed_between, True)
 STEPS["zeroed between, zeros"] = partial(zeroed_between, False)
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_may_have_any_shape(name: str, placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)
@@ -252,6 +254,7 @@ def test_lengths_may_change_in_the_middle_of_training(placement: str, tmp_path: 
     train_both(*modules, batches, Recipe(steps=7))
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_an_eval_pass_in_between_changes_nothing(placement: str, mixed: torch.dtype | None, tmp_path: Path) -> None:

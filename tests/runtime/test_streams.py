@@ -118,6 +118,7 @@ class Compute(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])

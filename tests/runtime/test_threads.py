@@ -69,6 +69,7 @@ def test_a_backward_may_be_on_another_thread_than_its_forward(placement: str, tm
     train_both(*modules, BATCHES)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_second_forward_at_the_same_time_is_refused_and_disturbs_nothing(
@@ -105,6 +106,7 @@ def test_a_forward_that_was_interrupted_on_another_thread_stands_in_nobody_s_way
     train_both(plain, managed, BATCHES)
 
 
+@pytest.mark.each
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("what", ["a forward", "a step", "its weights", "a copy"])

@@ -22,8 +22,10 @@ from hetmem.runtime import registry
 from hetmem.runtime.fingerprints import Fingerprints
 from hetmem.runtime.writes import Writes
 from tests.faults.disk import FaultyDisk
+from tests.pairs import mostly
 from tests.runtime.harness import (
     BATCHES,
+    PLACEMENTS,
     WIDTH,
     Recipe,
     adamws,
@@ -41,6 +43,10 @@ from tests.runtime.harness import (
     vector_batches,
 )
 from tests.runtime.lazy_device import EarlyDevice
+
+
+def named(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
 
 
 def multiplied(module: nn.Module) -> None:
@@ -127,6 +133,8 @@ def shared_and_multiplied(module: nn.Module) -> None:
     multiplied_through_data(module)
 
 
+KINDS = (one_element, loaded_by_assignment_of_data, multiplied_through_data, shared_and_multiplied)
+"""One that torch counts, one that replaces tensors, one that nobody counts, and one that exchanges memory."""
 WRITES = (
     multiplied, copied, one_element, moving_average, loaded, loaded_by_assignment_of_data, initialised, through_detach,
     through_a_view, foreach, as_a_vector, through_data, multiplied_through_data, through_numpy, shared,
@@ -134,10 +142,9 @@ WRITES = (
 )  # fmt: skip
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
 @precisions
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "placement"), mostly(WRITES, PLACEMENTS, KINDS), ids=named)
 def test_writes_between_steps_reach_the_next_forward(
     write: Callable[[nn.Module], None], mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
@@ -234,8 +241,7 @@ def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
         train_both(*modules, batches, Recipe(steps=1, mixed=mixed), optimizers=optimizers)
 
 
-@everywhere
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "placement"), mostly(WRITES, PLACEMENTS, KINDS), ids=named)
 def test_writes_between_backward_and_step_are_stepped_from(
     write: Callable[[nn.Module], None], placement: str, tmp_path: Path
 ) -> None:
@@ -277,6 +283,7 @@ def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
         assert_same_weights(*modules)
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 def test_writes_before_the_first_forward_and_without_an_optimizer_count(
