@@ -53,8 +53,8 @@ def case(*values: Any, nightly: bool) -> Any:
 
 
 def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any] = ()) -> list[Any]:
-    """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and what is
-    left with `--all-cases`."""
+    """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and the
+    other pairs with `--all-cases`."""
     kinds, others = list(kinds), list(others)
     return [
         case(value, other, nightly=value not in kinds and turn != at % len(others))
