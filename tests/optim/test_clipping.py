@@ -38,7 +38,7 @@ from tests.runtime.harness import (
 
 
 @pytest.mark.pairs
-@everywhere
+@streamed
 @precisions
 @overlaps
 def test_clipping_equals_a_clip_of_plain_gradients(

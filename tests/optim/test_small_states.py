@@ -12,7 +12,8 @@ from torch import nn
 
 import hetmem
 from hetmem.optim.kernels import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
-from tests.pairs import mostly
+from tests.optim.stories import OVERLAPS
+from tests.pairs import case, mostly
 from tests.runtime.harness import (
     CHUNK,
     CHUNK_ELEMENTS,
@@ -74,8 +75,14 @@ VARIANTS = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize(
+    ("variant", "overlap"),
+    [
+        case(variant, overlap, nightly=(at + number) % 2 > 0)
+        for at, variant in enumerate(VARIANTS)
+        for number, overlap in enumerate(OVERLAPS)
+    ],
+)
 def test_the_bits_are_those_of_the_kernels_wherever_states_live(
     overlap: str, variant: str, placement: str, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ MIXED = pytest.mark.parametrize("mixed", [None, BF16], ids=["float32", "bfloat16
 
 
 def build() -> nn.Module:
-    return Tower(width=WIDTH, depth=4)
+    return Tower(width=WIDTH, depth=2)
 
 
-CHUNKS = 18
+CHUNKS = 10
 
 
 def room(mixed: torch.dtype | None = None, slots: float = 2, **changes: Any) -> hetmem.Budget:
@@ -226,7 +227,7 @@ def test_nothing_is_streamed_where_it_would_not_pay_or_cannot_be(reason: str, tm
 
 
 def test_idle_memory_is_filled_with_homes_beside_the_slots(tmp_path: Path) -> None:
-    managed, _ = trained(5, tmp_path, SLOW_HOST, limits=room(slots=4))
+    managed, _ = trained(5, tmp_path, SLOW_HOST, limits=room(slots=3))
     runtime = runtime_of(managed)
     assert any(chunk.moved for chunk in runtime.chunks)
     last = updated(managed)
@@ -275,7 +276,8 @@ def test_the_report_says_which_part_was_updated_where(tmp_path: Path) -> None:
 @MIXED
 def test_slots_give_way_to_a_larger_batch_and_come_back(mixed: torch.dtype | None, tmp_path: Path) -> None:
     limits = hetmem.Budget(device="1600KiB" if mixed is None else "1300KiB", host="8MiB")
-    plain, managed = pair(build, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST)
+    deep = partial(Tower, width=WIDTH, depth=4)
+    plain, managed = pair(deep, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST)
     optimizers = train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed))
     memory = runtime_of(managed).memory
     assert updated(managed)["streamed"] > 0
