@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.models.zoo import MODELS, TOKENS, VOCABULARY
 from tests.pairs import some
 from tests.runtime.harness import assert_same_states, assert_same_weights
@@ -49,7 +49,7 @@ def trained(
     model: nn.Module, directory: Path, *, resume: Path | None = None, overlap: str | None = None, **options: Any
 ) -> transformers.Trainer:
     """Three steps with clipping, a schedule and a checkpoint after the second. The trainer seeds as it is made."""
-    managed = registry.of_parameter(next(model.parameters())) is not None
+    managed = testing.is_managed(next(model.parameters()))
     kind = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
     optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=0.1)
     arguments = transformers.TrainingArguments(

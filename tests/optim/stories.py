@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.runtime.used_up import UsedUp
+from hetmem import testing
 from tests.pairs import mostly
 from tests.runtime.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
 
@@ -82,4 +82,4 @@ def twins(modules: tuple[nn.Module, nn.Module], **options: Any) -> Twins:
 
 def with_gradients(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of `module` that have a gradient which is not used up."""
-    return [p for p in module.parameters() if p.grad is not None and not isinstance(p.grad, UsedUp)]
+    return [p for p in module.parameters() if p.grad is not None and not testing.is_used_up(p.grad)]

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.trace import STEP
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
+from hetmem import testing
 from tests.optim.stories import Twins, adamw, halves, on_either, on_the_other, one, small, trailing, twins
 from tests.pairs import mostly
 from tests.runtime.harness import (
@@ -263,8 +261,7 @@ def test_an_optimizer_that_is_refused_takes_no_parameter_from_the_one_before(pla
         hetmem.AdamW([*managed.parameters(), nn.Parameter(torch.ones(3))])
     batch = vector_batches(1, 4, 40)[0]
     loss_of(managed, batch).backward()
-    (watcher,) = registry.of_module(managed).gradients.watchers
-    assert list(watcher.begun()), "no update begins in the backward any more"
+    assert testing.updates_begun(managed), "no update begins in the backward any more"
     right.step()
     right.zero_grad()
     one(plain, batch, left)
@@ -273,7 +270,7 @@ def test_an_optimizer_that_is_refused_takes_no_parameter_from_the_one_before(pla
 
 @on_either
 def test_a_step_of_two_models_is_over_for_both_though_nothing_can_be_fetched_ahead(
-    overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, placement: str, tmp_path: Path
 ) -> None:
     """It raised when the first was done, and the step that was repeated updated that again."""
     pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
@@ -281,16 +278,15 @@ def test_a_step_of_two_models_is_over_for_both_though_nothing_can_be_fetched_ahe
     right = hetmem.AdamW([p for _, managed in pairs for p in managed.parameters()], lr=1e-2, overlap=overlap)
     failed: list[Any] = []
 
-    def expect(runtime: Runtime, key: Any) -> None:
-        if key != STEP:
+    def expect(original: Any, runtime: Any, key: Any) -> None:
+        if key != ("step",):
             failed.append(key)
             raise RuntimeError("no memory for what comes next")
 
     for batch in vector_batches(4, 4, 64):
         for which, optimizer in ((0, left), (1, right)):
             sum(loss_of(both[which], batch) for both in pairs).backward()
-            with monkeypatch.context() as patched:
-                patched.setattr(Runtime, "expect", expect)
+            with testing.around("plan ahead", expect):
                 optimizer.step()
             optimizer.zero_grad()
         for plain, managed in pairs:
@@ -324,13 +320,12 @@ def test_optimizers_of_two_kinds_update_parts_of_one_model(placement: str, tmp_p
         parameters = list(module.parameters())
         first, second = parameters[:8], parameters[8:]
         sides.append([adam(first), rmsprop(second, lr=1e-3, momentum=0.9)])
-    before = [id(m.chunk) for m in registry.of_module(managed).runtime.bindings.by_id.values()]
+    before = [chunk.parameters for chunk in testing.of(managed).chunks()]
     for batch in vector_batches(3, 4, 32):
         for module, optimizers in zip((plain, managed), sides, strict=True):
             one(module, batch, *optimizers)
         assert_same_weights(plain, managed)
-    after = [id(m.chunk) for m in registry.of_module(managed).runtime.bindings.by_id.values()]
-    assert before != after, "the test puts nothing in order"
+    assert before != [chunk.parameters for chunk in testing.of(managed).chunks()], "the test puts nothing in order"
 
 
 @on_the_other
