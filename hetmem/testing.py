@@ -69,6 +69,13 @@ POINTS = {
     "take a role": f"{_RUNTIME}.traffic:Traffic.asked_role",
     "is a gradient kept": f"{_RUNTIME}.old_gradients:is_kept",
     "place of a gradient": f"{_OPTIM}.places:UpdatePlaces.place_on_device",
+    "update in the step": f"{_OPTIM}.stepper:Stepper.update",
+    "update there": f"{_OPTIM}.adamw:AdamWRule.there",
+    "queue a streamed update": f"{_OPTIM}.streamed:StreamedUpdates.add",
+    "next streamed update": f"{_OPTIM}.streamed:StreamedUpdates._next",
+    "tasks that sum": f"{_OPTIM}.passes:Passes._sum_tasks",
+    "tasks that update": f"{_OPTIM}.passes:Passes._update_tasks",
+    "room to undo": f"{_OPTIM}.undo:UndoLog.make_room",
     "run a task": f"{_OPTIM}.workers:Batch.run_one",
     "forget copies": f"{_RUNTIME}.runtime:Runtime.forget_copies",
     "read from NVMe": "hetmem.memory.nvme:NvmeStore.read",
@@ -302,11 +309,16 @@ def threads() -> list[str]:
     return [thread.name for thread in all_threads() if thread.name.startswith("hetmem-")]
 
 
+def place_of(point: str) -> tuple[Any, str]:
+    """Return what has the function at `point`, and the function's name there, for `monkeypatch.setattr`."""
+    owner, _, name = POINTS[point].rpartition("." if "." in POINTS[point].partition(":")[2] else ":")
+    return resolve_name(owner), name
+
+
 @contextmanager
 def around(point: str, call: Callable[..., Any]) -> Iterator[None]:
     """Have `call(original, *args)` run in place of the function at `point`, of all models, until the end."""
-    owner_name, _, name = POINTS[point].rpartition("." if "." in POINTS[point].partition(":")[2] else ":")
-    owner = resolve_name(owner_name)
+    owner, name = place_of(point)
     original = owner.__dict__[name]
 
     def instead(*args: Any, **keywords: Any) -> Any:
@@ -383,6 +395,13 @@ def opened_updates() -> Iterator[list[int]]:
 
     with around("open an update", note):
         yield opened
+
+
+def fill_idle_memory(module: torch.nn.Module) -> None:
+    """Have homes move to device memory that is idle now, though it was looked for before."""
+    share = registry.of_module(module).share
+    share._idle_seen = -1
+    share.grow()
 
 
 def updates_begun(module: torch.nn.Module) -> list[str]:

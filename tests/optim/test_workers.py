@@ -410,3 +410,14 @@ def test_a_pool_whose_close_is_interrupted_starts_anew() -> None:
     before.join()
     pool.close()
     assert comes_to_be(lambda: not workers_alive()), "those of before are waited for by nobody"
+
+
+def test_tasks_for_which_no_thread_can_be_started_are_run_by_who_begins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    done: list[int] = []
+    batch = WorkerPool(threads=2).begin([lambda at=at: done.append(at) for at in range(3)])
+    assert batch.done
+    assert sorted(done) == [0, 1, 2]
