@@ -56,21 +56,23 @@ def each_occurs(cases: Sequence[Values]) -> list[int]:
     return sorted(chosen)
 
 
-def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
+def case(*values: Any, nightly: bool) -> Any:
+    """Parameters of a test; with `--all-cases` only if `nightly`."""
+    return pytest.param(*values, marks=[pytest.mark.nightly] * nightly)
+
+
+def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any] = ()) -> list[Any]:
     """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and the
-    others with `--all-cases`."""
+    other pairs with `--all-cases`."""
     kinds, others = list(kinds), list(others)
     return [
-        pytest.param(value, other, marks=[] if value in kinds or turn == at % len(others) else [pytest.mark.nightly])
+        case(value, other, nightly=value not in kinds and turn != at % len(others))
         for at, value in enumerate(values)
         for turn, other in enumerate(others)
     ]
 
 
 def some(values: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a test (a tuple: several): every so many of `values`, and the others with `--all-cases`."""
-    nightly = pytest.mark.nightly
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[nightly] * (at % every > 0))
-        for at, value in enumerate(values)
-    ]
+    """Every so many of `values` (a tuple: of several parameters), and the others with `--all-cases`."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [case(*each, nightly=at % every > 0) for at, each in enumerate(cases)]

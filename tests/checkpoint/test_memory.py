@@ -12,11 +12,10 @@ ROOM_MIB = 24
 """For blocks and stacks of 1 MiB on four threads, and what the interpreter keeps meanwhile."""
 
 PROGRAM = f"""
-import resource, sys, threading, torch, hetmem
+import resource, sys, threading, torch, hetmem, hetmem.checkpoint
 from torch import nn
-from hetmem.checkpoint import layout
 
-layout.BLOCK_BYTES = {MIB}
+hetmem.checkpoint.layout.BLOCK_BYTES = {MIB}
 threading.stack_size({MIB})
 
 def build():
