@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+from tests.cuda.verified import is_verified
 from tests.forked import Forks
 from tests.pairs import Thinning, each_occurs, every_two_meet, values_of
 
@@ -26,6 +28,9 @@ else:
     settings.register_profile("repeatable", deadline=None, derandomize=True)
     settings.register_profile("explore", deadline=None, max_examples=2000)
     settings.load_profile("repeatable")
+
+
+_FRESH_PROGRAMS = 200
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +48,24 @@ def _interrupts_raise() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
-    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, and
-    the cases marked `nightly`."""
+    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, all
+    that is marked otherwise, and every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
-    parser.addoption("--all-cases", action="store_true", help="also the cases that `pairs` and `nightly` leave out")
-    parser.addoption("--programs", default="0:24", help="first:last seed of the random training programs")
+    parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
+    parser.addoption("--programs", default="0:24", help="first:last seed of the random programs, or `fresh`: new ones")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose fresh programs, once for all processes, which get the options of the first."""
+    if config.option.programs == "fresh":
+        first = secrets.randbelow(10**9)
+        config.option.programs = f"{first}:{first + _FRESH_PROGRAMS}"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say how to run the same programs again."""
+    return f"random programs: --programs {config.option.programs}"
 
 
 @pytest.fixture(scope="session")
@@ -74,11 +92,13 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop cases marked `nightly`, and those of each test marked `pairs` or `each` that it can do without."""
+    """Drop cases marked `nightly`, or `kernels_changed` where the kernels are those that they have seen, and those of
+    each test marked `pairs` or `each` that it can do without."""
     if config.getoption("--all-cases"):
         return
     tests: dict[tuple[str, Thinning], list[pytest.Function]] = {}
-    dropped: set[pytest.Item] = {item for item in items if item.get_closest_marker("nightly")}
+    left_out = ("nightly", "kernels_changed") if is_verified() else ("nightly",)
+    dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))}
     for item in items:
         for marker, thinned in (("pairs", every_two_meet), ("each", each_occurs)):
             if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and item not in dropped:

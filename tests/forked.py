@@ -78,7 +78,7 @@ def _become(job: Mapping[str, Any]) -> None:
     faulthandler.dump_traceback_later(job["seconds"], exit=True, file=os.dup(2))
     os.environ.update(job["environment"])
     sys.argv = ["-c", *job["arguments"]]
-    exec(compile(job["program"], "<string>", "exec"), {"__name__": "__main__"})
+    exec(compile(job["program"], "<string>", "exec"), vars(sys.modules["__main__"]))  # to the end of the interpreter
 
 
 def _prepare() -> None:

@@ -82,6 +82,7 @@ def train(model: nn.Module, plan: planning.Plan, steps: int = 3, **options: Any)
     return report
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "model", [{}, {"saves": True}, {"backwards": True}], ids=["plain", "checkpointed", "backwards"]
@@ -115,6 +116,7 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         assert report["tiers"][tier]["homes"].get("compute", 0) == plan.role_bytes[tier].get("compute", 0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("build", [GPT, Normed])
 @pytest.mark.parametrize("copies", [None, False, True])
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -146,6 +148,7 @@ def test_what_is_arranged_is_what_is_reserved(
     hetmem.release(model)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [{}, {"backwards": True}], ids=["plain", "backwards"])
 @pytest.mark.parametrize(("host", "nvme"), [(16 * MIB, 0), (2 * MIB, 16 * MIB)])

@@ -82,6 +82,7 @@ def assert_peaks(plan: planning.Plan, tiers: dict[str, Any], spare: int) -> None
         assert abs(figures["peak_bytes"] - plan.peak_bytes[tier]) <= 0.03 * figures["peak_bytes"] * (tier == "device")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", OPTIONS, ids=named)
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("where", ["host", "tight", "nvme", "nvme, three set aside", "share", "share of nvme"])
@@ -95,6 +96,7 @@ def test_the_peaks_of_a_run_with_these_options_are_the_planned_ones(
         assert_peaks(plan, *run(plan, options))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("options", OPTIONS[1:3], ids=named)
 @pytest.mark.parametrize("where", ["host", "nvme", "share"])
 def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[str, str], tmp_path: Path) -> None:

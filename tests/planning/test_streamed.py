@@ -89,6 +89,7 @@ class Run:
         return {name: count - before[name] for name, count in self._before.items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("home_copies", [None, False])
@@ -144,6 +145,7 @@ def test_a_run_streams_what_was_planned_with_the_planned_bytes_and_peaks(
     hetmem.release(model)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("model", [GPT, Odd], ids=["GPT", "odd sizes"])
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("home_copies", [None, False])

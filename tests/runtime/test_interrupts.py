@@ -131,7 +131,7 @@ def trained_and_interrupted(
     return [weakref.ref(each) for each in (model, model.tower.norm.weight, found, found.runtime)]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -200,6 +200,7 @@ def test_what_others_compute_after_an_interrupt_is_none_of_the_models_business(
     assert len(runtime.events.segments) == begun and not segments.in_backward
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", FORWARD)
 @pytest.mark.parametrize("by", ["module", "custom function"])
@@ -255,6 +256,7 @@ class Stubborn(nn.Module):
         return x
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @everywhere
@@ -321,6 +323,7 @@ class Passes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("by", ["release", "save"])
 @pytest.mark.parametrize("found_out", [True, False])

@@ -180,7 +180,7 @@ class Student(nn.Module):
         return x
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize(
     "within", [(Residency, "done"), (Carrier, "_carry_out"), (Bindings, "unbind"), (TransferEngine, "take")]
 )
