@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.forked import Forks
 
 LAYERS, WIDTH, MIB = 32, 512, 1 << 20
 STATE_MIB = 3 * LAYERS * WIDTH * WIDTH * 4 // MIB
@@ -62,10 +62,9 @@ print("equal")
 """
 
 
-def test_a_model_on_nvme_is_saved_and_loaded_within_a_few_blocks_of_memory(tmp_path: Path) -> None:
+def test_a_model_on_nvme_is_saved_and_loaded_within_a_few_blocks_of_memory(forks: Forks, tmp_path: Path) -> None:
     assert STATE_MIB >= 3 * ROOM_MIB
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forks.run(PROGRAM, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["limited", "equal"]
     assert (tmp_path / "c").stat().st_size >= STATE_MIB * MIB

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import nn
 
 import hetmem
 from tests.checkpoint.models import OptimizerOf, Run, start
+from tests.forked import Forks
 from tests.pairs import case, mostly
 from tests.runtime.harness import PLACEMENTS, assert_same, assert_same_states, assert_same_weights, manage, mlp
 
@@ -219,14 +218,13 @@ print([loss.hex() for loss in run.steps(3, 5)])
 """
 
 
-def test_another_process_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_another_process_goes_on_with_the_same_bits(forks: Forks, tmp_path: Path) -> None:
     run = start(tmp_path)
     run.steps(0, BREAK)
     run.save(tmp_path / "c")
     expected = [loss.hex() for loss in run.steps(BREAK, END)]
-    command = [sys.executable, "-c", FRESH, str(tmp_path), str(tmp_path / "c")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert done.stdout.strip() == str(expected)
+    done = forks.run(FRESH, str(tmp_path), str(tmp_path / "c"))
+    assert (done.returncode, done.stdout.strip()) == (0, str(expected)), done.stderr
 
 
 def test_saving_disturbs_nothing(tmp_path: Path) -> None:
