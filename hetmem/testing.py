@@ -24,6 +24,7 @@ from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.tracer import segment_name
+from hetmem.runtime.used_up import UsedUp
 
 _RUNTIME, _PLAN, _OPTIM = "hetmem.runtime", "hetmem.plan", "hetmem.optim"
 POINTS = {
@@ -55,6 +56,7 @@ POINTS = {
     "queue an update": f"{_OPTIM}.updates:Updates.add",
     "pump updates": f"{_OPTIM}.updates:Updates.pump",
     "open an update": f"{_OPTIM}.updates:Updates._open",
+    "is an update free": f"{_OPTIM}.updates:Updates._is_free",
     "may open an update": f"{_OPTIM}.updates:Updates._may_open",
     "run updates": f"{_OPTIM}.updates:Updates._run",
     "close an update": f"{_OPTIM}.updates:Updates._close",
@@ -65,6 +67,21 @@ POINTS = {
     "update tasks": f"{_OPTIM}.adamw:AdamWRule.tasks",
     "begin tasks": f"{_OPTIM}.workers:WorkerPool.begin",
     "backward over": f"{_OPTIM}.stepper:Stepper.backward_over",
+    "plan ahead": f"{_RUNTIME}.runtime:Runtime.expect",
+    "wait until written": f"{_RUNTIME}.traffic:Traffic.wait_until_written",
+    "take a role": f"{_RUNTIME}.traffic:Traffic.asked_role",
+    "is a gradient kept": f"{_RUNTIME}.old_gradients:is_kept",
+    "place of a gradient": f"{_OPTIM}.places:UpdatePlaces.place_on_device",
+    "update in the step": f"{_OPTIM}.stepper:Stepper.update",
+    "update there": f"{_OPTIM}.adamw:AdamWRule.there",
+    "queue a streamed update": f"{_OPTIM}.streamed:StreamedUpdates.add",
+    "next streamed update": f"{_OPTIM}.streamed:StreamedUpdates._next",
+    "tasks that sum": f"{_OPTIM}.passes:Passes._sum_tasks",
+    "tasks that update": f"{_OPTIM}.passes:Passes._update_tasks",
+    "room to undo": f"{_OPTIM}.undo:UndoLog.make_room",
+    "run a task": f"{_OPTIM}.workers:Batch.run_one",
+    "forget copies": f"{_RUNTIME}.runtime:Runtime.forget_copies",
+    "read from NVMe": "hetmem.memory.nvme:NvmeStore.read",
 }
 """Where `around` and `failing` step in: a name that tests use, and the function that it means today."""
 
@@ -333,11 +350,16 @@ def threads() -> list[str]:
     return [thread.name for thread in all_threads() if thread.name.startswith("hetmem-")]
 
 
+def place_of(point: str) -> tuple[Any, str]:
+    """Return what has the function at `point`, and the function's name there, for `monkeypatch.setattr`."""
+    owner, _, name = POINTS[point].rpartition("." if "." in POINTS[point].partition(":")[2] else ":")
+    return resolve_name(owner), name
+
+
 @contextmanager
 def around(point: str, call: Callable[..., Any]) -> Iterator[None]:
     """Have `call(original, *args)` run in place of the function at `point`, of all models, until the end."""
-    owner_name, _, name = POINTS[point].rpartition("." if "." in POINTS[point].partition(":")[2] else ":")
-    owner = resolve_name(owner_name)
+    owner, name = place_of(point)
     original = owner.__dict__[name]
 
     def instead(*args: Any, **keywords: Any) -> Any:
@@ -378,6 +400,59 @@ def updates_held() -> Iterator[None]:
     """Have queued updates of all models wait until the end, whoever waits for them."""
     with around("may open an update", lambda *_: False):
         yield
+
+
+@contextmanager
+def updates_as_waited_for() -> Iterator[None]:
+    """Have queued updates of all models wait until the end, but for those of chunks that somebody waits for."""
+
+    def is_free(original: Callable[..., bool], updates: Any, job: Any) -> bool:
+        return updates._queue._hastened == job.chunk.spec.index and original(updates, job)
+
+    with around("is an update free", is_free):
+        yield
+
+
+@contextmanager
+def updates_end_in_backward() -> Iterator[None]:
+    """Have each backward wait until the updates are over that it has begun."""
+
+    def wait(original: Callable[..., None], stepper: Any) -> None:
+        stepper.synchronize()
+        original(stepper)
+
+    with around("backward over", wait):
+        yield
+
+
+@contextmanager
+def opened_updates() -> Iterator[list[int]]:
+    """Note the chunks whose updates are opened until the end, in that order."""
+    opened: list[int] = []
+
+    def note(original: Callable[..., None], updates: Any, job: Any) -> None:
+        opened.append(job.chunk.spec.index)
+        original(updates, job)
+
+    with around("open an update", note):
+        yield opened
+
+
+def fill_idle_memory(module: torch.nn.Module) -> None:
+    """Have homes move to device memory that is idle now, though it was looked for before."""
+    share = registry.of_module(module).share
+    share._idle_seen = -1
+    share.grow()
+
+
+def updates_begun(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters whose update has begun in the present step."""
+    return [managed.name for watcher in registry.of_module(module).gradients.watchers for managed in watcher.begun()]
+
+
+def is_used_up(gradient: torch.Tensor | None) -> bool:
+    """Whether `gradient` stands for one that its update has used up (`gradients="streamed"`)."""
+    return isinstance(gradient, UsedUp)
 
 
 def _facts(chunk: Chunk) -> ChunkFacts:

@@ -16,7 +16,7 @@ import torch
 
 from tests.cuda.verified import is_verified
 from tests.forked import Forks
-from tests.pairs import Thinning, each_occurs, every_two_meet
+from tests.pairs import Thinning, each_occurs, every_two_meet, values_of
 
 try:
     from hypothesis import settings
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and item not in dropped:
                 tests.setdefault((item.nodeid.partition("[")[0], thinned), []).append(item)
     for (_, thinned), cases in tests.items():
-        kept = thinned([tuple(map(id, case.callspec.params.values())) for case in cases])
+        kept = thinned([values_of(case) for case in cases])
         dropped.update(case for index, case in enumerate(cases) if index not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

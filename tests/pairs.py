@@ -7,19 +7,28 @@ Faults that need three particular values at once are rare, and random programs l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-Thinning = Callable[[Sequence[tuple[int, ...]]], list[int]]
+Values = tuple[Hashable, ...]
+Thinning = Callable[[Sequence[Values]], list[int]]
 
 
-def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
+def values_of(case: pytest.Function) -> Values:
+    """The value of each parameter of a test; those that are named together are one."""
+    marked = [marker.args[0] for marker in case.iter_markers("parametrize")]
+    together = [[name.strip() for name in names.split(",")] if isinstance(names, str) else names for names in marked]
+    single = [[name] for name in case.callspec.params if not any(name in names for names in together)]
+    return tuple(tuple(id(case.callspec.params[name]) for name in names) for names in together + single)
+
+
+def every_two_meet(cases: Sequence[Values]) -> list[int]:
     """Indices of some of `cases`, in order, such that every two values that meet in one of all meet in one of them.
 
-    A case is a number for the value of each parameter; a value without another to meet is kept too.
+    A case is something for the value of each parameter; a value without another to meet is kept too.
 
     Greedy: the case with most that is new comes next, the first of equals. So which ones depends on `cases` only.
     """
@@ -33,11 +42,11 @@ def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(chosen)
 
 
-def each_occurs(cases: Sequence[tuple[int, ...]]) -> list[int]:
+def each_occurs(cases: Sequence[Values]) -> list[int]:
     """Indices of some of `cases`, in order, in which each value of each parameter occurs: as few as the parameter with
     most values needs, over which the values of the others take turns."""
     values = [set(enumerate(case)) for case in cases]
-    missing, uses = set[tuple[int, int]]().union(*values), Counter[tuple[int, int]]()
+    missing, uses = set[Any]().union(*values), Counter[Any]()
     chosen = []
     while missing:
         best = max(range(len(cases)), key=lambda at: (len(values[at] & missing), -sum(uses[one] for one in values[at])))
@@ -47,21 +56,23 @@ def each_occurs(cases: Sequence[tuple[int, ...]]) -> list[int]:
     return sorted(chosen)
 
 
-def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
+def case(*values: Any, nightly: bool) -> Any:
+    """Parameters of a test; with `--all-cases` only if `nightly`."""
+    return pytest.param(*values, marks=[pytest.mark.nightly] * nightly)
+
+
+def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any] = ()) -> list[Any]:
     """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and the
-    others with `--all-cases`."""
+    other pairs with `--all-cases`."""
     kinds, others = list(kinds), list(others)
     return [
-        pytest.param(value, other, marks=[] if value in kinds or turn == at % len(others) else [pytest.mark.nightly])
+        case(value, other, nightly=value not in kinds and turn != at % len(others))
         for at, value in enumerate(values)
         for turn, other in enumerate(others)
     ]
 
 
 def some(values: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a test (a tuple: several): every so many of `values`, and the others with `--all-cases`."""
-    nightly = pytest.mark.nightly
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[nightly] * (at % every > 0))
-        for at, value in enumerate(values)
-    ]
+    """Every so many of `values` (a tuple: of several parameters), and the others with `--all-cases`."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [case(*each, nightly=at % every > 0) for at, each in enumerate(cases)]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ import pytest
 import torch
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import StoreError
-from hetmem.memory.chunk import Home
-from hetmem.memory.nvme import BLOCK_BYTES
-from hetmem.runtime.traffic import Traffic
-from tests.faults.disk import EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
+from tests.faults.disk import BLOCK_BYTES, EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
 from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
 from tests.optim.stories import one
 from tests.pairs import some
@@ -238,9 +236,7 @@ def test_what_was_added_up_before_a_fault_in_backward_stays_in_the_gradients(tra
         assert torch.equal(parameter.grad, before) or torch.equal(parameter.grad, after)
 
 
-def test_gradients_are_whole_when_the_error_of_a_write_comes(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_whole_when_the_error_of_a_write_comes(training: Training) -> None:
     """Another one was still being written: who read it met half of it, and what he wrote to it was overwritten."""
     first, second = next(training.batches), next(training.batches)
     loss_of(training.managed, first).backward()
@@ -250,13 +246,10 @@ def test_gradients_are_whole_when_the_error_of_a_write_comes(
     training.settle()
     all_have_arrived, failed = threading.Event(), threading.Event()
     writes = iter(range(1 << 30))
-    wait_until_written = Traffic.wait_until_written
 
-    def at_the_end(traffic: Traffic, homes: Iterable[Home]) -> None:
+    def at_the_end(original: Any, *args: Any) -> None:
         all_have_arrived.set()
-        wait_until_written(traffic, homes)
-
-    monkeypatch.setattr(Traffic, "wait_until_written", at_the_end)
+        original(*args)
 
     def fault(verb: str, offset: int, nbytes: int) -> int:
         if verb != "write":
@@ -272,7 +265,7 @@ def test_gradients_are_whole_when_the_error_of_a_write_comes(
         return nbytes
 
     training.disk.fault = fault
-    with pytest.raises(StoreError, match="cannot write"):
+    with testing.around("wait until written", at_the_end), pytest.raises(StoreError, match="cannot write"):
         loss.backward()
     training.disk.fault = healthy
     for left, right in zip(training.plain.parameters(), training.managed.parameters(), strict=True):

@@ -99,6 +99,7 @@ def smallest_device(directory: Path, chunk_bytes: str, mixed: torch.dtype | None
     raise AssertionError("no device budget is enough")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk_bytes", ["16KiB", "64KiB"])
 def test_the_smallest_device_that_works_gives_the_same_bits(

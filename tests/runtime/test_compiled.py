@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import testing
+from tests.pairs import some
 from tests.runtime.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
 from tests.runtime.lazy_device import UnwatchedDevice
 from tests.runtime.test_writes_within_steps import KINDS, WritesInForward
@@ -197,7 +198,7 @@ def test_of_a_model_compiled_as_a_whole_the_parts_that_have_room_are(compiled: A
     assert backend.graphs == [5] and backend.calls == 4 * BLOCKS
 
 
-@pytest.mark.parametrize("compiled", AS_A_WHOLE)
+@pytest.mark.parametrize("compiled", some(AS_A_WHOLE, 3))
 def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path, slots=600)
     train(plain, managed, call, call_managed)
@@ -231,7 +232,7 @@ def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
     assert backend.calls == 2 * 3 * BLOCKS
 
 
-@pytest.mark.parametrize("compiled", [*BY_BLOCK, *AS_A_WHOLE])
+@pytest.mark.parametrize("compiled", some([*BY_BLOCK, *AS_A_WHOLE], 2))
 def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tmp_path: Path) -> None:
     """Nothing is compiled there; the weights of a region are bound all the same."""
     torch.manual_seed(0)
@@ -347,7 +348,7 @@ def test_a_forward_that_has_no_room_is_not_compiled_by_itself(tmp_path: Path) ->
     assert not backend.graphs
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
 @pytest.mark.parametrize("reentrant", [None, False])

@@ -131,10 +131,9 @@ def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
 @pytest.mark.parametrize("accumulation", [1, 3])
-@overlaps
+@pytest.mark.parametrize(("overlap", "place"), mostly(OVERLAPS, SLOTS, ["off"]))
 def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_path: Path) -> None:
     plain, managed = pair(Tower, room(place, tmp_path), tmp_path, mixed_precision=BF16)
     optimizers = adamws(plain, managed, overlap=overlap)
@@ -265,7 +264,8 @@ def test_what_the_user_writes_is_in_the_copies_at_the_next_forward(
     writes.test_writes_between_steps_reach_the_next_forward(write, BF16, room(place, tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize(("write", "place"), mostly(writes.WRITES, SLOTS, writes.KINDS), ids=writes.named)
+@everywhere
+@pytest.mark.parametrize("write", writes.KINDS, ids=writes.named)
 def test_what_the_user_writes_before_a_step_is_stepped_from(
     write: Callable[[nn.Module], None], place: str, tmp_path: Path
 ) -> None:

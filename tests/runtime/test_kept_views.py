@@ -43,7 +43,7 @@ class Keeps(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("writes", [(), (0,), (1, 2)], ids=["kept", "first", "later"])
 @pytest.mark.parametrize("hetmems", [True, False], ids=["AdamW", "torch"])

@@ -27,7 +27,7 @@ from tests.runtime.lazy_device import AllocatingDevice
 from tests.runtime.leaving import BF16, MIXED, build, is_resident, optimizers_of, room, tiers
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("sanitize", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 2])

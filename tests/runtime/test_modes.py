@@ -69,7 +69,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable
         optimizer.zero_grad()
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @offloaded
 @precisions
 @pytest.mark.parametrize("options", OPTIONS)

@@ -17,7 +17,6 @@ from tests.runtime.harness import (
     WIDTH,
     assert_same_weights,
     assert_trains_alike,
-    everywhere,
     loss_of,
     offloaded,
     pair,
@@ -91,8 +90,8 @@ class Bare(nn.Module):
         return self.way(self.other, self.way(self.part, self.first(x)))
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 @ways
 def test_a_function_finds_weights_where_the_forward_did(
@@ -138,8 +137,8 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "nested"])
 @pytest.mark.parametrize("parts", [1, 2], ids=["whole", "in parts"])

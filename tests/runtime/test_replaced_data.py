@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from hetmem import testing
 from hetmem.errors import ManageError
-from hetmem.memory import views
 from tests.runtime.harness import (
     BATCHES,
     PLACEMENTS,
@@ -174,26 +173,6 @@ def test_a_storage_that_was_given_other_memory_needs_none_for_who_holds_it(place
             for module in sides:
                 module[0].weight.mul_(2)
     assert_same(held * 4, managed[0].weight.detach(), "what is held has memory of its own")
-
-
-def test_what_is_given_away_has_memory_of_its_own() -> None:
-    """Also with a torch that cannot exchange the memory of storages."""
-
-    class Storage:
-        def __init__(self, storage: torch.UntypedStorage) -> None:
-            self.data_ptr, self.share_memory_ = storage.data_ptr, storage.share_memory_
-
-    class View:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.untyped_storage = lambda: Storage(tensor.untyped_storage())
-
-    for view in (lambda tensor: tensor, View):
-        memory = bytearray(range(64))
-        tensor = views.elements(memoryview(memory), torch.uint8, 32, 16)
-        held = tensor[4:8]
-        assert views.give_away(view(tensor))
-        memory[:] = bytes(64)
-        assert held.tolist() == [20, 21, 22, 23]
 
 
 # ---- within a forward --------------------------------------------------------------------------------------------

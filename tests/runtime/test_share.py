@@ -86,6 +86,7 @@ def test_the_bits_are_those_of_plain_torch(overlap: str, where: str, mixed: torc
         assert chunk.moved or "device" not in tiers
 
 
+@pytest.mark.each
 @WHERE
 @MIXED
 def test_accumulated_and_clipped_gradients_are_those_of_plain_torch(
@@ -162,7 +163,7 @@ def test_the_report_counts_moved_homes_where_they_are(tmp_path: Path) -> None:
 # ---- and back ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @WHERE
 @MIXED
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -184,7 +185,7 @@ def test_homes_go_back_when_a_larger_batch_needs_their_memory(
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @WHERE
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])

@@ -189,6 +189,7 @@ class LateDisk(FaultyDisk):
         return count
 
 
+@pytest.mark.each
 @precisions
 @pytest.mark.parametrize("home_copies", [False, True])
 def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
@@ -234,6 +235,7 @@ def test_writes_between_backward_and_step_are_stepped_from(
             module.zero_grad()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("written", ["weights", "states"])
 def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
