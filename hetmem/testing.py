@@ -20,6 +20,7 @@ import torch
 
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.plan.copies import CopyState
+from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.tracer import segment_name
@@ -243,6 +244,15 @@ class Inside:
             idle_bytes=memory.idle_bytes(room.non_model_peak_bytes),
             non_model_peak_bytes=room.non_model_peak_bytes,
         )
+
+    def hardware(self) -> HardwareProfile | None:
+        """Return the profile that updates on the device are chosen by, if there is one."""
+        return self._runtime.hardware
+
+    def prefetch_distance(self) -> tuple[int, int]:
+        """Return how many uses prefetching looks ahead, and how many fetches it has in flight."""
+        supply = self._traffic.residency._supply
+        return supply._lookahead, supply._at_once
 
     def expected_peaks(self, segment: str) -> list[int]:
         """Return the most bytes beside chunks that each trace of `segment` ("forward", …) expects."""

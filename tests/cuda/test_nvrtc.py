@@ -114,13 +114,15 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_nobody_may_look_into_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = compiled("cast.cu", "sm_90")[0]
+
     def forbidden(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", forbidden)  # as its directory's owner is somebody else
     monkeypatch.setattr(Path, "mkdir", forbidden)
     path = backend.compiled("cast.cu", "sm_90", tmp_path / "kernels")
-    assert path.read_bytes() == compiled("cast.cu", "sm_90")[0]
+    assert path.read_bytes() == expected
 
 
 def test_a_source_is_compiled_once_where_the_cache_cannot_be_written(

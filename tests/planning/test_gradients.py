@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planning
+from hetmem import planning, testing
 from hetmem.cli import main
 from hetmem.planning.plan import KEPT
-from hetmem.runtime import registry
 from hetmem.units import KIB, MIB, format_seconds
 from tests.test_planning import BATCH, GPT
 
@@ -64,7 +63,7 @@ def run(plan: planning.Plan, options: dict[str, str], micro_batches: int = 1) ->
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    tiers, spare = hetmem.report(model).to_dict()["tiers"], registry.of_module(model).runtime.memory.spare_bytes
+    tiers, spare = hetmem.report(model).to_dict()["tiers"], testing.of(model).memory().spare_bytes
     hetmem.release(model)
     return tiers, spare
 

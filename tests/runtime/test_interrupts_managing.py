@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import ManageError
-from hetmem.optim.workers import WorkerPool
-from hetmem.runtime import registry
 from tests.memory.left import open_files
 from tests.runtime.harness import (
     WIDTH,
@@ -48,7 +47,7 @@ def build() -> nn.Module:
 
 def is_managed(model: nn.Module) -> bool:
     try:
-        registry.of_module(model)
+        testing.of(model)
     except ManageError:
         return False
     return True
@@ -147,19 +146,20 @@ def test_what_an_interrupt_leaves_of_release(placement: str, overlap: Any, tmp_p
 
 
 @pytest.mark.parametrize("at", [1, 20, 40, 80])
-def test_an_interrupt_of_release_loses_no_update_that_goes_on_after_its_step(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_of_release_loses_no_update_that_goes_on_after_its_step(at: int, tmp_path: Path) -> None:
     """It ended the wait for them, and those that had not begun by then were forgotten."""
-    begin = WorkerPool.begin
     slowly = partial(time.sleep, 0.05)
-    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [slowly, *tasks], after))
+
+    def begin(original: Callable[..., Any], pool: Any, tasks: Any, after: Any) -> Any:
+        return original(pool, [slowly, *tasks], after)
+
     plain, model = build(), manage(build(), "host", tmp_path, sanitize=False)
     optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap="forward")
     trains(plain, adamw_of(plain))
-    trains(model, optimizer)
-    with pytest.raises(KeyboardInterrupt), Struck(_of_hetmem, "line", at):
-        hetmem.release(model)
-    if is_managed(model):
-        hetmem.release(model)
+    with testing.around("begin tasks", begin):
+        trains(model, optimizer)
+        with pytest.raises(KeyboardInterrupt), Struck(_of_hetmem, "line", at):
+            hetmem.release(model)
+        if is_managed(model):
+            hetmem.release(model)
     assert_same_weights(plain, model)
