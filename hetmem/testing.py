@@ -46,14 +46,12 @@ POINTS = {
     "close a role": f"{_RUNTIME}.traffic:Traffic.close_role",
     "begin an update": f"{_RUNTIME}.traffic:Traffic.begin_update",
     "end an update": f"{_RUNTIME}.traffic:Traffic.end_update",
-    "write by an operator": f"{_RUNTIME}.writes:Writes.by_operator",
     "give a home away": f"{_RUNTIME}.writes:give_away",
     "give a copy away": f"{_RUNTIME}.bindings:give_away",
     "gradients arrive": f"{_RUNTIME}.gradients:GradientSink.arrive",
     "send a gradient": f"{_RUNTIME}.homeward:Homeward.send",
     "gradient is home": f"{_RUNTIME}.homeward:Homeward._arrived",
     "move a home": f"{_RUNTIME}.share:_copy",
-    "queue an update": f"{_OPTIM}.updates:Updates.add",
     "pump updates": f"{_OPTIM}.updates:Updates.pump",
     "open an update": f"{_OPTIM}.updates:Updates._open",
     "is an update free": f"{_OPTIM}.updates:Updates._is_free",
@@ -211,11 +209,6 @@ class Inside:
     def operators(self) -> list[str]:
         """Return the operators that used weights, in their order."""
         return [moment.operator for moment in self._runtime.events.moments]
-
-    def segment(self) -> str | None:
-        """Return the segment that runs now: "forward", "backward", "step"; None between them."""
-        running = self._runtime.events.running()
-        return None if running is None else running[0]
 
     def in_backward(self) -> bool:
         """Whether a backward has begun and is not over."""
