@@ -37,7 +37,7 @@ class Call:
 
     __slots__ = ("_frame", "_module")
 
-    def __init__(self, module: torch.nn.Module, frame: FrameType | None) -> None:
+    def __init__(self, module: object, frame: FrameType | None) -> None:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
         self._module, self._frame = weakref.ref(module), id(frame)
 
@@ -59,13 +59,29 @@ class Call:
         return False
 
 
-def calling_frame(module: torch.nn.Module, hook: FrameType) -> FrameType | None:
+def calling_frame(module: object, hook: FrameType) -> FrameType | None:
     """The frame in which torch calls `module`, asked by one of its hooks, which runs in the frame `hook`: the innermost
     one with the module as `self`."""
     frame: FrameType | None = hook
     while frame is not None and frame.f_locals.get("self") is not module:
         frame = frame.f_back
     return frame
+
+
+def outermost_of_modules(frame: FrameType) -> FrameType:
+    """The call of a module's method, like `state_dict`, that `frame`, which is torch's, is a part of."""
+    while frame.f_back is not None and frame.f_back.f_globals.get("__name__") == torch.nn.Module.__module__:
+        frame = frame.f_back
+    return frame
+
+
+def running(frame: FrameType | None) -> Callable[[], bool]:
+    """Whether `frame`, in which an object's method runs on this thread, still does so; to be asked by any thread."""
+    owner = None if frame is None else frame.f_locals.get("self")
+    if frame is None or owner is None:
+        return lambda: False
+    call, thread = Call(owner, frame), get_ident()
+    return lambda: call.is_on(sys._current_frames().get(thread))
 
 
 class Compute:
@@ -86,6 +102,8 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """Who compiles what is around it; see `compiled`."""
+        self.section: Any = None
+        """Its part of the turn of its thread, see `turns`."""
         self._ended = ended
         self._until_gone: _Functions | None = None
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])

@@ -15,9 +15,9 @@ import torch
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.gradients import GradientSink, hide_gradients, show_gradient
+from hetmem.runtime.running import in_backward
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
-from hetmem.runtime.segments import in_backward
 
 
 class _Asks(Enum):

@@ -27,11 +27,12 @@ from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.trailing import Trailing
+from hetmem.runtime.turns import Turn
 from hetmem.runtime.writes import Writes
 
 
 class Runtime:
-    """Everything hetmem knows of one managed module. One thread at a time calls it: the one that trains.
+    """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
 
     `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of
     events. Guarantees after every public method, also one that raised: every parameter outside compute is its home,
@@ -53,7 +54,8 @@ class Runtime:
         self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
-        self.trailing = Trailing(self.chunks, self.traffic, self.monitor)
+        self.turn = Turn(self.events.newest)
+        self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if anybody has said so."""
         self.planned_optimizer: Mapping[str, str] = {}
