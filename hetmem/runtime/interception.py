@@ -326,7 +326,7 @@ class Interception:
         turn."""
         if self.segments.backward_thread == threading.get_ident():
             return True
-        return not any(True for watcher in self.gradients.watchers for _ in watcher.begun())
+        return not self.gradients.half_stepped
 
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
