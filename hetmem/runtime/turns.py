@@ -149,7 +149,7 @@ class Turn:
                 if now != seen:
                     seen, since = now, time.monotonic()
                 elif time.monotonic() - since >= patience:
-                    raise ManageError(_stuck(section, other, patience))
+                    raise ManageError(_stuck(section, other, patience, ready=bool(self._sections)))
                 self._changed.wait(min(_POLL_SECONDS, patience / 4))
         finally:
             del _WAITING[section.thread]
@@ -183,11 +183,15 @@ def _worked(section: Section | None) -> Hashable:
         return None
 
 
-def _stuck(section: Section, other: Section | None, patience: float) -> str:
-    what = "no thread has the model" if other is None else f"it waits for {other}, which does nothing"
+def _stuck(section: Section, other: Section | None, patience: float, *, ready: bool) -> str:
+    if ready:
+        waits = f"it waits for {other}, which has done nothing meanwhile: does that wait for this thread (a lock, a join)?"
+    else:
+        waits = (
+            f"{other} has begun to update weights (overlap=) and no step() has followed: hold the lock around backward "
+            f"and step together, or set overlap='off'"
+        )
     return (
-        f"{section} has waited {patience:g} s for its turn with this model: {what}. One thread computes with a model at "
-        f"a time. If that one waits for this one (a lock, a join), do the call before or after it; with overlap= nobody "
-        f"can compute between a backward and its step, which a lock has to hold together. HETMEM_TURN_TIMEOUT says how "
-        f"many seconds to wait"
+        f"{section} has waited {patience:g} s for its turn, as one thread computes with a model at a time: {waits} "
+        f"(HETMEM_TURN_TIMEOUT says how many seconds to wait)"
     )
