@@ -172,9 +172,10 @@ class OffloadedOptimizer(Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
-        if not set_to_none:
-            self.synchronize()  # an update that is under way reads them
-        super().zero_grad(set_to_none)
+        with self._turns("zero_grad()"):
+            if not set_to_none:
+                self.synchronize()  # an update that is under way reads them
+            super().zero_grad(set_to_none)
 
     @HELD_BACK
     @torch.inference_mode(False)  # where tensors take writes later
