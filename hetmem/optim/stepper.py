@@ -149,7 +149,8 @@ class Stepper:
             raise RuntimeError(
                 f"{managed.name} is used again, by a recomputation within backward or by a forward before step(), after "
                 f"its update had begun (overlap={self._optimizer.overlap.value!r}), as all its gradients had arrived: "
-                f"call step() before, or {advice(self._optimizer)}"
+                f"call step() before (to leave it out, or after a backward that did not end, forget_step() and "
+                f"zero_grad()), or {advice(self._optimizer)}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------

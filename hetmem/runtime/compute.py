@@ -80,8 +80,26 @@ def running(frame: FrameType | None) -> Callable[[], bool]:
     owner = None if frame is None else frame.f_locals.get("self")
     if frame is None or owner is None:
         return lambda: False
-    call, thread = Call(owner, frame), get_ident()
-    return lambda: call.is_on(sys._current_frames().get(thread))
+    call, thread, bottom = Call(owner, frame), get_ident(), _bottom(frame)
+    return lambda: _runs_elsewhere([call], thread, bottom)
+
+
+def _bottom(frame: FrameType) -> int:
+    """What identifies the first frame of the thread that `frame` is of."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return id(frame)
+
+
+def _runs_elsewhere(calls: Sequence[Call], thread: int, bottom: int) -> bool:
+    """Whether any of `calls` is on the stack of `thread`, which runs meanwhile. A frame that has just returned has none
+    below it any more, so only who gets to the `bottom` knows that none is."""
+    frame, last = sys._current_frames().get(thread), None
+    while frame is not None:
+        if any(call.is_made_in(frame) for call in calls):
+            return True
+        last, frame = frame, frame.f_back
+    return last is not None and id(last) != bottom
 
 
 class Compute:
@@ -102,6 +120,7 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """Who compiles what is around it; see `compiled`."""
+        self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its part of the turn of its thread, see `turns`."""
         self._ended = ended
@@ -112,13 +131,13 @@ class Compute:
         """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
         if self.is_over or not self.with_call or self.functions_running:
             return not self.is_over
-        own = self.thread == get_ident()
-        top = sys._getframe(1) if own else sys._current_frames().get(self.thread)
+        if self.thread != get_ident():
+            return _runs_elsewhere(tuple(self.calls), self.thread, self._bottom)
+        top = sys._getframe(1)
         for call in reversed(self.calls):  # asked at every function of torch's
             if call.is_on(top):
                 return True
-        if own:
-            self._ended(self)
+        self._ended(self)
         return False
 
     def has_ended(self, top: FrameType | None) -> bool:

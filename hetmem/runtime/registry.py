@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +23,8 @@ from hetmem.runtime.used_up import updated_by_another
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_taken: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Turn, Section]]] = WeakKeyDictionary()
+_taken: dict[int, list[tuple[Turn, Section]]] = {}
+"""By thread, for the step of an optimizer that is not hetmem's."""
 _TRIES = 32
 """So many transfers may be under way that fail, each of which is told once."""
 
@@ -33,17 +35,17 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
     its `step` runs."""
     if getattr(optimizer, "writes_homes", False) or not _modules:
         return
-    _give_turns(optimizer)  # of a step that raised
+    _give_turns()  # of a step that raised
     runs = running(calling_frame(optimizer, sys._getframe()))
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     turns = {found[0].runtime.turn for found in map(of_parameter, parameters) if found is not None}
-    taken = _taken[optimizer] = []
     for turn in sorted(turns, key=lambda turn: turn.number):
-        taken.append((turn, turn.take(f"a step of {type(optimizer).__name__}", runs)))
+        section = turn.take(f"a step of {type(optimizer).__name__}", runs)
+        _taken.setdefault(get_ident(), []).append((turn, section))
 
 
-def _give_turns(optimizer: torch.optim.Optimizer) -> None:
-    for turn, section in _taken.pop(optimizer, ()):
+def _give_turns() -> None:
+    for turn, section in _taken.pop(get_ident(), ()):
         turn.give(section)
 
 
@@ -55,7 +57,7 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
     try:
         _take_note(optimizer)
     finally:
-        _give_turns(optimizer)
+        _give_turns()
 
 
 def _take_note(optimizer: torch.optim.Optimizer) -> None:
