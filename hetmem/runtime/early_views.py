@@ -12,11 +12,12 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetmem.errors import ManageError
 from hetmem.runtime.bindings import storage_references
@@ -24,7 +25,7 @@ from hetmem.runtime.bindings import storage_references
 _OBJECTS_DEEP = 2
 """So far beyond a module objects are looked into that are neither modules nor containers: a cache, a configuration."""
 _AT_MOST = 100_000
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.nn.Parameter)
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype, torch.device)
 
 
 def refuse_early_views(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -37,8 +38,9 @@ def refuse_early_views(module: torch.nn.Module, parameters: Mapping[str, torch.n
         for key, names in of_storage.items()
         if storage_references(parameters[names[0]]) > len(names) + 1 and parameters[names[0]].data_ptr()
     }
+    own = {id(parameter) for parameter in parameters.values()}
     for path, tensor in _tensors_of(module) if held else ():
-        if tensor.layout is not torch.strided:
+        if id(tensor) in own or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             continue
         for name in held.get(tensor.untyped_storage()._cdata, ()):
             if _overlap(tensor, parameters[name]):
@@ -60,7 +62,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, but parameters, that `module` leads to, and how."""
+    """Every tensor that `module` leads to, and how."""
     found: deque[tuple[str, Any, int]] = deque((name, part, 0) for name, part in module.named_modules())
     seen = {id(part) for part in module.modules()}
     for _ in range(_AT_MOST):
@@ -100,7 +102,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value.base
     elif isinstance(value, torch.nn.Module):
         computed = {getattr(hook, "name", None) for hook in value._forward_pre_hooks.values()}  # torch's spectral_norm
-        attributes = {**vars(value), **value._buffers}
+        attributes = {**vars(value), **value._buffers, **value._parameters}
         yield from ((f".{name}", part) for name, part in attributes.items() if name not in computed | _OF_MODULES)
     else:
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from weakref import WeakKeyDictionary
 
@@ -37,11 +37,16 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         return
     _give_turns()  # of a step that raised
     runs = running(calling_frame(optimizer, sys._getframe()))
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    turns = {found[0].runtime.turn for found in map(of_parameter, parameters) if found is not None}
+    turns = {interception.runtime.turn for interception in _managed_by(optimizer)}
     for turn in sorted(turns, key=lambda turn: turn.number):
         section = turn.take(f"a step of {type(optimizer).__name__}", runs)
         _taken.setdefault(get_ident(), []).append((turn, section))
+
+
+def _managed_by(optimizer: torch.optim.Optimizer) -> Iterator[Interception]:
+    """What manages each parameter of `optimizer` that is managed."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (found[0] for found in map(of_parameter, parameters) if found is not None)
 
 
 def _give_turns() -> None:
@@ -62,6 +67,7 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
 
 def _take_note(optimizer: torch.optim.Optimizer) -> None:
     failed: StoreError | None = None
+    models = dict.fromkeys(_managed_by(optimizer))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found = of_parameter(parameter)
@@ -70,6 +76,9 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
                 failed = _updated(*found) or failed
                 if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):
                     raise RuntimeError(updated_by_another(found[1].name))
+    for interception in models:
+        with suppress(Exception), interception.runtime.unwatched():
+            interception.runtime.renew_what_is_held()
     try:
         if failed is not None:
             raise failed

@@ -89,7 +89,7 @@ class Runtime:
             self.traffic.pending.poll()
             self.expect(key)
             if key != STEP:
-                self._renew_what_is_held()
+                self.renew_what_is_held()
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
@@ -276,9 +276,9 @@ class Runtime:
                 self._untracked.discard(id(managed))
                 self.traffic.release(param_block(managed), Tier.DEVICE)
 
-    def _renew_what_is_held(self) -> None:
-        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward:
-        what it shows becomes what the weight is by now."""
+    def renew_what_is_held(self) -> None:
+        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward,
+        or a user looks at it: what it shows becomes what the weight is by now. Outside compute, and before it."""
         self._let_go()
         for managed in list(self._held.values()):
             if not self.traffic.copy_counts(managed.chunk):
@@ -300,6 +300,8 @@ class Runtime:
         self.tracer.end()
         self.events.end_segment()
         self._ended = STEP
+        with suppress(Exception), self.unwatched():
+            self.renew_what_is_held()
         if (follower := self.tracer.book.follower(STEP)) is not None:
             with suppress(Exception):
                 self.expect(follower)
