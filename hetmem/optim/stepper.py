@@ -147,7 +147,7 @@ class Stepper:
         progress = self._progress.get(managed.chunk)
         if progress is not None and progress.begun and not self.failed:
             raise RuntimeError(
-                f"{managed.name} is used again, by a recomputation within backward or by a forward before step(), after "
+                f"{managed.name} is used again, by a recomputation within backward or a forward before step(), after "
                 f"its update had begun (overlap={self._optimizer.overlap.value!r}), as all its gradients had arrived: "
                 f"call step() before (to leave it out, or after a backward that did not end, forget_step() and "
                 f"zero_grad()), or {advice(self._optimizer)}"

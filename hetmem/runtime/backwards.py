@@ -55,7 +55,9 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             forget_backward_that_raised()
             if outermost:
                 RUNNING.end()
-                with contextlib.suppress(Exception):  # the error that is raised counts: what did not arrive is tried again
+                with contextlib.suppress(
+                    Exception
+                ):  # the error that is raised counts: what did not arrive is tried again
                     _settle_what_raised()
         raise
     finally:
@@ -68,8 +70,7 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 @HELD_BACK
 def _begin(outputs: Any, taken: list[tuple[Turn, Section]]) -> None:
     """A backward that is within no other one is called; `taken` are the turns of models that it may be of."""
-    for turn in _turns(outputs):
-        taken.append((turn, turn.take("a backward")))
+    taken.extend((turn, turn.take("a backward")) for turn in _turns(outputs))
     _settle_what_raised()
     RUNNING.begin()
 

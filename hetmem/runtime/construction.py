@@ -22,8 +22,8 @@ from hetmem.memory.nvme import NvmeStore
 from hetmem.memory.pools import HostPool
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
 from hetmem.plan.placement import Capacities, NoRoom, survey
-from hetmem.runtime.early_views import refuse_early_views
 from hetmem.runtime.bindings import rest_of, stand_in, storage_references
+from hetmem.runtime.early_views import refuse_early_views
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.precision import compute_dtypes, specs
 

@@ -61,7 +61,9 @@ class Turn:
         self._given = 0
         self._last: Section | None = None
 
-    def take(self, what: str, runs: Callable[[], bool] | None = None, ready: Callable[[], bool] | None = None) -> Section:
+    def take(
+        self, what: str, runs: Callable[[], bool] | None = None, ready: Callable[[], bool] | None = None
+    ) -> Section:
         """Begin a section of this thread once no other one has the turn, and `ready` says that it may begin.
 
         Raises `ManageError` if that would be never: two threads wait for each other, or the one that has the turn has
@@ -155,8 +157,8 @@ class Turn:
             del _WAITING[section.thread]
 
     def _who_has_it(self, section: Section) -> Section | None:
-        """The one that `section` waits for, or that one waits for itself, and so on. Raises `ManageError` if that is the
-        thread of `section`."""
+        """The one that `section` waits for, or that one waits for itself, and so on. Raises `ManageError` if that is of
+        the same thread."""
         last = next(iter(self._sections), self._last)
         for _ in tuple(_WAITING):
             turn = None if last is None else _WAITING.get(last.thread)
@@ -185,7 +187,9 @@ def _worked(section: Section | None) -> Hashable:
 
 def _stuck(section: Section, other: Section | None, patience: float, *, ready: bool) -> str:
     if ready:
-        waits = f"it waits for {other}, which has done nothing meanwhile: does that wait for this thread (a lock, a join)?"
+        waits = (
+            f"it waits for {other}, which has done nothing meanwhile: does that wait for this thread (a lock, a join)?"
+        )
     else:
         waits = (
             f"{other} has begun to update weights (overlap=) and no step() has followed: hold the lock around backward "

@@ -36,8 +36,8 @@ class Watcher(Protocol):
         """The gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
 
     def used_again(self, managed: ManagedParameter) -> None:
-        """An operator between the begin of a backward and the end of its step uses `managed`. Raises if that is not what
-        the forward has used any more."""
+        """An operator uses `managed` between the begin of a backward and the end of its step. Raises if that is not
+        what the forward has used any more."""
 
     def begun(self) -> Iterable[ManagedParameter]:
         """Those of which it has begun an update in the present step."""
