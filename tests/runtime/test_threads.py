@@ -24,11 +24,13 @@ from tests.runtime.harness import (
     adamws,
     assert_same,
     assert_same_grads,
+    assert_same_weights,
     both,
     everywhere,
     loss_of,
     mlp,
     pair,
+    streamed,
     train_both,
 )
 
