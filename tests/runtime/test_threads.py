@@ -71,13 +71,14 @@ def test_a_backward_may_be_on_another_thread_than_its_forward(placement: str, tm
     train_both(*modules, BATCHES)
 
 
-def beside(act: Callable[[], Any]) -> Callable[[], Any]:
-    """Begin `act` on a thread of its own, which has had the time to do it when this returns; what is returned waits for
-    it and returns as `on_a_thread` does."""
+def beside(act: Callable[[], Any], *, waits: bool = True) -> Callable[[], Any]:
+    """Begin `act` on a thread of its own, which has had the time to do it when this returns, unless it `waits`; what is
+    returned waits for it and returns as `on_a_thread` does."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(on_a_thread(act)), daemon=True)
     thread.start()
-    thread.join(0.1)
+    thread.join(0.3)
+    assert thread.is_alive() or not waits, "it should have waited"
 
     def result() -> Any:
         thread.join(20)
@@ -223,7 +224,7 @@ def test_two_models_train_on_two_threads(placement: str, tmp_path: Path) -> None
     for name in "ab":
         (tmp_path / name).mkdir()
         pairs.append(pair(mlp, placement, tmp_path / name))
-    trained = [beside(lambda modules=modules: train_both(*modules, BATCHES)) for modules in pairs]
+    trained = [beside(lambda modules=modules: train_both(*modules, BATCHES), waits=False) for modules in pairs]
     assert not any(isinstance(each(), Exception) for each in trained)
 
 
