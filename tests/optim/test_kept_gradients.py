@@ -177,7 +177,7 @@ def test_a_second_backward_of_a_step_is_refused_as_for_gradients_at_home(tmp_pat
         batch = batches(ODD, 1)[0]
         first, second = loss_of(managed, batch), loss_of(managed, batch)
         first.backward()
-        with pytest.raises(RuntimeError, match="modified by an inplace|arrived after its update had begun"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|arrived after its update had begun"):
             second.backward()
         return weakref.ref(managed)
 

@@ -109,7 +109,7 @@ def test_a_model_dropped_after_a_backward_was_refused_is_collected(
             optimizer.zero_grad()
         first, second = (managed(torch.ones(2, 64)).sum() for _ in range(2))
         first.backward()
-        with pytest.raises(RuntimeError, match="modified by an inplace|arrived after its update had begun"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|arrived after its update had begun"):
             second.backward()
         return weakref.ref(managed.first[0].weight)
 
