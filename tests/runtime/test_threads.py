@@ -252,7 +252,7 @@ def test_threads_that_wait_for_each_other_get_an_error_that_names_both(
 
     for mine, theirs in ((one, other), (other, one)):
         mine[2].register_forward_pre_hook(lambda *_, theirs=theirs: call_the_other(theirs[0]))
-    found = [call() for call in [beside(lambda model=model: evaluated(model)) for model in (one, other)]]
+    found = [call() for call in [beside(lambda model=model: evaluated(model), waits=False) for model in (one, other)]]
     assert sum(isinstance(each, ManageError) for each in found) == 1
     assert "which waits for" in str(next(each for each in found if isinstance(each, ManageError)))
 
