@@ -92,6 +92,7 @@ def test_a_model_dropped_while_updates_are_under_way_is_collected(placement: str
     assert all_hetmem_threads_end(), "they end by themselves"
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("placement", STREAMED)
 def test_a_model_dropped_after_a_backward_was_refused_is_collected(

@@ -50,6 +50,7 @@ class Keeps(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("writes", [(), (0,), (1, 2)], ids=["kept", "first", "later"])
 @pytest.mark.parametrize("hetmems", [True, False], ids=["AdamW", "torch"])
@@ -113,6 +114,7 @@ class Writes(nn.Module):
         return self.way(self.layer, self.other(x))
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("way", [last, beside_a_counted_view, sign_of_zero])
 def test_what_is_written_to_data_is_at_home_when_the_forward_is_over(
@@ -227,6 +229,7 @@ class Caches(nn.Module):
         return y if self.view == "turned" else y + self.layer(x)
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("view", VIEWS)

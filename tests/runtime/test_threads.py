@@ -97,6 +97,7 @@ def written(module: nn.Module) -> torch.Tensor:
     return torch.cat([value.flatten() for value in module.state_dict().values()])
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("ask", [evaluated, written])
@@ -272,6 +273,7 @@ def test_a_forward_that_was_interrupted_on_another_thread_stands_in_nobody_s_way
     train_both(plain, managed, BATCHES)
 
 
+@pytest.mark.each
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("what", ["a forward", "a step", "reading optimizer states", "its weights", "a copy"])
