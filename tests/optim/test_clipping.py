@@ -100,7 +100,7 @@ def poison(module: nn.Module) -> None:
     parameter.grad.view(-1)[0] = float("inf")
 
 
-@pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, PLACEMENTS))
+@pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, ["nvme", "resident", "host"]))
 def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, placement: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = manage(Tower(), placement, tmp_path, mixed_precision=torch.float16)

@@ -165,7 +165,7 @@ def test_one_more_backward_than_ever_before_is_an_error(overlap: str, placement:
         loss_of(module, first).backward()
         optimizer.step()
     loss_of(module, first).backward()
-    with pytest.raises(RuntimeError, match=r"arrived after its update had begun .*overlap='off'"):
+    with pytest.raises(RuntimeError, match=r"after its update had begun .*overlap='off'"):
         loss_of(module, second).backward()
 
 
