@@ -186,7 +186,7 @@ MUTATIONS = {
         "memory/chunk.py",
         " + self.chunk.parameters.index(self)",
         "",
-        SMALL + "test_the_bits_are_those_of_the_kernels_wherever_states_live[off-8-bit moments-nvme]",
+        SMALL + "test_the_bits_are_those_of_the_kernels_wherever_states_live[8-bit moments-off-nvme]",
     ),
     "leave a 16-bit copy at home as it was before the user wrote": Mutation(
         "runtime/writes.py",
@@ -204,7 +204,7 @@ MUTATIONS = {
         "optim/passes.py",
         "copy = job.opened.get(Role.COMPUTE, job.copy)",
         "copy = job.copy",
-        COPIES + "test_training_equals_torch[off-1-host]",
+        COPIES + "test_training_equals_torch[off-host-1]",
     ),
     "take an update back, and not the 16-bit copy": Mutation(
         "optim/passes.py",
