@@ -20,6 +20,7 @@ import torch
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.views import Memory
 from hetmem.optim.arrivals import Arrivals
+from hetmem.optim.comparing import WorkersCompare
 from hetmem.optim.kept import KeptGradients
 from hetmem.optim.overlap import Gradients, Overlap, advice
 from hetmem.optim.owners import ends_with_its_optimizer, owners_of
@@ -59,6 +60,8 @@ class Stepper:
         self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
         self._progress: dict[Chunk, Progress] = {}
         self._untouched = Untouched(self._passes, self._runtime.writes)
+        self._comparer = WorkersCompare(workers)
+        self._runtime.writes.home_copies.compare_with(self._comparer)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
@@ -212,7 +215,9 @@ class Stepper:
         self._interception.reset()
         self._interception.segments.begin_step()
         self._untouched.show_no_more(progress for progress in self._progress.values() if progress.begun)
-        self._runtime.writes.look_ahead()
+        waiting = [chunk for chunk in self._runtime.chunks if not self._has_begun(chunk)]
+        self._runtime.traffic.forget_read_ahead(waiting)
+        self._runtime.writes.look_ahead(self._runtime.chunks)
         self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
         with self._remembering_a_failure():
             wait_for_staged_gradients(self._runtime, self._runtime.chunks)
@@ -221,6 +226,10 @@ class Stepper:
             if not self._trails:
                 self._carry_out()
         self._places.choose(self._optimizer.groups_by_parameter())
+
+    def _has_begun(self, chunk: Chunk) -> bool:
+        progress = self._progress.get(chunk)
+        return progress is not None and progress.begun
 
     def own(self, stepped: Iterable[ManagedParameter]) -> None:
         """`stepped` are this optimizer's. Raises RuntimeError if another one has updated any of them in a backward."""

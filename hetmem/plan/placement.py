@@ -139,20 +139,16 @@ def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
 
 
 def place_copies(sizes: Sequence[int], beside: Sequence[Tier], room: Room) -> list[Tier | None]:
-    """A tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST while there is
-    room, then NVMe if the parameters are there too. None: no copy; on a slower tier than the parameters it is no gain.
+    """A tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST, beside parameters
+    there, while there is room. None: no copy. Beside parameters on NVMe it is no gain: each step it would have to be
+    compared with them, which reads what it saves.
     """
-    host, nvme = room.host_bytes, room.nvme_bytes
+    host = room.host_bytes
     tiers: list[Tier | None] = []
     for size, tier in zip(sizes, beside, strict=True):
-        if tier is not Tier.DEVICE and size <= host:
-            tiers.append(Tier.HOST)
-            host -= size
-        elif tier is Tier.NVME and size <= nvme:
-            tiers.append(Tier.NVME)
-            nvme -= size
-        else:
-            tiers.append(None)
+        fits = tier is Tier.HOST and size <= host
+        tiers.append(Tier.HOST if fits else None)
+        host -= size if fits else 0
     return tiers
 
 
