@@ -279,6 +279,9 @@ class Stepper:
     def end(self, *, updated: bool) -> None:
         """The step is over for all models of the optimizer: nobody will try it again."""
         self._updates.owe()  # what trails and fails from here on is nobody's to repeat
+        if updated:
+            with self._runtime.unwatched(), torch.no_grad():
+                self._untouched.leave(self._progress.values())
         self._end()
         self._runtime.statistics.steps += updated
         self._runtime.after_step()

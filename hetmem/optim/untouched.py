@@ -50,6 +50,10 @@ class Untouched:
         self._shows = False
         self._marks.drop()
 
+    def leave(self, begun: Iterable[Progress]) -> None:
+        """The step is over, and has used up gradients of `begun`: who computes with them, or adds to them, is told."""
+        self._marks.put((part.managed for progress in begun for part in progress.parts), stepped=True)
+
     def show_more(self, parameters: Iterable[ManagedParameter]) -> None:
         """The gradients of `parameters` have been used up just now."""
         if self._shows:

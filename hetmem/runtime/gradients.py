@@ -24,6 +24,7 @@ from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
 from hetmem.runtime.old_gradients import OldGradients
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
+from hetmem.runtime.used_up import clear_zeroed
 from hetmem.runtime.watcher import Watcher
 from hetmem.runtime.weak import WeakOnes, weakly
 
@@ -88,6 +89,7 @@ class GradientSink:
         self.nothing_computes()
         for watcher in self.watchers:
             watcher.coming(managed)
+        clear_zeroed(parameter)
         if id(managed) not in self._taken:
             self._taken[id(managed)] = parameter.grad
             if parameter.grad is not None:
