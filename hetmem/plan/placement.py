@@ -276,8 +276,8 @@ def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[P
         raise NoRoom(
             f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
             f"between NVMe and the device needs {format_size(needed)} ({needed} bytes) for the largest chunk, that of "
-            f"{name}: {span} slot(s) of {format_size(slot_bytes)} in {STAGED_ROLES} roles; raise Budget(host=…), or set a "
-            f"smaller chunk_bytes",
+            f"{name}: {span} slot(s) of {format_size(slot_bytes)} in {STAGED_ROLES} roles; raise Budget(host=…), "
+            f"or set a smaller chunk_bytes",
             Tier.HOST,
             needed - host,
         )

@@ -264,8 +264,8 @@ class Residency:
         self._supply.hold(block)
 
     def lift(self, blocks: Iterable[int | None] | None = None) -> None:
-        """Nobody but the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they may
-        be prefetched."""
+        """Nobody but the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they
+        may be prefetched."""
         self._supply.lift(blocks)
 
     def prefetch(self, block: int, tier: Tier) -> list[Command]:

@@ -49,6 +49,7 @@ class GradientSink:
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
         self._taken: dict[int, torch.Tensor | None] = {}
+        self._arrived: list[ManagedParameter] = []
         self._old = OldGradients()
         self._complete: Complete[Chunk] = Complete()
         runtime.traffic.gradients.lost = weakly(self.lost)
@@ -120,6 +121,7 @@ class GradientSink:
                 show_gradient(parameter, managed.grad_home)
             else:
                 show_gradient(parameter, previous.add_(arrived.to(previous)))
+            self._arrived.append(managed)
             if has_hooks_of_the_user(parameter):
                 self.arrive()
             for watcher in self.watchers:
@@ -167,6 +169,8 @@ class GradientSink:
         self.arrive()
         for watcher in self.watchers:
             watcher.backward_over()
+        self.runtime.writes.leave_gradients(self._arrived)
+        self._arrived.clear()
 
     def arrive(self) -> None:
         """Everything that was sent is at home, also on NVMe; what fails is raised when the rest is."""

@@ -1,10 +1,10 @@
 """Whether 16-bit copies at home say what their parameters do, compared wholly before operators see them.
 
-Note "early copies": an update writes a parameter and its 16-bit copy in one pass, and the copy may be fetched ahead while
-the user may write to the parameter. No version counts some of such writes, and a few elements are found by no sample.
-So each forward that may come behind one compares all of parameter and copy, chunk by chunk, on the optimizer's workers
-while the first chunks are computed with: a pass over 6 bytes a parameter, where making the copy only then would read and
-write as many, and nothing could be fetched behind the update.
+Note "early copies": an update writes a parameter and its 16-bit copy in one pass, and the copy may be fetched ahead
+while the user may write to the parameter. No version counts some of such writes, and a few elements are found by no
+sample. So each forward that may come behind one compares all of parameter and copy, chunk by chunk, on the optimizer's
+workers while the first chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read
+and write as many, and nothing could be fetched while other chunks are updated.
 """
 
 from __future__ import annotations

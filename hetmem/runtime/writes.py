@@ -1,13 +1,14 @@
 """Writes that were not hetmem's own: by the user outside compute, and by operators within it.
 
 Note "writes": a parameter's version counter tells of most of them. Those that count no version (`parameter.data`, some
-`_foreach_` operators, numpy) are seen otherwise. Where an operator may have written to a copy, that is compared with its
-home: the one place that waits for the device, and only models that write to weights get there. Outside compute, weights
-that are trained may have been written to after a step, between forwards with and without gradients, and where gradients
-were used up: nothing is read ahead from their homes then, and the next forward makes every copy anew; but 16-bit copies
-at home are compared instead, see `home_copies`. Where none of this has happened (forwards alone, accumulation, frozen
-weights) copies stay, and the home is compared with them in a few elements. A home on the device can be looked at only by
-waiting, so its copy is made anew for each forward: a pass over memory of the device, behind nobody's back.
+`_foreach_` operators, numpy) are seen otherwise. Where an operator may have written to a copy, that is compared with
+its home: the one place that waits for the device, and only models that write to weights get there. Outside compute,
+weights that are trained may be written to after a step, between forwards with and without gradients, and where
+gradients were cleared. Then every copy of them is made anew for the next forward, and behind a step nothing is read
+ahead from their homes before it; 16-bit copies at home are compared instead, see `home_copies`. Where none of this has
+happened (forwards alone, accumulation, frozen weights) copies stay, and the home is compared with what it was in a few
+elements. A home on the device can be looked at only by waiting, so its copy is made anew for each forward: a pass over
+memory of the device, behind nobody's back.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Writes:
         self.stepped = True
         """Whether an optimizer has stepped since the last forward, so that the user may have written to weights."""
         self._gradients_wanted: bool | None = None
+        self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
+        """Of backwards since the last forward but one that made copies anew, as they left them: see `_gradient`."""
 
     # ---- by the user, to the home ------------------------------------------------------------------------------
 
@@ -54,7 +57,9 @@ class Writes:
         self._traffic.pending.poll()  # a copy that has arrived must not look as if it were still on its way
         self.unsure.clear()
         stepped, self.stepped = self.stepped, False
-        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted
+        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or self._gradients_taken()
+        if trained:
+            self._gradients_left.clear()
         self._gradients_wanted = torch.is_grad_enabled()
         chunks = dict.fromkeys(managed.chunk for managed in self._parameters)
         due = {chunk for chunk in chunks if trained and _is_trained(chunk)}
@@ -87,11 +92,19 @@ class Writes:
             self._supersede(managed)
 
     def _may_be_stale(self, chunk: Chunk, *, due: bool) -> bool:
-        """Whether the 16-bit copy of `chunk` is to be compared. One whose update still trails was not the user's yet."""
+        """Whether the 16-bit copy of `chunk` is to be compared. While its update trails it is not the user's turn."""
         if chunk in self._traffic.updating:
             return False
         seen = self._traffic.carrier.fingerprints
         return due or seen.differ(chunk, chunk.flat(Role.PARAM))
+
+    def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
+        """A backward is over, in which gradients of `arrived` arrived."""
+        self._gradients_left.update((managed, _gradient(managed)) for managed in arrived)
+
+    def _gradients_taken(self) -> bool:
+        """Whether the user has cleared gradients since, as after a step of his own; accumulation leaves them alone."""
+        return any(_gradient(managed) != left for managed, left in self._gradients_left.items())
 
     def look_ahead(self, chunks: Iterable[Chunk]) -> None:
         """The homes of `chunks` are looked at next: what is looked at on NVMe is read together."""
@@ -275,3 +288,9 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
 
 def _is_trained(chunk: Chunk) -> bool:
     return any(managed.parameter.requires_grad for managed in chunk.parameters)
+
+
+def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
+    """What tells whether `p.grad` is another one, or was written to, without holding it."""
+    gradient = managed.parameter.grad
+    return None if gradient is None else (id(gradient), gradient._version)
