@@ -41,8 +41,8 @@ class Budget:
     parameters in host memory are in 16 bits beside them (2 bytes a parameter more), so that half the bytes go to the
     device. None: where the model computes in 16 bits and host memory has room for it beside gradients and three
     states, which is as many as any optimizer of torch's keeps; True: before those, as far as there is room. Raises
-    `BudgetError` (a ValueError) for a size that is none, `device_chunks` above `device`, `nvme` without `nvme_dir`, and an `nvme_dir` that is no path. Whether it is there is
-    seen by `manage`: a plan may be for another machine.
+    `BudgetError` (a ValueError) for a size that is none, `device_chunks` above `device`, `nvme` without `nvme_dir`,
+    and an `nvme_dir` that is no path. Whether it is there is seen by `manage`: a plan may be for another machine.
     """
 
     device: Size | None = None

@@ -28,7 +28,7 @@ from hetmem.optim.passes import Members, Passes
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
-from hetmem.optim.untouched import Untouched, came_late, changed, half_updated
+from hetmem.optim.untouched import Untouched, came_late, changed, edits_gradients, half_updated, updated_already
 from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime.gradients import has_hooks_of_the_user, wait_for_staged_gradients
@@ -92,7 +92,7 @@ class Stepper:
             self._refuse_halves()
             self.forget()  # the step that failed is not tried again
         elif progress is not None and progress.begun:
-            raise came_late(managed, self._optimizer)
+            raise came_late(managed, self._optimizer, self._progress.values())
         elif progress is not None:
             self._drop(managed.chunk)  # its norm is of less than all
         self._runtime.traffic.wait_for_update(managed.chunk)
@@ -151,7 +151,8 @@ class Stepper:
         if progress is not None and progress.begun and not self.failed:
             raise RuntimeError(
                 f"{managed.name} is used by a recomputation within backward after its update had begun (overlap="
-                f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: {advice(self._optimizer)}"
+                f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: {advice(self._optimizer)}. "
+                f"{updated_already(self._progress.values())}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------
@@ -214,6 +215,7 @@ class Stepper:
         self._interception.refuse_a_capture("a step")
         self._interception.reset()
         self._interception.segments.begin_step()
+        self._refuse_edits()
         self._untouched.show_no_more(progress for progress in self._progress.values() if progress.begun)
         waiting = [chunk for chunk in self._runtime.chunks if not self._has_begun(chunk)]
         self._runtime.traffic.forget_read_ahead(waiting)
@@ -226,6 +228,16 @@ class Stepper:
             if not self._trails:
                 self._carry_out()
         self._places.choose(self._optimizer.groups_by_parameter())
+
+    def _refuse_edits(self) -> None:
+        """The first step overlaps nothing, and shows whether the program edits gradients before it: then the next ones
+        would be refused, with some parameters updated."""
+        optimizer = self._optimizer
+        if not self.begins_early or optimizer.needs_all_gradients or self._arrivals.learned or self._progress:
+            return
+        for managed in self._runtime.writes.edited_gradients():
+            if id(managed.parameter) in self._groups and not has_hooks_of_the_user(managed.parameter):
+                raise edits_gradients(managed, optimizer)
 
     def _has_begun(self, chunk: Chunk) -> bool:
         progress = self._progress.get(chunk)
@@ -371,7 +383,7 @@ class Stepper:
             self._drop(chunk)
             progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
         elif not untouched:
-            raise changed(progress.parts, self._optimizer)
+            raise changed(progress.parts, self._optimizer, self._progress.values())
         return progress
 
     def _check_untouched(self) -> None:

@@ -47,8 +47,8 @@ class Trailing:
         self._backward: int | None = None
 
     def begin(self) -> None:
-        """A step returns before all is done. Parameters of whose memory somebody has another tensor (`kept = p.data`), of
-        which torch tells nobody, are waited for."""
+        """A step returns before all is done. Parameters of whose memory the user has another tensor (`kept = p.data`) are
+        waited for, as torch tells nobody of its uses."""
         self._goes_on, self._thread, self._process = True, threading.current_thread(), os.getpid()
         self.resume()
         for managed in list(self._marked.values()):

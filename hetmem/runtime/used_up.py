@@ -1,8 +1,8 @@
 """What stands in `p.grad` for a gradient that is gone: its shape, and an error for whoever computes with it.
 
 From the end of a backward to `step`, None would say that there was no gradient, and a clip of all gradients would clip
-nothing, by a norm of 0. From `step` to `zero_grad`, it would say that the gradient was cleared, and a backward would not
-add to it as torch does. It takes no memory, and knows neither homes nor updates.
+nothing, by a norm of 0. From `step` to `zero_grad` it would say that the gradient was cleared, and a backward would
+not add to it as torch does. It takes no memory, and knows neither homes nor updates.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Marks:
         self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
-        """Those of `parameters` that have no gradient have had one. `stepped`: until somebody clears it, or adds to it."""
+        """Those of `parameters` that have no gradient have had one. `stepped`: until it is cleared."""
         for managed in parameters:
             parameter = managed.parameter
             if parameter.grad is not None:

@@ -102,9 +102,13 @@ class Writes:
         """A backward is over, in which gradients of `arrived` arrived."""
         self._gradients_left.update((managed, _gradient(managed)) for managed in arrived)
 
+    def edited_gradients(self) -> list[ManagedParameter]:
+        """Those whose gradients are not as the last backwards have left them, as far as versions tell."""
+        return [managed for managed, left in self._gradients_left.items() if _gradient(managed) != left]
+
     def _gradients_taken(self) -> bool:
         """Whether the user has cleared gradients since, as after a step of his own; accumulation leaves them alone."""
-        return any(_gradient(managed) != left for managed, left in self._gradients_left.items())
+        return bool(self.edited_gradients())
 
     def look_ahead(self, chunks: Iterable[Chunk]) -> None:
         """The homes of `chunks` are looked at next: what is looked at on NVMe is read together."""
