@@ -47,7 +47,7 @@ class Trailing:
         self._backward: int | None = None
 
     def begin(self) -> None:
-        """A step returns before all is done. Parameters of whose memory the user has another tensor (`kept = p.data`) are
+        """A step returns before all is done. Parameters whose memory the user has another tensor of (`p.data`, kept) are
         waited for, as torch tells nobody of its uses."""
         self._goes_on, self._thread, self._process = True, threading.current_thread(), os.getpid()
         self.resume()
