@@ -258,7 +258,8 @@ def test_casts_of_homes_on_the_device_are_computed_there() -> None:
 
 @pytest.mark.parametrize("overlapped", [True, False], ids=["overlap", "no overlap"])
 def test_homes_stay_off_the_device_where_the_host_updates_them_in_less_time(overlapped: bool) -> None:
-    slow = replace(HARDWARE, device=replace(HARDWARE.device, bytes_per_second=3e9, matrix_flops={"float32": 1e12}))
+    speed = 3e9 if overlapped else 5e9
+    slow = replace(HARDWARE, device=replace(HARDWARE.device, bytes_per_second=speed, matrix_flops={"float32": 1e12}))
     capacities, how = Capacities(50 * MIB, 256 * MIB), Updating(overlapped=overlapped)
     filled, empty = (
         judge(workload(16), Setting(room, MIB, updating=how), slow, 1).result

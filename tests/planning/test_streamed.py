@@ -184,7 +184,7 @@ def test_a_run_with_streamed_gradients_moves_what_was_planned_for_them(
             assert {link: expected.bytes[link] for link in LINKS} == {link: got[link] for link in LINKS}, step
     assert expected.streamed_updates > 0
     assert expected.streamed_updates >= without.streamed_updates
-    assert all(expected.bytes[link] < without.bytes[link] for link in LINKS)
+    assert sum(expected.bytes[link] for link in LINKS) < sum(without.bytes[link] for link in LINKS)
     moved = runtime_of(made).memory.moved_bytes
     homes = [chunk.home_nbytes(role) for chunk in runtime_of(made).chunks if chunk.moved for role in chunk.homes]
     assert moved - sum(homes) == expected.update_slot_bytes
