@@ -93,7 +93,12 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """By parameter, its states as tensors at home. Waits until all updates have arrived there."""
+        """By parameter, its states as tensors at home. Waits until all updates have arrived there.
+
+        Raises `ManageError` in a forked process, which has none of that memory.
+        """
+        for interception in self._steppers:
+            interception.refuse_a_fork("reading optimizer states")
         self.synchronize()
         return self.states.shown
 

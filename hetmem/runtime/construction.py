@@ -103,6 +103,7 @@ def build_memory(
     pins: list[Callable[[], None]] = []
     try:
         host_pool = HostPool(capacities.host_bytes)
+        pins.append(host_pool.mapping.share_with_children)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         if not ground.resident:  # what no copy uses is not pinned
             pins.append(device.pin(host_pool.mapping))

@@ -301,11 +301,11 @@ class Interception:
             )
 
     def refuse_a_fork(self, what: str) -> None:
-        """Raise `ManageError` if `what` would wait for threads that this process, a fork, does not have."""
-        if os.getpid() != self._process and self.runtime.memory.streams:
+        """Raise `ManageError` if `what` needs threads or memory that this process, a fork, does not have."""
+        if os.getpid() != self._process:
             raise ManageError(
-                f"{what} in a forked process: what moves weights are threads, and those are the parent's. Compute "
-                f"there, fork before hetmem.manage, or give the child a copy.deepcopy(model), which is an ordinary one"
+                f"{what} in a forked process: the memory and the threads that hold the model are the parent's. Compute "
+                f"there, fork before hetmem.manage, or fork with a copy.deepcopy(model), which is an ordinary one"
             )
 
     def refuse_a_capture(self, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hetmem.errors import ManageError, StoreError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.runtime.forked import refuse_in_child
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.used_up import updated_by_another
 
@@ -110,3 +112,12 @@ def refuse_managed(module: torch.nn.Module) -> None:
                 f"{type(module).__name__} is managed already (its parameter {name} is): manage a model once, as a "
                 f"whole, or call hetmem.release on it first"
             )
+
+
+def _after_fork() -> None:
+    for interception in interceptions():
+        for managed in interception.runtime.parameters:
+            refuse_in_child(managed.parameter)
+
+
+os.register_at_fork(after_in_child=_after_fork)

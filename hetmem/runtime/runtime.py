@@ -15,6 +15,7 @@ import torch
 
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.page_locks import later
 from hetmem.memory.transfer import TransferEngine
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.residency import Residency
@@ -317,4 +318,4 @@ def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
     it joins no thread and takes no lock: a thread that collected a model while it started has waited for itself."""
     engine.abandon()
     for unpin in pins:
-        unpin()
+        later(unpin)
