@@ -269,7 +269,7 @@ def test_weights_that_are_replaced_while_they_are_saved_for_a_trial_are_stepped_
     train_both(plain, module, batches, Recipe(steps=2, mixed=mixed), optimizers=both)
     begun, may_end, begin = [], threading.Event(), WorkerPool.begin
 
-    def held(pool: WorkerPool, tasks: Sequence[Task], after: Any) -> Batch:
+    def held(pool: WorkerPool, tasks: Sequence[Task], after: Any = None) -> Batch:
         begun.append(may_end.is_set())
         return begin(pool, [may_end.wait, *tasks], after)
 
