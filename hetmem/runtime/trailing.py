@@ -47,8 +47,8 @@ class Trailing:
         self._backward: int | None = None
 
     def begin(self) -> None:
-        """A step returns before all is done. Waits for parameters whose memory another tensor of the user's shows (a kept
-        `p.data`), as torch tells of no use of that."""
+        """A step returns before all is done. Waits for parameters whose memory another tensor shows too (`p.data` that
+        the user keeps), as torch tells of no use of that."""
         self._goes_on, self._thread, self._process = True, threading.current_thread(), os.getpid()
         self.resume()
         for managed in list(self._marked.values()):

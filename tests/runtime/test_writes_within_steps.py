@@ -11,8 +11,8 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, Role
-from hetmem.runtime.traffic import Traffic
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.runtime.writes import Writes
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -116,17 +116,16 @@ def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> 
 def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
     overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies that an update has renewed, or an operator has written to, are not made once more."""
-    superseded: list[Role] = []
-    supersede = Traffic.superseded
+    """Where an update, or an operator, has written to a weight nothing looks like a write of the user's."""
+    superseded: list[ManagedParameter] = []
+    supersede = Writes._supersede
 
-    def superseding(self: Traffic, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
-        if but_device:
-            supersede(self, chunk, role, but_device=True)
-        elif role == chunk.operand:
-            superseded.append(role)
+    def superseding(self: Writes, managed: ManagedParameter, *, but_device: bool = False) -> None:
+        supersede(self, managed, but_device=but_device)
+        if not but_device:
+            superseded.append(managed)
 
-    monkeypatch.setattr(Traffic, "superseded", superseding)
+    monkeypatch.setattr(Writes, "_supersede", superseding)
     _, managed = pair(lambda: WritesInForward("mul_"), placement, tmp_path, mixed_precision=mixed)
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
     for batch in BATCHES:
