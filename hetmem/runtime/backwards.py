@@ -10,6 +10,7 @@ a graph, in torch's order.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from contextlib import AbstractContextManager
 from functools import cache
@@ -23,7 +24,8 @@ from hetmem.runtime.compiled import opaque, uncompiled
 from hetmem.runtime.compute import forget_backward_that_raised
 from hetmem.runtime.differentiated import accumulators, differentiate
 from hetmem.runtime.monitor import nodes_behind
-from hetmem.runtime.segments import RUNNING, in_backward
+from hetmem.runtime.running import RUNNING, in_backward
+from hetmem.runtime.turns import Section, Turn
 
 _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
@@ -40,9 +42,10 @@ def watch() -> None:
 @opaque
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of torch's function of that name."""
-    outermost = False
+    outermost, taken = not in_backward(), list[tuple[Turn, Section]]()
     try:
-        outermost = _begins()
+        if outermost:
+            _begin(outputs, taken)
         if any(interception.gradients.counts_arrivals() for interception in registry.interceptions()):
             _tell_of_arrivals(outputs)
         with _threads(outputs) if outermost else contextlib.nullcontext():
@@ -52,22 +55,37 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             forget_backward_that_raised()
             if outermost:
                 RUNNING.end()
-                _settle_after_error()
+                with contextlib.suppress(
+                    Exception
+                ):  # the error that is raised counts: what did not arrive is tried again
+                    _settle_what_raised()
         raise
     finally:
         if outermost:
             RUNNING.end()
+        for turn, section in reversed(taken):
+            turn.give(section)
 
 
-def _begins() -> bool:
-    """A backward is called; whether it is within no other."""
-    if in_backward():
-        return False
-    with HELD_BACK:
-        for interception in registry.interceptions():
-            interception.segments.settle_if_raised()
+@HELD_BACK
+def _begin(outputs: Any, taken: list[tuple[Turn, Section]]) -> None:
+    """A backward that is within no other one is called; `taken` are the turns of models that it may be of."""
+    taken.extend((turn, turn.take("a backward")) for turn in _turns(outputs))
+    _settle_what_raised()
     RUNNING.begin()
-    return True
+
+
+@uncompiled
+def _turns(outputs: Any) -> list[Turn]:
+    """Those of the models that this thread has computed a graph with. Of what other threads have made graphs of, those
+    whose parameters are in that of `outputs`."""
+    here = threading.get_ident()
+    trained = [found.runtime.turn for found in registry.interceptions() if found.runtime.turn.trainers]
+    turns = [turn for turn in trained if here in turn.trainers]
+    if len(turns) < len(trained):
+        reached = (registry.of_parameter(node.variable) for node in accumulators(outputs))
+        turns += {found[0].runtime.turn for found in reached if found is not None} - {*turns}
+    return sorted(turns, key=lambda turn: turn.number)
 
 
 @uncompiled
@@ -81,11 +99,16 @@ def _threads(outputs: Any) -> AbstractContextManager[None]:
 
 
 @uncompiled
-def _settle_after_error() -> None:
-    """The error that is raised is the one that counts: what did not arrive is tried again."""
+def _settle_what_raised() -> None:
+    """Backwards that have raised are over; those that another thread has the turn of are its own."""
     for interception in registry.interceptions():
-        with contextlib.suppress(Exception):
-            interception.segments.settle_if_raised()
+        turn = interception.runtime.turn
+        section = turn.take_if_free("a backward") if interception.segments.in_backward else None
+        if section is not None:
+            try:
+                interception.segments.settle_if_raised()
+            finally:
+                turn.give(section)
 
 
 @uncompiled

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +27,8 @@ class Hooked(Protocol):
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised."""
 
-    def before_state_dict(self) -> None:
-        """Weights are to be read, or written over."""
+    def before_state_dict(self, by: FrameType) -> None:
+        """Weights are to be read, or written over, by a method of a module that runs in `by`."""
 
     def before_assignment(self) -> None:
         """Other parameters are to take the place of the module's."""
@@ -97,7 +99,7 @@ class BeforeStateDict:
     def __call__(self, *args: Any) -> None:
         hooked = self._hooked()
         if hooked is not None:
-            hooked.before_state_dict()
+            hooked.before_state_dict(sys._getframe(2))  # behind `HELD_BACK`
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
                 hooked.before_assignment()
 

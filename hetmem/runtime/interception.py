@@ -21,17 +21,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import exchange, hook_forwards, skipped
-from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
+from hetmem.runtime.compute import (
+    Call,
+    Compute,
+    calling_frame,
+    forget_what_is_over,
+    outermost_of_modules,
+    running,
+)
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict, Convert, asked_format, hook_conversions
 from hetmem.runtime.operators import OperatorFaults
 from hetmem.runtime.regions import Regions
+from hetmem.runtime.running import in_backward
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
-from hetmem.runtime.segments import Segments, in_backward, signature
+from hetmem.runtime.segments import Segments, signature
 from hetmem.runtime.share import ResidentShare
 from hetmem.runtime.strangers import explain, is_of_torch, raised_in_call
 from hetmem.runtime.surroundings import refuse_a_surrounding
+from hetmem.runtime.turns import Section
 
 
 class _OfThread(threading.local):
@@ -57,10 +66,10 @@ class Interception:
         self.share = ResidentShare(runtime, self.gradients)
         self.gradients.nothing_computes = self._between_nodes
         self._computes = _OfThread()
-        self._turn = threading.Lock()
         self._process = os.getpid()
         self._forward: Compute | None = None
         """The last one."""
+        self._reading: Section | None = None
         self._saved = SavedTensors(runtime, self.segments, self)
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
@@ -148,12 +157,10 @@ class Interception:
         if memory.streams or memory.may_leave_device:
             self.refuse_a_capture("a forward")
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
-        with self._turn:
-            self._refuse_two_threads()
-            compute = self._begin(call)
-            compute.compiler = compiler
-            if compute.task < 0:
-                self._forward, self._regions.compiler = compute, compiler
+        compute = self._begin(call)
+        compute.compiler = compiler
+        if compute.task < 0:
+            self._forward, self._regions.compiler = compute, compiler
         try:
             dtype = self.runtime.memory.mixed_precision
             if dtype is not None:
@@ -168,6 +175,8 @@ class Interception:
         runtime = self.runtime
         measured, transformed = runtime.sanitize, False
         if compute.task < 0:
+            if torch.is_grad_enabled():
+                runtime.turn.trainers.add(compute.thread)
             runtime.trailing.pause()
             transformed = torch._C._functorch.maybe_current_level() is not None
             with runtime.unwatched():
@@ -235,12 +244,13 @@ class Interception:
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
-        self._end(compute)
-        self._saved.watch_functions(output, forward_is_over=compute.task < 0)
-        if compute.task < 0:
-            self.runtime.notice_writes_without_versions()
-            if measured:
-                self.runtime.monitor.watch_backward(output)
+        with self.runtime.turn.held("a forward"):
+            self._end(compute)
+            self._saved.watch_functions(output, forward_is_over=compute.task < 0)
+            if compute.task < 0:
+                self.runtime.notice_writes_without_versions()
+                if measured:
+                    self.runtime.monitor.watch_backward(output)
 
     # ---- what a backward computes once more ----------------------------------------------------------------------
 
@@ -288,18 +298,6 @@ class Interception:
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it
 
-    def _refuse_two_threads(self) -> None:
-        """Raise `ManageError` if a forward runs on another thread. Waiting could be for ever: it may be waiting itself,
-        for threads that it has started."""
-        forward = self._forward
-        if forward is None or forward.thread == threading.get_ident() or in_backward():
-            return
-        if forward.runs():
-            raise ManageError(
-                "a forward of this model runs on another thread: hetmem computes one at a time, as a device does; put "
-                "a lock around the calls"
-            )
-
     def refuse_a_fork(self, what: str) -> None:
         """Raise `ManageError` if `what` needs threads or memory that this process, a fork, does not have."""
         if os.getpid() != self._process:
@@ -318,19 +316,31 @@ class Interception:
 
     def _begin(self, call: Call | None) -> Compute:
         compute = Compute(call, self._end)
+        ready = None if compute.task >= 0 or self._here() else self.is_whole
+        compute.section = self.runtime.turn.take("a forward", compute.runs, ready)
         self._here().append(compute)
         return compute
 
+    def is_whole(self) -> bool:
+        """Whether no other thread is between a backward that has begun to update weights and its step; asked with the
+        turn."""
+        if self.segments.backward_thread == threading.get_ident():
+            return True
+        return not self.gradients.half_stepped
+
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
-        here = self._here()
+        here, ended = self._here(), list[Compute]()
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
-            here.pop().end()
+            ended.append(here.pop())
+            ended[-1].end()
         if not any(compute.task < 0 for compute in here):
             self.runtime.bindings.go_home()
         if not here:
             self.runtime.trailing.resume()
+        for each in ended:
+            self.runtime.turn.give(each.section)
 
     def _forget_interrupted(self) -> None:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
@@ -340,10 +350,17 @@ class Interception:
             self._regions.abandon([self._forward])
             self.runtime.bindings.go_home()
 
-    def before_state_dict(self) -> None:
-        """What users read, or write over, is what the last step made."""
-        self._forget_interrupted()
-        self.runtime.traffic.wait_for_updates()
+    def before_state_dict(self, by: FrameType | None = None) -> None:
+        """What users read, or write over, is what the last step made. It is this thread's as long as `by` runs, which
+        is what a module does for them."""
+        turn = self.runtime.turn
+        if by is not None and not (self._reading is not None and turn.is_mine() and not self._reading.is_over()):
+            if self._reading is not None:
+                turn.give(self._reading)
+            self._reading = turn.take("a state dict", running(outermost_of_modules(by)), self.is_whole)
+        with turn.held("a state dict"):
+            self._forget_interrupted()
+            self.runtime.traffic.wait_for_updates()
 
     def before_assignment(self) -> None:
         """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""
@@ -355,7 +372,8 @@ class Interception:
     def not_converted(self, convert: Convert) -> list[torch.Tensor]:
         """`Module.to` and the like: managed parameters, and their gradients, stay where they are, as they come to the
         device for operators. Raises `ManageError` where they would get another dtype, or strides."""
-        self._forget_interrupted()
+        with self.runtime.turn.held("a conversion"):
+            self._forget_interrupted()
         for dtype in {managed.chunk.dtype for managed in self.runtime.parameters}:
             with self.runtime.unwatched(), torch.no_grad():
                 asked = convert(torch.empty(0, dtype=dtype, device=self.runtime.memory.device.torch_device)).dtype
@@ -381,7 +399,8 @@ class Interception:
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
-        self._forget_interrupted()
+        with self.runtime.turn.held("a checkpoint"):
+            self._forget_interrupted()
         return not self._here() and not in_backward()
 
     def reset(self) -> None:

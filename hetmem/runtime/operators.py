@@ -15,9 +15,9 @@ import torch
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.gradients import GradientSink, hide_gradients, show_gradient
+from hetmem.runtime.running import in_backward
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
-from hetmem.runtime.segments import in_backward
 
 
 class _Asks(Enum):
@@ -95,6 +95,7 @@ class OperatorFaults:
         self._runtime = runtime
         self._gradients = gradients
         self._by_id = runtime.bindings.by_id
+        self._half_stepped = gradients.half_stepped
         with runtime.unwatched():
             self._stand_in = torch.empty(0, device=runtime.memory.device.torch_device)
 
@@ -134,8 +135,8 @@ class OperatorFaults:
         sets = func == _SET_DATA
         if sets and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
-        if in_backward():
-            self._gradients.recompute_with(used)
+        if self._half_stepped or in_backward():
+            self._gradients.use_again(used)
         self._runtime.use(_name(func), used)
         try:
             return self._run(func, args, kwargs)
@@ -153,8 +154,8 @@ class OperatorFaults:
 
     def begin_region(self, name: str, used: list[ManagedParameter]) -> Any:
         """`used` are bound until `end_region` is called with what this returns; see note "regions" in `regions`."""
-        if in_backward():
-            self._gradients.recompute_with(used)
+        if self._half_stepped or in_backward():
+            self._gradients.use_again(used)
         if used:
             self._runtime.use(name, used)
         self._saved.region = name, used
