@@ -24,6 +24,7 @@ from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
 from hetmem.runtime.old_gradients import OldGradients
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
+from hetmem.runtime.used_up import clear_zeroed
 from hetmem.runtime.watcher import Watcher
 from hetmem.runtime.weak import WeakOnes, weakly
 
@@ -48,6 +49,7 @@ class GradientSink:
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
         self._taken: dict[int, torch.Tensor | None] = {}
+        self._arrived: list[ManagedParameter] = []
         self._old = OldGradients()
         self._complete: Complete[Chunk] = Complete()
         runtime.traffic.gradients.lost = weakly(self.lost)
@@ -88,6 +90,7 @@ class GradientSink:
         self.nothing_computes()
         for watcher in self.watchers:
             watcher.coming(managed)
+        clear_zeroed(parameter)
         if id(managed) not in self._taken:
             self._taken[id(managed)] = parameter.grad
             if parameter.grad is not None:
@@ -118,6 +121,7 @@ class GradientSink:
                 show_gradient(parameter, managed.grad_home)
             else:
                 show_gradient(parameter, previous.add_(arrived.to(previous)))
+            self._arrived.append(managed)
             if has_hooks_of_the_user(parameter):
                 self.arrive()
             for watcher in self.watchers:
@@ -170,6 +174,8 @@ class GradientSink:
         self.arrive()
         for watcher in self.watchers:
             watcher.backward_over()
+        self.runtime.writes.leave_gradients(self._arrived)
+        self._arrived.clear()
 
     def arrive(self) -> None:
         """Everything that was sent is at home, also on NVMe; what fails is raised when the rest is."""
