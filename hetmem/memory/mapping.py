@@ -11,9 +11,9 @@ import mmap
 
 import numpy as np
 
+from hetmem.base.units import MIB, format_size
 from hetmem.errors import CapacityError
 from hetmem.memory import numa
-from hetmem.units import MIB, format_size
 
 PAGE_BYTES = mmap.PAGESIZE
 
