@@ -18,15 +18,15 @@ from weakref import ref
 
 import torch
 
+from hetmem.engine.consumed_gradients import UsedUp
+from hetmem.engine.tracer import segment_name
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.plan.copies import CopyState
-from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from hetmem.runtime.tracer import segment_name
-from hetmem.runtime.used_up import UsedUp
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.trace import Tier
 
-_RUNTIME, _PLAN, _OPTIM = "hetmem.runtime", "hetmem.plan", "hetmem.optim"
+_RUNTIME, _PLAN, _OPTIM = "hetmem.engine", "hetmem.plan", "hetmem.optim"
 POINTS = {
     "lease a copy": f"{_PLAN}.residency:Residency.acquire",
     "release a copy": f"{_PLAN}.residency:Residency.release",
@@ -80,7 +80,7 @@ POINTS = {
     "room to undo": f"{_OPTIM}.undo:UndoLog.make_room",
     "run a task": f"{_OPTIM}.workers:Batch.run_one",
     "forget copies": f"{_RUNTIME}.runtime:Runtime.forget_copies",
-    "read from NVMe": "hetmem.memory.nvme:NvmeStore.read",
+    "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
 }
 """Where `around` and `failing` step in: a name that tests use, and the function that it means today."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hetmem.cpu import compare_tasks
+from hetmem.cpu.workers import WorkerPool
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.optim.kernels import compare_tasks
-from hetmem.optim.workers import WorkerPool
 
 
 class WorkersCompare:
-    """See `hetmem.runtime.home_copies.CopyComparer`."""
+    """See `hetmem.engine.home_copies.CopyComparer`."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers

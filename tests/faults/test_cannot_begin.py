@@ -17,9 +17,9 @@ import torch
 import hetmem
 from hetmem import testing
 from hetmem.errors import BudgetError, StoreError
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.schedule.trace import Tier
 from tests.pairs import some
 from tests.runtime.harness import (
     BATCHES,
@@ -189,7 +189,7 @@ def test_chunks_are_put_in_order_by_the_step_after_one_that_failed_in_that(
     )
     orders: list[bool] = []
     monkeypatch.setattr(
-        "hetmem.optim.offloaded.arrange_by_use", lambda runtime: (runtime.forget_copies(), orders.append(True))
+        "hetmem.optim.optimizer.arrange_by_use", lambda runtime: (runtime.forget_copies(), orders.append(True))
     )
     loss_of(managed, BATCHES[0]).backward()
     once.arm(1)

@@ -107,7 +107,7 @@ def test_gradients_that_do_not_get_home_stay_where_they_are(tmp_path: Path, monk
 
     def ask(_: torch.Tensor) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("hetmem.runtime.gradients._copy", fails)
+            patch.setattr("hetmem.engine.gradients._copy", fails)
             for chunk in places.chunks:
                 asked.append(chunk.spec.index)
                 with pytest.raises(RuntimeError, match="the link has failed"):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, norm, update
-from hetmem.optim.kernels.norm import square_sum_tasks
-from hetmem.optim.kernels.tiles import one_torch_thread
-from hetmem.optim.workers import WorkerPool
+from hetmem.cpu import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, norm, update
+from hetmem.cpu.norm import square_sum_tasks
+from hetmem.cpu.tiles import one_torch_thread
+from hetmem.cpu.workers import WorkerPool
 from tests.pairs import mostly, some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -300,7 +300,7 @@ def test_a_cpu_without_fma_and_f16c_gives_the_same_bits() -> None:
     # With LLVM's own casts from and to float16 this process died: they became calls of functions that nothing links.
     code = """
 import torch
-from hetmem.optim.kernels import AdamWStep, adamw_tasks, compact, update
+from hetmem.cpu import AdamWStep, adamw_tasks, compact, update
 b, f = torch.bfloat16, torch.float16
 assert "compiled" in str(compact._compact_kernel((b, f, b, b, f)))
 assert "compiled" in str(compact._8_bit_kernel((b, f, f)))
@@ -323,7 +323,7 @@ def test_a_change_of_the_operations_is_not_answered_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numba compares the age of the loop's file only, and the operations lie in another."""
-    from hetmem.optim.kernels import llvm
+    from hetmem.cpu import llvm
 
     name = loops.compile_loop(loops.adamw).__qualname__
     assert loops.compile_loop(loops.adamw).__qualname__ == name

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetmem.cuda import reference
-from hetmem.optim.kernels import (
+from hetmem.cpu import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
@@ -27,7 +26,8 @@ from hetmem.optim.kernels import (
     loops,
     update,
 )
-from hetmem.optim.workers import WorkerPool
+from hetmem.cpu.workers import WorkerPool
+from hetmem.cuda import reference
 from tests.pairs import mostly, some
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

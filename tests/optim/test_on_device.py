@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetmem.cpu import on_device
+from hetmem.cpu.on_device import adamw_as_on_host, equals_host
+from hetmem.cpu.update import AdamWStep, update_by_torch
 from hetmem.cuda import adam
-from hetmem.optim.kernels import on_device
-from hetmem.optim.kernels.on_device import adamw_as_on_host, equals_host
-from hetmem.optim.kernels.update import AdamWStep, update_by_torch
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed import trained, updated
 from tests.runtime.harness import same_bits

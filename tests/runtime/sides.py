@@ -13,10 +13,10 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from hetmem.cpu import square_sum
+from hetmem.cpu.workers import WorkerPool
 from hetmem.errors import BudgetError
-from hetmem.optim.kernels import square_sum
 from hetmem.optim.scaling import clip_factor
-from hetmem.optim.workers import WorkerPool
 from tests.optim.machines import SLOW_HOST
 from tests.runtime import harness
 from tests.runtime.habits import ctrl_c_at_line

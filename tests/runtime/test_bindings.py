@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.memory import views
-from hetmem.runtime import registry
-from hetmem.runtime.bindings import stand_in
+from hetmem.engine.param_views import stand_in
+from hetmem.intercept import registry
+from hetmem.memory import tensor_views
 from tests.runtime.harness import manage
 
 
@@ -44,8 +44,8 @@ def test_what_is_given_away_has_memory_of_its_own() -> None:
 
     for view in (lambda tensor: tensor, View):
         memory = bytearray(range(64))
-        tensor = views.elements(memoryview(memory), torch.uint8, 32, 16)
+        tensor = tensor_views.elements(memoryview(memory), torch.uint8, 32, 16)
         held = tensor[4:8]
-        assert views.give_away(view(tensor))
+        assert tensor_views.give_away(view(tensor))
         memory[:] = bytes(64)
         assert held.tolist() == [20, 21, 22, 23]

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.residency import Residency
-from hetmem.runtime import registry
-from hetmem.runtime.carrier import Carrier
-from hetmem.runtime.segments import _Ended
+from hetmem.engine.executor import Carrier
+from hetmem.intercept import registry
+from hetmem.intercept.phases import _Ended
+from hetmem.schedule.residency import Residency
 from tests.runtime.harness import pair, train_both, vector_batches
 
 

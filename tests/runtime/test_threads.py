@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.errors import ManageError
-from hetmem.runtime.monitor import DeviceMonitor
 from tests.runtime.harness import (
     BATCHES,
     Recipe,

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.runtime import Runtime
+from hetmem.engine.sampling import Fingerprints
+from hetmem.engine.write_check import Writes
 from hetmem.errors import CapacityError
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.memory.nvme import Extent, NvmeStore
-from hetmem.memory.views import address_of
-from hetmem.plan.commands import Drop
-from hetmem.plan.copies import CopyState
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import DEVICE, HOST, NVME, Schedule, Tier
-from hetmem.runtime import registry
-from hetmem.runtime.fingerprints import Fingerprints
-from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.writes import Writes
+from hetmem.memory.nvme_store import Extent, NvmeStore
+from hetmem.memory.tensor_views import address_of
+from hetmem.schedule.commands import Drop
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
 from tests.runtime.harness import (
     BATCHES,
     CHUNK,
