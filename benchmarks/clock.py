@@ -18,9 +18,9 @@ import torch
 
 from hetmem.memory.device import SimDevice
 from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.streams import StreamCopier
+from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.plan.links import Link
+from hetmem.schedule.links import Link
 
 
 class Event:
@@ -68,7 +68,7 @@ def _run(queue: SimpleQueue[tuple[float, Sequence[Event], Callable[[], float], E
 
 
 class ClockStreams:
-    """`hetmem.memory.streams.Streams` of three timelines; those of the links move at `bytes_per_second`."""
+    """`hetmem.memory.stream_copier.Streams` of three timelines; those of the links move at `bytes_per_second`."""
 
     def __init__(self, device: ClockDevice) -> None:
         self._device = device

@@ -21,17 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, Task, adamw_8_bit_tasks, adamw_compact_tasks, adamw_tasks
+from hetmem.cpu.workers import WorkerPool
 from hetmem.cuda import reference
-from hetmem.optim.kernels import (
-    GROUP_ELEMENTS,
-    AdamWStep,
-    Codes8Bit,
-    Task,
-    adamw_8_bit_tasks,
-    adamw_compact_tasks,
-    adamw_tasks,
-)
-from hetmem.optim.workers import WorkerPool
 
 SEED, CORPUS_BYTES, HELD_OUT_BYTES = 20, 4_000_000, 200_000
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 16

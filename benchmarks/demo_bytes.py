@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import hetmem
-from hetmem.plan.commands import Fetch
-from hetmem.plan.optimum import fewest_bytes
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.schedule.commands import Fetch
+from hetmem.schedule.optimum import fewest_bytes
+from hetmem.schedule.trace import Tier
 
 
 def load_demo() -> Any:

@@ -119,9 +119,9 @@ def timed(step: Callable[[], Any], rounds: int, warm_up: int = 2) -> list[float]
 def rates(nbytes: int = GIB) -> dict[str, Any]:
     """GB/s of a registered mapping to the GPU and back, alone and together, and of copies on the GPU; and the ways
     across the link, which are kept: the parts that follow take the faster ones."""
-    from hetmem.bench_device import keep_ways
-    from hetmem.memory.cuda import CudaDevice
+    from hetmem.memory.cuda_device import CudaDevice
     from hetmem.memory.mapping import Mapping
+    from hetmem.tools.bench_device import keep_ways
 
     host = Mapping(2 * nbytes)
     unpin = CudaDevice().pin(host)
@@ -149,7 +149,7 @@ def rates(nbytes: int = GIB) -> dict[str, Any]:
 
 def transfers(elements: int | None = None) -> dict[str, Any]:
     """The matrix of `hetmem bench transfers`."""
-    from hetmem import bench
+    from hetmem.tools import bench
 
     return asdict(bench.transfers(elements or bench.ELEMENTS))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hetmem.bench import Row, Transfers
+from hetmem.tools.bench import Row, Transfers
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 from hetmem.errors import HetmemError
-from hetmem.memory.free import free_host_bytes
+from hetmem.memory.free_memory import free_host_bytes
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import NvmeStore
+from hetmem.memory.nvme_store import NvmeStore
 
 GIB = 1 << 30
 STATE_BYTES = 12

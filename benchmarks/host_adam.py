@@ -24,7 +24,7 @@ import numba
 import numpy as np
 import torch
 
-from hetmem.optim.kernels import (
+from hetmem.cpu import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
@@ -35,7 +35,7 @@ from hetmem.optim.kernels import (
     kernel_name,
     square_sum,
 )
-from hetmem.optim.workers import WorkerPool
+from hetmem.cpu.workers import WorkerPool
 
 BYTES_PER_ELEMENT = 14 + 14
 STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10, grad_scale=0.5)

@@ -16,11 +16,11 @@ import torch
 from demo_bytes import load_demo
 
 import hetmem
-from hetmem.optim.places import UpdatePlaces
-from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.links import Link
-from hetmem.planning import load_profile
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.optim.update_placement import UpdatePlaces
+from hetmem.planner import load_profile
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.links import Link
 
 LINKS = (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)
 

@@ -31,9 +31,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetmem.base.units import GIB, MIB
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import Extent, NvmeStore
-from hetmem.units import GIB, MIB
+from hetmem.memory.nvme_store import Extent, NvmeStore
 
 CHUNK_BYTES = 64 * MIB
 UNDER_WAY = 3

@@ -33,9 +33,9 @@ from torch import nn
 import hetmem
 from benchmarks.clock import ClockDevice
 from benchmarks.demo_bytes import load_demo
+from hetmem.cpu.workers import usable_cores
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import NvmeStore
-from hetmem.optim.workers import usable_cores
+from hetmem.memory.nvme_store import NvmeStore
 
 
 class Layer(torch.autograd.Function):

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
+from hetmem.base.units import MIB
 from hetmem.memory.transfer import Finished, Job, ThreadCopier
-from hetmem.overheads import Overheads
-from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
-from hetmem.plan.links import Link
-from hetmem.plan.workload import Workload
-from hetmem.planning.modeltrace import trace
-from hetmem.probe import probe
-from hetmem.units import MIB
+from hetmem.planner.model import trace
+from hetmem.planner.workload import Workload
+from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
+from hetmem.schedule.links import Link
+from hetmem.tools.overheads import Overheads
+from hetmem.tools.probe import probe
 
 VOCABULARY, TOKENS, ROWS, HEADS = 4096, 128, 4, 8
 
@@ -180,7 +180,7 @@ class Seen:
     costs: ThreadCosts
 
 
-def run(build: Callable[[], nn.Module], batch: tuple[Tensor, ...], plan: planning.Plan, case: Case, steps: int) -> Seen:
+def run(build: Callable[[], nn.Module], batch: tuple[Tensor, ...], plan: planner.Plan, case: Case, steps: int) -> Seen:
     """Train, with a plain forward and backward beside each step, and a round of what measures the thread's costs: the
     machine may be shared, and drift hits all. They take turns in going first, as what runs behind an update finds other
     things in the caches."""
@@ -223,14 +223,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     how = {"overlap": options.overlap, "gradients": options.gradients}
-    base = planning.load_profile(options.profile) if options.profile else probe()
+    base = planner.load_profile(options.profile) if options.profile else probe()
     print("| shape | budget | tier peaks: plan / run (off) | step: plan / run (off) | run's spread | binds |")
     print("|---|---|---|---|---|---|")
     torch.manual_seed(0)
     batch = tuple(torch.randint(0, VOCABULARY, (ROWS, TOKENS)) for _ in range(2))
     for shape, build in builders(options.width).items():
         if options.only in (None, shape):
-            work = trace(planning.Call(build, batch))
+            work = trace(planner.Call(build, batch))
             for case in CASES:
                 print(row(shape, case, build, batch, work, base, options.steps, how), flush=True)
                 gc.collect()
@@ -255,12 +255,12 @@ def row(
         if case.link is not None:
             link = Rate(float(hetmem.SimDevice(host_to_device=case.link).host_to_device or 0), handed_over_seconds())
             hardware = replace(hardware, host_to_device=link, device_to_host=link)
-        plan = planning.plan(build, batch, budget, hardware, **how)
+        plan = planner.plan(build, batch, budget, hardware, **how)
         if not plan.fits:
             return f"| {shape} | {case.name} | does not fit: {plan.missing_bytes} | | | |"
         seen = run(build, batch, plan, case, steps)
         hardware = replace(calibrated(hardware, work, seen.plain_seconds), thread=seen.costs)
-        plan = planning.plan(build, batch, plan.budget, hardware, chunk_bytes=plan.slot_bytes, **how)
+        plan = planner.plan(build, batch, plan.budget, hardware, chunk_bytes=plan.slot_bytes, **how)
     peaks = []
     for tier in ("device", "host", "nvme"):
         expected, got = plan.peak_bytes[tier], seen.report["tiers"][tier]["peak_bytes"]

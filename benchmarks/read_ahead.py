@@ -23,11 +23,11 @@ from torch import nn
 
 import hetmem
 from benchmarks.replay import go_through, gpt
-from hetmem.plan.copies import Block
-from hetmem.plan.prefetch import FARTHER, Prefetch
-from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Tier, Uses
-from hetmem.planning import load_profile
+from hetmem.planner import load_profile
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.schedule.copies import Block
+from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.trace import Tier, Uses
 
 BLOCKS, BLOCK_BYTES, OPERATORS, PASSES = 96, 64 << 20, 4, 4
 SLOTS = ((12, 4), (12, 24), (48, 8), (48, 24), (12, 0), (48, 0))

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetmem.plan.commands import Command, Drop, Fetch, Write
-from hetmem.plan.copies import Block, CopyState
-from hetmem.plan.optimum import fewest_bytes
-from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.residency import Residency
-from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Schedule, Tier, Uses
-from hetmem.planning import load_profile
+from hetmem.planner import load_profile
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.schedule.commands import Command, Drop, Fetch, Write
+from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.optimum import fewest_bytes
+from hetmem.schedule.policy import FIFO, LRU, EvictionPolicy, NextUse
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Schedule, Tier, Uses
 
 STEPS = 10
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)

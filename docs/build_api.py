@@ -24,17 +24,17 @@ Made from the docstrings by `make docs`; do not edit it here. Shorter ways in: [
 PACKAGES = ("hetmem", "hetmem.optim", "hetmem.errors")
 """Every public name of these is documented."""
 ELSEWHERE = (
-    "hetmem.optim.offloaded:OffloadedOptimizer",
+    "hetmem.optim.optimizer:OffloadedOptimizer",
     "hetmem.optim.overlap:Overlap",
     "hetmem.optim.overlap:Gradients",
-    "hetmem.plan.policy:EvictionPolicy",
-    "hetmem.plan.policy:CopyFacts",
-    "hetmem.planning.plan:Plan",
-    "hetmem.planning.plan:PlanError",
-    "hetmem.planning:load_profile",
-    "hetmem.planning:known_profiles",
-    "hetmem.plan.hardware:HardwareProfile",
-    "hetmem.plan.hardware:ProfileError",
+    "hetmem.schedule.policy:EvictionPolicy",
+    "hetmem.schedule.policy:CopyFacts",
+    "hetmem.planner.plan:Plan",
+    "hetmem.planner.plan:PlanError",
+    "hetmem.planner:load_profile",
+    "hetmem.planner:known_profiles",
+    "hetmem.schedule.hardware:HardwareProfile",
+    "hetmem.schedule.hardware:ProfileError",
     "hetmem.report.live:top",
     "hetmem.checkpoint.weights:LoadedWeights",
 )
@@ -153,7 +153,7 @@ def _text(entry: Entry) -> str:
 
 def _resolved(thing: Any) -> Any:
     """`hetmem.plan` is a package that can be called; what is documented is the function that it calls."""
-    return importlib.import_module("hetmem.planning").plan if isinstance(thing, ModuleType) else thing
+    return importlib.import_module("hetmem.planner").plan if isinstance(thing, ModuleType) else thing
 
 
 def _function(thing: Any) -> Any:

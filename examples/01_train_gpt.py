@@ -35,8 +35,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, CapacityError, DeviceOutOfMemoryError, ManageError, StoreError
-from hetmem.units import format_size
 
 SEED = 20
 CORPUS_BYTES = 4_000_000

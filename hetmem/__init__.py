@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hetmem.api import manage, managed, release
-from hetmem.config import Budget
+from hetmem.base.config import Budget
 from hetmem.memory.device import SimDevice
 from hetmem.optim.adamw import AdamW
-from hetmem.plan.policy import FIFO, LRU, NextUse
 from hetmem.report.live import progress
 from hetmem.report.report import MemoryReport, report
+from hetmem.schedule.policy import FIFO, LRU, NextUse
 
 if TYPE_CHECKING:
     from hetmem.checkpoint import load, load_weights, save
-    from hetmem.planning import plan
-    from hetmem.planning.plan import Plan
+    from hetmem.planner import plan
 
 __version__ = "0.1.0"
 
@@ -46,16 +43,8 @@ def __getattr__(name: str) -> Any:
         from hetmem import checkpoint  # most programs import hetmem more often than they save
 
         return getattr(checkpoint, name)
+    if name == "plan":
+        from hetmem.planner import plan  # planning costs more to import than training does
+
+        return plan
     raise AttributeError(f"module 'hetmem' has no attribute {name!r}")
-
-
-class _CallablePackage(ModuleType):
-    """`hetmem.plan` is the package of what decides, and for users the function that plans: `hetmem.planning.plan`."""
-
-    def __call__(self, *args: Any, **keywords: Any) -> Plan:
-        from hetmem.planning import plan  # planning costs more to import than training does
-
-        return plan(*args, **keywords)
-
-
-sys.modules["hetmem.plan"].__class__ = _CallablePackage

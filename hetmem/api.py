@@ -11,25 +11,25 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hetmem.config import Budget
+from hetmem.base.config import Budget
+from hetmem.base.units import parse_size
+from hetmem.engine.build import build_memory, move_home
+from hetmem.engine.consumed_gradients import UsedUp
+from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
+from hetmem.intercept import backward, grad_scalers, registry
+from hetmem.intercept.interceptor import Interception
+from hetmem.intercept.module_building import Building, build_within
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.cuda import CudaDevice
+from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
-from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.policy import EvictionPolicy
-from hetmem.plan.prefetch import Prefetch
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Tier
-from hetmem.runtime import backwards, registry, scalers
-from hetmem.runtime.building import Building, build_within
-from hetmem.runtime.construction import build_memory, move_home
-from hetmem.runtime.interception import Interception
-from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.used_up import UsedUp
-from hetmem.units import parse_size
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.policy import EvictionPolicy
+from hetmem.schedule.prefetch import Prefetch
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ClassT = TypeVar("ClassT", bound=type[torch.nn.Module])
@@ -158,8 +158,8 @@ def manage(
         runtime.hardware = profile
         runtime.planned_optimizer = {} if planned is None else planned.optimizer
         runtime.prediction = None if planned is None else planned.prediction
-        backwards.watch()
-        scalers.watch()
+        backward.watch()
+        grad_scalers.watch()
         registry.add(module, Interception(module, runtime))
         undone.pop_all()
     return module
@@ -182,7 +182,7 @@ def refuse_budget(budget: Any) -> None:
 def _plan(plan: RunnablePlan | str | os.PathLike[str] | None) -> RunnablePlan | None:
     """`plan`, read if it is a path. Raises `ManageError` for one that cannot be run."""
     if isinstance(plan, (str, os.PathLike)):
-        from hetmem.planning.plan import Plan  # planning costs more to import than training does
+        from hetmem.planner.plan import Plan  # planning costs more to import than training does
 
         plan = Plan.load(plan)
     if plan is not None and not hasattr(plan, "fits"):
@@ -208,7 +208,7 @@ def _profile(
         return HardwareProfile.from_dict(plan.profile) if plan is not None and plan.profile is not None else None
     if isinstance(asked, HardwareProfile):
         return asked
-    from hetmem.planning import load_profile
+    from hetmem.planner import load_profile
 
     return load_profile(asked)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import hetmem
+from hetmem.base.units import parse_size
+from hetmem.base.whole_files import write_whole
 from hetmem.errors import HetmemError
-from hetmem.units import parse_size
-from hetmem.whole_files import write_whole
 
 _RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
 
@@ -127,13 +127,13 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from hetmem import planning
+    from hetmem import planner
 
-    named = options.hardware or planning.DEFAULT_HARDWARE
-    profile = planning.load_profile(named)
+    named = options.hardware or planner.DEFAULT_HARDWARE
+    profile = planner.load_profile(named)
     profile = profile.with_values(dict(_figure(text) for text in options.set or ()))
     device, host = options.device_memory, options.host_memory
-    capacities = planning.Capacities(
+    capacities = planner.Capacities(
         profile.device.memory_bytes if device is None else parse_size(device, "--device-memory"),
         profile.host.memory_bytes if host is None else parse_size(host, "--host-memory"),
         parse_size(options.nvme, "--nvme"),
@@ -141,7 +141,7 @@ def _plan(options: argparse.Namespace) -> int:
     fragments = int(profile.device.allocator_share * capacities.device_bytes)
     capacities = dataclasses.replace(capacities, device_fragment_bytes=fragments)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
-    plan = planning.plan_within(
+    plan = planner.plan_within(
         _call(options),
         capacities,
         profile,
@@ -164,29 +164,27 @@ def _call(options: argparse.Namespace) -> Any:
     """The model and its batch, as they were named."""
     import torch
 
-    from hetmem import planning
+    from hetmem import planner
 
     precision = options.precision or ("bfloat16" if options.hf_config else "float32")
     mixed = None if precision == "float32" else getattr(torch, precision)
     if options.hf_config:
         if options.input or options.loss:
-            raise planning.PlanError(
-                "--input and --loss go with MODULE:FUNCTION; with --hf-config: --batch, --sequence"
-            )
+            raise planner.PlanError("--input and --loss go with MODULE:FUNCTION; with --hf-config: --batch, --sequence")
         batch = 1 if options.batch is None else options.batch
         sequence = 2048 if options.sequence is None else options.sequence
-        return planning.hugging_face_call(options.hf_config, batch, sequence, mixed)
+        return planner.hugging_face_call(options.hf_config, batch, sequence, mixed)
     if options.batch is not None or options.sequence is not None:
-        raise planning.PlanError("--batch and --sequence go with --hf-config; with MODULE:FUNCTION: --input 4x2048")
+        raise planner.PlanError("--batch and --sequence go with --hf-config; with MODULE:FUNCTION: --input 4x2048")
     if not options.input:
-        raise planning.PlanError("say what the model is called with: --input 4x2048, once for each input")
+        raise planner.PlanError("say what the model is called with: --input 4x2048, once for each input")
     inputs = tuple(_input(text) for text in options.input)
     loss = _function(options.loss) if options.loss else None
-    return planning.Call(_function(options.builder), inputs, loss, mixed)
+    return planner.Call(_function(options.builder), inputs, loss, mixed)
 
 
 def _function(name: str) -> Callable[..., Any]:
-    from hetmem.planning import PlanError
+    from hetmem.planner import PlanError
 
     module, _, attribute = name.partition(":")
     if not attribute or module.endswith(".py"):
@@ -208,7 +206,7 @@ def _function(name: str) -> Callable[..., Any]:
 def _input(text: str) -> Any:
     import torch
 
-    from hetmem.planning import PlanError
+    from hetmem.planner import PlanError
 
     shape, _, name = text.partition(":")
     dtype = getattr(torch, name or "int64", None)
@@ -223,7 +221,7 @@ def _input(text: str) -> Any:
 
 def _figure(text: str) -> tuple[str, float]:
     """A dotted name and a number, or a size with a unit ("12GB", "12GB/s")."""
-    from hetmem.plan.hardware import ProfileError
+    from hetmem.schedule.hardware import ProfileError
 
     name, equals, value = text.partition("=")
     if not equals:
@@ -247,7 +245,7 @@ def _probe_arguments(parser: argparse.ArgumentParser) -> None:
 def _probe(options: argparse.Namespace) -> int:
     import torch
 
-    from hetmem.probe import probe
+    from hetmem.tools.probe import probe
 
     text = probe(options.nvme_dir, quick=options.quick).to_json()
     if options.output:
@@ -259,7 +257,7 @@ def _probe(options: argparse.Namespace) -> int:
     else:
         print(text, end="")
     if torch.cuda.is_available():
-        from hetmem.bench_device import keep_ways
+        from hetmem.tools.bench_device import keep_ways
 
         print(keep_ways(quick=options.quick), file=sys.stderr)
     return 0
@@ -277,7 +275,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from hetmem import bench
+    from hetmem.tools import bench
 
     found = bench.transfers(bench.ELEMENTS if options.elements is None else options.elements)
     print(found)
@@ -294,7 +292,7 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from hetmem.doctor import examine
+    from hetmem.tools.doctor import examine
 
     findings = examine(options.nvme_dir)
     for finding in findings:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetmem import bench, bench_device
 from hetmem.cuda.backend import Backend, TorchBackend
+from hetmem.tools import bench, bench_device
 from tests.cuda.shim import GPP, ShimBackend, build
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
 from hetmem.cli import SUBCOMMANDS, main
-from hetmem.plan.hardware import HardwareProfile
+from hetmem.schedule.hardware import HardwareProfile
 
 MODEL = "tests.test_planning:GPT"
 SMALL = ["plan", MODEL, "--input", "2x32", "--device-memory", "2MiB", "--host-memory", "16MiB"]
@@ -21,7 +21,7 @@ SMALL = ["plan", MODEL, "--input", "2x32", "--device-memory", "2MiB", "--host-me
 
 def test_plan_prints_the_plan_and_saves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "-o", str(tmp_path / "plan.json")]) == 0
-    plan = planning.Plan.load(tmp_path / "plan.json")
+    plan = planner.Plan.load(tmp_path / "plan.json")
     assert plan.fits
     assert capsys.readouterr().out == f"{plan}\n"
 
@@ -42,8 +42,8 @@ def test_the_help_names_every_shipped_profile(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert f"({', '.join(planning.known_profiles())})" in text
-    assert f"default: {planning.DEFAULT_HARDWARE} " in text
+    assert f"({', '.join(planner.known_profiles())})" in text
+    assert f"default: {planner.DEFAULT_HARDWARE} " in text
 
 
 def scores() -> torch.nn.Module:
@@ -63,7 +63,7 @@ def test_a_model_without_a_loss_is_planned_with_the_one_that_is_named(capsys: py
 def test_nothing_is_measured_for_a_file_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hetmem.probe.probe", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("hetmem.tools.probe.probe", lambda *_, **__: pytest.fail("measured"))
     assert main(["probe", "-o", "no/such/machine.json"]) == 2
     assert "there is no directory no/such" in capsys.readouterr().err
 
@@ -115,7 +115,7 @@ def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.C
 
 def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
     main([*SMALL, "-o", str(tmp_path / "slow.json"), "--set", "host.update_bytes_per_second=1MB/s"])
-    plan = planning.Plan.load(tmp_path / "slow.json")
+    plan = planner.Plan.load(tmp_path / "slow.json")
     assert plan.binding == "update"
     assert plan.terms["update"] == pytest.approx(plan.parameters * 28 / 1e6)
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.balance import UPDATE_BYTES
-from hetmem.plan.placement import COPY_BYTES
+from hetmem.schedule.placement import COPY_BYTES
+from hetmem.schedule.update_split import UPDATE_BYTES
 from tests.runtime.harness import CHUNK_ELEMENTS
 
 ROOT = Path(__file__).parent.parent

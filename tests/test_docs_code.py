@@ -17,7 +17,7 @@ from torch import nn
 
 import hetmem
 from hetmem import cli
-from hetmem.planning import load_profile
+from hetmem.planner import load_profile
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 64

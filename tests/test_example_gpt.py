@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, StateError
-from hetmem.units import parse_size
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "01_train_gpt.py"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_processes, gpu_results, gpu_sizes
-from hetmem import bench_device
+from hetmem.tools import bench_device
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 
 __all__ = ["cuda"]  # a fixture
@@ -27,7 +27,7 @@ def small(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A fake GPU; sentences of eight words; a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu, "DEVICE", CpuCuda())
-    monkeypatch.setattr("hetmem.memory.cuda.CudaDevice", CpuCuda)
+    monkeypatch.setattr("hetmem.memory.cuda_device.CudaDevice", CpuCuda)
     monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
     monkeypatch.setattr(bench_device, "backend", CpuCuda()._kernels)
     monkeypatch.setattr(bench_device, "DEVICE", "cpu")

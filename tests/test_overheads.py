@@ -6,8 +6,8 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from hetmem.overheads import Overheads, Seen, solved
-from hetmem.plan.hardware import ThreadCosts
+from hetmem.schedule.hardware import ThreadCosts
+from hetmem.tools.overheads import Overheads, Seen, solved
 
 COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
 

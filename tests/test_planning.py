@@ -14,16 +14,16 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
+from hetmem.base.units import KIB, MIB
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.arrangement import ROLES, arrange
-from hetmem.plan.hardware import ProfileError
-from hetmem.plan.placement import Capacities
-from hetmem.plan.rehearsal import Rehearsal
-from hetmem.plan.workload import Kind
-from hetmem.planning.modeltrace import checkpointed, divided, trace
-from hetmem.runtime import registry
-from hetmem.units import KIB, MIB
+from hetmem.planner.model import checkpointed, divided, trace
+from hetmem.planner.reservation import ROLES, arrange
+from hetmem.planner.step_program import Rehearsal
+from hetmem.planner.workload import Kind
+from hetmem.schedule.hardware import ProfileError
+from hetmem.schedule.placement import Capacities
 
 WIDTH, VOCABULARY = 64, 512
 
@@ -70,7 +70,7 @@ class Normed(GPT):
 BATCH = torch.zeros(2, 32, dtype=torch.int64)
 
 
-def train(model: nn.Module, plan: planning.Plan, steps: int = 3, **options: Any) -> dict[str, Any]:
+def train(model: nn.Module, plan: planner.Plan, steps: int = 3, **options: Any) -> dict[str, Any]:
     hetmem.manage(model, plan.budget, device="sim", chunk_bytes=plan.slot_bytes, **options)
     optimizer = hetmem.AdamW(model.parameters())
     for _ in range(steps):
@@ -102,7 +102,7 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
             device="8MiB", host="2MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="3MiB"
         ),
     }[where]
-    plan = planning.plan(lambda: GPT(**model), (BATCH,), budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
+    plan = planner.plan(lambda: GPT(**model), (BATCH,), budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
     assert plan.fits
     report = train(GPT(**model), plan, mixed_precision=mixed_precision)
     seen = {tier: figures["peak_bytes"] for tier, figures in report["tiers"].items()}
@@ -129,7 +129,7 @@ def test_what_is_arranged_is_what_is_reserved(
     copies: bool | None,
     tmp_path: Path,
 ) -> None:
-    workload = trace(planning.Call(build, BATCH, None, mixed_precision))
+    workload = trace(planner.Call(build, BATCH, None, mixed_precision))
     made = arrange(workload, Capacities(2 * MIB, host, nvme, MIB, home_copies=copies), chunk_bytes)
     directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
     budget = hetmem.Budget(device=2 * MIB, host=host, device_chunks=MIB, home_copies=copies, **directory)
@@ -152,9 +152,9 @@ def test_what_is_arranged_is_what_is_reserved(
 def test_the_homes_that_a_run_moves_to_the_device_are_the_planned_ones(
     host: int, nvme: int, model: dict[str, bool], mixed_precision: torch.dtype | None, tmp_path: Path
 ) -> None:
-    workload = trace(planning.Call(lambda: GPT(**model), BATCH, mixed_precision=mixed_precision))
+    workload = trace(planner.Call(lambda: GPT(**model), BATCH, mixed_precision=mixed_precision))
     capacities = Capacities(8 * MIB, host, nvme, 3 * MIB)
-    planned = Rehearsal(workload, arrange(workload, capacities, 128 * KIB), capacities, planning.load_profile("l4"))
+    planned = Rehearsal(workload, arrange(workload, capacities, 128 * KIB), capacities, planner.load_profile("l4"))
     directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
     budget = hetmem.Budget(device=8 * MIB, host=host, device_chunks=3 * MIB, **directory)
     run = hetmem.manage(GPT(**model), budget, device="sim", chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
@@ -173,7 +173,7 @@ def test_the_homes_that_a_run_moves_to_the_device_are_the_planned_ones(
 
 
 def test_the_trace_uses_what_a_run_uses() -> None:
-    workload = trace(planning.Call(lambda: GPT(2), BATCH))
+    workload = trace(planner.Call(lambda: GPT(2), BATCH))
     model = hetmem.manage(GPT(2), hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB"), device="sim")
     model(BATCH).backward()
     traces = registry.of_module(model).runtime.tracer
@@ -195,7 +195,7 @@ class Called(nn.Module):
 
 
 def test_calls_of_modules_and_functions_are_counted_where_they_are_made() -> None:
-    events = trace(planning.Call(Called, torch.zeros(2, 4))).events
+    events = trace(planner.Call(Called, torch.zeros(2, 4))).events
     assert [(e.kind, e.during.calls, e.after.calls) for e in events if e.during.calls or e.after.calls] == [
         (Kind.FORWARD, 0, 3),  # until the layer's weight is used, by a call that is the third
         (Kind.USE, 0, 3),
@@ -210,11 +210,11 @@ def test_flops_are_those_of_torchs_own_counter() -> None:
         model(BATCH).backward()
     attention = 2 * 2 * 2 * 32 * 32 * WIDTH * 2  # two products of scores and values a layer, which it does not know
     backward = attention * 5 // 2
-    assert trace(planning.Call(lambda: GPT(2), BATCH)).flops == counter.get_total_flops() + attention + backward
+    assert trace(planner.Call(lambda: GPT(2), BATCH)).flops == counter.get_total_flops() + attention + backward
 
 
 def test_checkpointing_needs_fewer_bytes_and_more_work() -> None:
-    call = planning.Call(GPT, torch.zeros(4, 64, dtype=torch.int64))
+    call = planner.Call(GPT, torch.zeros(4, 64, dtype=torch.int64))
     plain, light = trace(call), checkpointed(call)
     assert light is not None
     assert light.peak_live_bytes < plain.peak_live_bytes
@@ -223,13 +223,13 @@ def test_checkpointing_needs_fewer_bytes_and_more_work() -> None:
 
 
 def test_a_divided_batch_has_a_part_of_the_rows_and_all_of_the_weights() -> None:
-    call = planning.Call(GPT, {"x": torch.zeros(8, 16, dtype=torch.int64)})
+    call = planner.Call(GPT, {"x": torch.zeros(8, 16, dtype=torch.int64)})
     half = trace(divided(call, 2))
     assert (half.rows, half.tokens, half.numel) == (4, 64, trace(call).numel)
 
 
 def test_planning_a_model_much_larger_than_this_machine_takes_no_memory() -> None:
-    plan = planning.plan(
+    plan = planner.plan(
         lambda: nn.Sequential(*(nn.Linear(65536, 65536) for _ in range(16))),
         torch.zeros(1, 65536),
         hetmem.Budget(device="79GiB", host="2TiB"),
@@ -245,12 +245,12 @@ def test_hetmem_plan_is_a_package_and_a_function() -> None:
     import hetmem.plan as package
 
     plan = package(lambda: GPT(1), BATCH, hetmem.Budget(device="64MiB", host="16MiB"))  # type: ignore[operator]
-    assert isinstance(plan, planning.Plan)
+    assert isinstance(plan, planner.Plan)
     assert package.layout.build_layout
 
 
-def small_plan(**options: Any) -> planning.Plan:
-    return planning.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB"), **options)
+def small_plan(**options: Any) -> planner.Plan:
+    return planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB"), **options)
 
 
 def test_manage_runs_a_plan(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_manage_runs_a_plan(tmp_path: Path) -> None:
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     plan = small_plan()
     plan.save(tmp_path / "plan.json")
-    assert planning.Plan.load(tmp_path / "plan.json") == plan
-    assert planning.Plan.load(tmp_path / "plan.json").budget == plan.budget
+    assert planner.Plan.load(tmp_path / "plan.json") == plan
+    assert planner.Plan.load(tmp_path / "plan.json").budget == plan.budget
 
 
 @pytest.mark.parametrize(
@@ -289,51 +289,51 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_field_of_a_plan_is_named(field: str, value: Any, expected: str) -> None:
-    with pytest.raises(planning.PlanError, match=expected.replace("[", r"\[")):
-        planning.Plan.from_dict({**small_plan().to_dict(), field: value})
+    with pytest.raises(planner.PlanError, match=expected.replace("[", r"\[")):
+        planner.Plan.from_dict({**small_plan().to_dict(), field: value})
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(planning.PlanError, match="is no plan"):
-        planning.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(planner.PlanError, match="is no plan"):
+        planner.Plan.load(tmp_path / "plan.json")
     (tmp_path / "plan.json").write_bytes(b"\xff\x00")
-    with pytest.raises(planning.PlanError, match=r"plan\.json is no plan"):
-        planning.Plan.load(tmp_path / "plan.json")
-    with pytest.raises(planning.PlanError, match="tokens is missing"):
-        planning.Plan.from_dict({k: v for k, v in small_plan().to_dict().items() if k != "tokens"})
+    with pytest.raises(planner.PlanError, match=r"plan\.json is no plan"):
+        planner.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(planner.PlanError, match="tokens is missing"):
+        planner.Plan.from_dict({k: v for k, v in small_plan().to_dict().items() if k != "tokens"})
 
 
 def test_a_plan_says_all_there_is_to_know() -> None:
     text = str(small_plan())
     for word in ("fits", "device", "host", "<- binds", "tokens/s", "largest model of this shape", "overlap"):
         assert word in text
-    refused = str(planning.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="2MiB", device_chunks="1MiB")))
+    refused = str(planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="2MiB", device_chunks="1MiB")))
     for word in ("DOES NOT FIT", "missing: ", "on host", "cheapest: add an NVMe directory"):
         assert word in refused
 
 
-@pytest.mark.parametrize("name", planning.known_profiles())
+@pytest.mark.parametrize("name", planner.known_profiles())
 def test_every_shipped_profile_is_valid_and_names_its_sources(name: str) -> None:
-    profile = planning.load_profile(name)
+    profile = planner.load_profile(name)
     assert set(profile.sources) >= {"device.bytes_per_second", "device.matrix_flops", "host"}
-    assert planning.plan(lambda: GPT(1), BATCH, hetmem.Budget(host="16MiB"), name).fits
+    assert planner.plan(lambda: GPT(1), BATCH, hetmem.Budget(host="16MiB"), name).fits
 
 
 def test_the_promised_profiles_are_shipped() -> None:
-    assert planning.known_profiles() == ["a100", "gh200", "h100", "h200", "l4", "rtx4090"]
+    assert planner.known_profiles() == ["a100", "gh200", "h100", "h200", "l4", "rtx4090"]
 
 
 def test_an_unknown_profile_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"no hardware profile 'v100'.*a100, gh200"):
-        planning.load_profile("v100")
+        planner.load_profile("v100")
     broken = tmp_path / "mine.json"
     broken.write_text(json.dumps({"version": 1, "name": "mine"}))
     with pytest.raises(ProfileError, match=r"mine\.json: hardware profile: device is missing"):
-        planning.load_profile(broken)
+        planner.load_profile(broken)
     broken.write_bytes(b"\xff\x00")
     with pytest.raises(ProfileError, match=r"mine\.json: .*decode"):
-        planning.load_profile(broken)
+        planner.load_profile(broken)
 
 
 class LooksAtValues(nn.Module):
@@ -367,8 +367,8 @@ def unbuildable() -> nn.Module:
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason_and_a_way_out(build: Any, batch: Any, expected: str) -> None:
-    with pytest.raises(planning.PlanError, match=f"(?s){expected}"):
-        planning.plan(build, batch, hetmem.Budget(device="64MiB", host="16MiB"))
+    with pytest.raises(planner.PlanError, match=f"(?s){expected}"):
+        planner.plan(build, batch, hetmem.Budget(device="64MiB", host="16MiB"))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_plan_says_whether_the_batch_with_which_compute_binds_fits(fitting: in
 
 def test_of_the_batch_with_which_compute_binds_a_plan_counts_the_rows_that_fit() -> None:
     batch = (torch.zeros(2, 32, dtype=torch.int64),)
-    slow = planning.load_profile("h100").with_values({"host_to_device.bytes_per_second": 1e6})
+    slow = planner.load_profile("h100").with_values({"host_to_device.bytes_per_second": 1e6})
     plan = hetmem.plan(GPT, batch, hetmem.Budget(device="2MiB", host="16MiB"), slow)
     assert plan.compute_bound_rows is not None and plan.fitting_rows is not None
     assert 2 <= plan.fitting_rows < plan.compute_bound_rows
@@ -396,4 +396,4 @@ def test_of_the_batch_with_which_compute_binds_a_plan_counts_the_rows_that_fit()
 def test_a_plan_from_before_these_rows_were_counted_can_be_read() -> None:
     data = small_plan().to_dict()
     del data["fitting_rows"]
-    assert planning.Plan.from_dict(data) == replace(small_plan(), fitting_rows=None)
+    assert planner.Plan.from_dict(data) == replace(small_plan(), fitting_rows=None)

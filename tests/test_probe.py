@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import hetmem.probe
-from hetmem.bench import transfers
+import hetmem.tools.probe
+from hetmem.base.units import MIB
 from hetmem.errors import HetmemError
-from hetmem.memory.disks import settings_for
-from hetmem.plan.hardware import HardwareProfile
-from hetmem.probe import probe
-from hetmem.units import MIB
+from hetmem.memory.disk_settings import settings_for
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.tools.bench import transfers
+from hetmem.tools.probe import probe
 
 
 def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path) ->
 def test_a_whole_probe_keeps_how_to_ask_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("_COPY_BYTES", "_DISK_BYTES"):
-        monkeypatch.setattr(hetmem.probe, name, 16 * MIB)
-    monkeypatch.setattr(hetmem.probe, "_UPDATE_ELEMENTS", 1 << 20)
+        monkeypatch.setattr(hetmem.tools.probe, name, 16 * MIB)
+    monkeypatch.setattr(hetmem.tools.probe, "_UPDATE_ELEMENTS", 1 << 20)
     (tmp_path / "disk").mkdir()
     profile = probe(tmp_path / "disk")
     settings = settings_for(str(tmp_path / "disk"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hetmem.bench import Row, Transfers
-from hetmem.plan.decision import Alternative
-from hetmem.plan.hardware import (
+from hetmem.planner.decide import Alternative
+from hetmem.planner.plan import PLAN_VERSION, Plan
+from hetmem.schedule.hardware import (
     PROFILE_VERSION,
     DeviceProfile,
     DiskSample,
@@ -20,7 +20,7 @@ from hetmem.plan.hardware import (
     Rate,
     ThreadCosts,
 )
-from hetmem.planning.plan import PLAN_VERSION, Plan
+from hetmem.tools.bench import Row, Transfers
 
 PAGE = (Path(__file__).parent.parent / "docs" / "schemas.md").read_text(encoding="utf-8")
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])

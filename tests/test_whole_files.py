@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 import hetmem
-from hetmem import bench, cli, planning, whole_files
-from hetmem.planning import Plan
-from hetmem.whole_files import write_whole
+from hetmem import cli, planner
+from hetmem.base import whole_files
+from hetmem.base.whole_files import write_whole
+from hetmem.planner import Plan
+from hetmem.tools import bench
 from tests.test_planning import BATCH, GPT
 
 
 @functools.cache
 def plan() -> Plan:
-    return planning.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
+    return planner.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
 
 
 MEASURED = bench.Transfers("a machine", 1, {}, (), ())
@@ -103,8 +105,8 @@ def test_a_name_as_long_as_names_may_be(tmp_path: Path) -> None:
 def test_what_was_measured_is_printed_if_it_cannot_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile = planning.load_profile("l4")
-    monkeypatch.setattr("hetmem.probe.probe", lambda *_, **__: profile)
+    profile = planner.load_profile("l4")
+    monkeypatch.setattr("hetmem.tools.probe.probe", lambda *_, **__: profile)
     monkeypatch.setattr(whole_files.os, "replace", no_space)
     assert cli.main(["probe", "-o", str(tmp_path / "machine.json")]) == 2
     captured = capsys.readouterr()
@@ -115,7 +117,7 @@ def test_what_was_measured_is_printed_if_it_cannot_be_saved(
 def test_nothing_is_measured_for_a_directory_that_takes_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hetmem.probe.probe", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("hetmem.tools.probe.probe", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
     assert cli.main(["probe", "-o", str(tmp_path / "machine.json")]) == 2
     assert f"nothing may be written in {tmp_path}" in capsys.readouterr().err

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.checkpoint.values import Encoder
 from hetmem.errors import CheckpointError
+from hetmem.intercept import registry
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.runtime import registry
 
 
 @runtime_checkable

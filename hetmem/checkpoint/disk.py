@@ -11,8 +11,8 @@ import fcntl
 import os
 from collections.abc import Iterator
 
+from hetmem.base.units import format_size
 from hetmem.errors import StoreError
-from hetmem.units import format_size
 
 
 def write_at(fd: int, path: str, memory: memoryview, offset: int) -> None:

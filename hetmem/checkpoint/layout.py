@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hetmem.base.units import format_size, round_up
 from hetmem.errors import CheckpointError
-from hetmem.units import format_size, round_up
 
 VERSION = "1"
 OPTIMIZER, EXTRA = "optimizer:", "extra:"

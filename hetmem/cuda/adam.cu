@@ -1,4 +1,4 @@
-// AdamW, bit for bit the host's kernel (hetmem.optim.kernels): one pass that may emit a 16-bit copy. Computed in float32.
+// AdamW, bit for bit the host's kernel (hetmem.cpu): one pass that may emit a 16-bit copy. Computed in float32.
 //
 // State may lie on the device or in mapped host memory: each byte is read once and written once, streaming.
 // torch's kernel on the host computes the elements behind its last full vector one by one, where the compiler has fused

@@ -15,7 +15,7 @@ from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, Backend
 from hetmem.cuda.checks import NAMES, check_blocks, check_flat, stream_for
 
 SCALARS = ("sign", "decay", "lerp", "beta2", "square", "bias", "eps", "negative_step")
-"""The scalars of an update, in order, each rounded once to float32: as `hetmem.optim.kernels` prepares them."""
+"""The scalars of an update, in order, each rounded once to float32: as `hetmem.cpu` prepares them."""
 
 _COPIES = (None, torch.bfloat16, torch.float16)
 ADAMS = {
@@ -40,7 +40,7 @@ def adamw(
 ) -> None:
     """Update `param`, `exp_avg` and `exp_avg_sq` in place; write `param`, rounded, to `compute_copy` if given.
 
-    Bit for bit what the host computes, `m = fma(lerp, g - m, m)` and so on in float32: see `hetmem.optim.kernels`. The
+    Bit for bit what the host computes, `m = fma(lerp, g - m, m)` and so on in float32: see `hetmem.cpu`. The
     last `tail` elements are rounded as torch's kernel on the host rounds those behind its last full vector. `param` and
     the moments are float32, with `grad` in float32, bfloat16 or float16 and `compute_copy` in bfloat16 or float16, or,
     without a copy, are with `grad` of one of these: flat, of one length, on the GPU or in pinned memory; 16 bytes an

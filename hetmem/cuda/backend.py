@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hetmem.config import kernel_cache_directory
+from hetmem.base.config import kernel_cache_directory
+from hetmem.base.whole_files import write_whole
 from hetmem.cuda import nvrtc
-from hetmem.whole_files import write_whole
 
 THREADS = 256
 """Threads of every block; floats.cuh says the same."""
@@ -178,7 +178,7 @@ def backend(cache_directory: Path | None = None) -> Backend:
     """The kernels' home in this process: CuPy where a GPU, CuPy and an NVRTC that compiles for it are at hand and
     work, else torch; `.reason` says why.
 
-    `cache_directory`: where compiled kernels are kept, by default what `hetmem.config` says.
+    `cache_directory`: where compiled kernels are kept, by default what `hetmem.base.config` says.
     """
     if not torch.cuda.is_available():
         return TorchBackend("torch sees no GPU")

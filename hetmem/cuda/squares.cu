@@ -1,4 +1,4 @@
-// Sums of squares in float64, one for each run of 4096 elements, in the order of the host's loop (hetmem.optim.kernels).
+// Sums of squares in float64, one for each run of 4096 elements, in the order of the host's loop (hetmem.cpu).
 //
 // Element i of a run goes to lane i % 64; the lanes' sums are added by halves. Eight threads do one run, each of them the
 // eight lanes that lie in a group. A square of a float32 is exact in float64, so the fused sum is rounded once, as the

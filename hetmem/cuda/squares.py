@@ -27,7 +27,7 @@ def square_sums(
 ) -> None:
     """sums[i] = the sum of squares of the i-th RUN_ELEMENTS of `values`; infinite or NaN if and only if one of them is.
 
-    Added in float64 in the order that squares.cu says, which is the host's: see `hetmem.optim.kernels.loops`. `values`:
+    Added in float64 in the order that squares.cu says, which is the host's: see `hetmem.cpu.loops`. `values`:
     flat, float32, bfloat16 or float16, 16 bytes an access where it starts at a multiple of 16. `sums`: float64, one for
     each run, the last of which may be shorter. Starts the work on `stream` (None: torch's current one); both must stay
     until it has passed. Raises ValueError, with nothing started.

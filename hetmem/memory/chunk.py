@@ -10,12 +10,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from hetmem.memory.nvme import Extent
-from hetmem.memory.pools import PAGE_BYTES
-from hetmem.memory.views import Memory, elements
-from hetmem.plan.layout import ChunkSpec
-from hetmem.plan.trace import Tier
-from hetmem.units import round_up
+from hetmem.base.units import round_up
+from hetmem.memory.host_pool import PAGE_BYTES
+from hetmem.memory.nvme_store import Extent
+from hetmem.memory.tensor_views import Memory, elements
+from hetmem.schedule.layout import ChunkSpec
+from hetmem.schedule.trace import Tier
 
 
 class _RoleFields(NamedTuple):

@@ -10,14 +10,14 @@ from typing import Protocol
 
 import torch
 
+from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
 from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.free import free_host_bytes
+from hetmem.memory.free_memory import free_host_bytes
 from hetmem.memory.mapping import Mapping
+from hetmem.memory.tensor_views import Memory, without_graph
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
-from hetmem.memory.views import Memory, without_graph
-from hetmem.plan.links import Link
-from hetmem.units import parse_size
+from hetmem.schedule.links import Link
 
 
 class Device(Protocol):

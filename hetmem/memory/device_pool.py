@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetmem.memory.views import Memory, address_of, elements
+from hetmem.memory.tensor_views import Memory, address_of, elements
 
 POISON = 0xFF
 """The byte a freed slot is filled with under `sanitize`: NaN in every floating-point format, -1 in integers."""

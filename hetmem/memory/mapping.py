@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from hetmem.base.units import GIB, MIB, format_size, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory import numa
-from hetmem.memory.free import free_host_bytes
-from hetmem.units import GIB, MIB, format_size, round_up
+from hetmem.memory.free_memory import free_host_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, StoreError
 from hetmem.memory.mapping import Mapping
-from hetmem.units import format_size
 
 BLOCK_BYTES = 4096  # covers the O_DIRECT alignment of the disks and filesystems in use
 

@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
+from hetmem.base.units import MIB, round_up
 from hetmem.errors import StoreError
-from hetmem.memory.disks import Requests
+from hetmem.memory.disk_settings import Requests
 from hetmem.memory.nvme_file import BLOCK_BYTES, Move, StoreFile
-from hetmem.units import MIB, round_up
 
 _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from hetmem.errors import ManageError
-from hetmem.memory.chunk import Role
-from hetmem.optim.kernels import (
+from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
     Codes8Bit,
@@ -19,8 +17,10 @@ from hetmem.optim.kernels import (
     adamw_on_device,
     adamw_tasks,
 )
-from hetmem.optim.kernels.on_device import adamw_as_on_host, equals_host
-from hetmem.optim.offloaded import OffloadedOptimizer
+from hetmem.cpu.on_device import adamw_as_on_host, equals_host
+from hetmem.errors import ManageError
+from hetmem.memory.chunk import Role
+from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.optim.rule import ParameterUpdate, Rule, There
 from hetmem.optim.scaling import LossScale, is_number
 
@@ -196,7 +196,7 @@ class AdamWRule:
 
 
 class CompactAdamWRule:
-    """AdamW on states smaller than float32: see `hetmem.optim.kernels.compact`. Host memory only."""
+    """AdamW on states smaller than float32: see `hetmem.cpu.compact`. Host memory only."""
 
     runs_on_device = False
 

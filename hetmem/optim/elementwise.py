@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hetmem.cpu import Task
+from hetmem.cpu.tiles import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
-from hetmem.optim.kernels import Task
-from hetmem.optim.kernels.tiles import one_torch_thread, tiles_of
-from hetmem.optim.offloaded import OffloadedOptimizer
+from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.optim.rule import HalfComputedError, ParameterUpdate
 from hetmem.optim.scaling import LossScale
 

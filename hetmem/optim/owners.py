@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
+from hetmem.engine.consumed_gradients import updated_by_another
+from hetmem.engine.gradients import GradientSink
+from hetmem.engine.listener import Watcher
 from hetmem.errors import ManageError
+from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import ManagedParameter, Role
-from hetmem.runtime.gradients import GradientSink
-from hetmem.runtime.interception import Interception
-from hetmem.runtime.used_up import updated_by_another
-from hetmem.runtime.watcher import Watcher
 
 
 class Owner(Protocol):

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetmem.cpu import sums_of_tiles
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.nvme import Look
-from hetmem.optim.kernels import sums_of_tiles
+from hetmem.memory.nvme_store import Look
 from hetmem.optim.rule import Left
 from hetmem.optim.undo import Saved
-from hetmem.plan.balance import Way
+from hetmem.schedule.update_split import Way
 
 _SAMPLES = 1024
 Sums = np.ndarray[Any, np.dtype[np.float64]]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from hetmem.engine.param_views import is_shared
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.views import address_of
-from hetmem.optim.matching import Places
+from hetmem.memory.tensor_views import address_of
 from hetmem.optim.rule import Rule
-from hetmem.runtime.bindings import is_shared
+from hetmem.optim.state_matching import Places
 
 
 class States:

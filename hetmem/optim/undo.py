@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from hetmem.cpu import Task
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.pools import HostPool
-from hetmem.optim.kernels import Task
-from hetmem.plan.trace import Tier
+from hetmem.memory.host_pool import HostPool
+from hetmem.schedule.trace import Tier
 
 _TILE_BYTES = 1 << 21
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hetmem.whole_files import write_whole
+from hetmem.base.whole_files import write_whole
 
 SCHEMA = "hetmem.report"
 SCHEMA_VERSION = 2

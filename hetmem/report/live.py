@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hetmem.base.units import format_seconds, format_size
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept import registry
 from hetmem.report.files import write_atomically
 from hetmem.report.step import TERM_NAMES
 from hetmem.report.text import grid
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
-from hetmem.units import format_seconds, format_size
 
 PUBLISH_SECONDS = 1.0
 _watched: WeakKeyDictionary[Runtime, _Watch] = WeakKeyDictionary()

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import SimDevice
-from hetmem.plan.balance import Way
-from hetmem.plan.trace import Tier
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
 from hetmem.report.step import step_section
 from hetmem.report.text import table
 from hetmem.report.timeline import BlockFacts, timeline_section
 from hetmem.report.window import Window, last_window
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
+from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import Way
 
 _NAMES_SHOWN = 6
 

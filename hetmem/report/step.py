@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hetmem.plan.links import Link
+from hetmem.base.units import format_seconds, format_size
+from hetmem.engine.events import Span
 from hetmem.report.intervals import Interval, clip, length, union, without
 from hetmem.report.window import TRAINING, Window
-from hetmem.runtime.events import Span
-from hetmem.units import format_seconds, format_size
+from hetmem.schedule.links import Link
 
 TERM_NAMES = {
     "compute": "Compute",

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from hetmem.base.units import format_seconds, format_size
 from hetmem.report.step import TERM_NAMES
-from hetmem.units import format_seconds, format_size
 
 _WIDTH = 88
 _BAR = 24

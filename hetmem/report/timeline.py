@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from hetmem.plan.links import Link
+from hetmem.engine.events import Span
 from hetmem.report.intervals import overlap, union
 from hetmem.report.window import Window
-from hetmem.runtime.events import Span
+from hetmem.schedule.links import Link
 
 MAX_ENTRIES = 20_000
 """Of each kind; a step with more keeps every second, third … of them (the largest of each group)."""

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hetmem.runtime.events import CopyChange, EventLog, Fault, MomentSeen, Span, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Transfer
 
 Entry = TypeVar("Entry")
 

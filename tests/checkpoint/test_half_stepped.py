@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.cpu.workers import Batch
 from hetmem.errors import CheckpointError, HetmemError
-from hetmem.optim.workers import Batch
 from tests.checkpoint.models import Run, start
 from tests.runtime.harness import assert_same_states, assert_same_weights, streamed, token_batches
 

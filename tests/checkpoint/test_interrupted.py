@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.traffic import Traffic
 from hetmem.errors import CheckpointError
-from hetmem.optim.updates import Updates
-from hetmem.runtime.traffic import Traffic
+from hetmem.optim.update_queue import Updates
 from tests.checkpoint.models import OptimizerOf, Run, start
 from tests.runtime.harness import everywhere, same_bits, streamed, token_batches
 

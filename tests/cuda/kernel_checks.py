@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles, update
 from hetmem.cuda import reference
 from hetmem.cuda.adam import ADAMS, adamw
 from hetmem.cuda.cast import CASTS, cast
@@ -18,7 +19,6 @@ from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
 from hetmem.cuda.quantise import Format, dequantise, quantise, scales_numel
 from hetmem.cuda.segments import Segments
 from hetmem.cuda.squares import square_sums
-from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles, update
 from tests.cuda.vectors import BITS, HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetmem.cpu import AdamWStep, update
 from hetmem.cuda import backend as backend_module
 from hetmem.cuda import nvrtc
 from hetmem.cuda.adam import SCALARS, adamw
@@ -24,7 +25,6 @@ from hetmem.cuda.gradient import gradient_out
 from hetmem.cuda.quantise import BLOCK_ELEMENTS, Format, dequantise, quantise
 from hetmem.cuda.segments import TILE_ELEMENTS, Segments
 from hetmem.cuda.squares import square_sums
-from hetmem.optim.kernels import AdamWStep, update
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.shim import GPP, ROOT, SOURCES, ShimBackend, build
 from tests.cuda.vectors import Place

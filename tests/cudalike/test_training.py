@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.gpu.test_managed import Model, Step, assert_trains_alike, batches, steps_of
 from tests.runtime.parts import Scale
 

@@ -14,8 +14,8 @@ import pytest
 from torch import nn
 
 from hetmem.errors import StoreError
-from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 
 Fault = Callable[[str, int, int], int]
 """Asked before each system call: verb, offset, bytes. It may raise, wait, or return how many bytes are moved."""
@@ -62,7 +62,7 @@ class FaultyDisk:
             self.stores.append(NvmeStore(directories, nbytes, io=self, **options))
             return self.stores[-1]
 
-        monkeypatch.setattr("hetmem.runtime.construction.NvmeStore", make)
+        monkeypatch.setattr("hetmem.engine.build.NvmeStore", make)
 
 
 def healthy(_: str, __: int, nbytes: int) -> int:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError, StoreError
-from hetmem.units import parse_size
 
 ROOMY = hetmem.Budget(device="8MiB", host="32MiB", device_chunks="2MiB")
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.cpu.workers import WorkerPool
+from hetmem.engine.runtime import Runtime
+from hetmem.engine.traffic import Traffic
 from hetmem.errors import BudgetError, StoreError
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
 from hetmem.memory.device import SimDevice
 from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.nvme import NvmeStore
-from hetmem.optim.workers import WorkerPool
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.traffic import Traffic
+from hetmem.memory.nvme_store import NvmeStore
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -201,7 +201,7 @@ def test_chunks_are_put_in_order_by_the_step_after_one_that_failed_in_that(
     once = Once(monkeypatch, Runtime, "forget_copies", lambda: StoreError(5, "Input/output error"), main=False)
     orders: list[bool] = []
     monkeypatch.setattr(
-        "hetmem.optim.offloaded.arrange_by_use", lambda runtime: (runtime.forget_copies(), orders.append(True))
+        "hetmem.optim.optimizer.arrange_by_use", lambda runtime: (runtime.forget_copies(), orders.append(True))
     )
     loss_of(managed, BATCHES[0]).backward()
     once.arm(1)

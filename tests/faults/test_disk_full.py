@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hetmem.config import Budget
+from hetmem.base.config import Budget
+from hetmem.base.units import MIB
 from hetmem.errors import StoreError
-from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
-from hetmem.units import MIB
+from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 
 
 def test_a_disk_without_room_says_so_at_reservation_and_is_not_filled_to_find_out(

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import hetmem
+from hetmem.base.units import MIB
 from hetmem.errors import BudgetError, StoreError
 from hetmem.memory.device import SimDevice
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
+from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 from hetmem.memory.transfer import TransferEngine
-from hetmem.units import MIB
 from tests.faults.disk import EIO, FaultyDisk
 from tests.runtime.harness import (
     adamws,
@@ -247,7 +247,7 @@ def test_the_interpreter_ends_although_the_disk_hangs(tmp_path: Path) -> None:
     program = (
         "import os, sys, threading\n"
         "from hetmem.memory.mapping import Mapping\n"
-        "from hetmem.memory.nvme import NvmeStore\n"
+        "from hetmem.memory.nvme_store import NvmeStore\n"
         "class Hangs:\n"
         "    def preadv(self, *_):\n"
         "        threading.Event().wait()\n"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from hetmem.base.units import MIB, round_down
 from hetmem.errors import StoreError
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
-from hetmem.units import MIB, round_down
+from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 
 REQUEST_BYTES = 2 * BLOCK_BYTES
 EXTENT_BYTES = 5 * REQUEST_BYTES

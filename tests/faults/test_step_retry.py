@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.traffic import Traffic
 from hetmem.errors import StoreError
-from hetmem.optim.passes import Passes
+from hetmem.intercept import registry
+from hetmem.optim.device_updates import StreamedUpdates
 from hetmem.optim.scaling import LossScale
-from hetmem.optim.streamed import StreamedUpdates
 from hetmem.optim.undo import UndoLog
-from hetmem.optim.updates import Updates
-from hetmem.runtime import registry
-from hetmem.runtime.traffic import Traffic
+from hetmem.optim.update_pass import Passes
+from hetmem.optim.update_queue import Updates
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
@@ -379,7 +379,7 @@ def test_a_write_after_an_update_is_refused_also_where_the_disk_failed_before_it
     with torch.no_grad():
         managed[-1].weight.mul_(0.75)  # the first that was updated
     with monkeypatch.context() as patch:
-        patch.setattr("hetmem.optim.stepper.wait_for_staged_gradients", _fails)
+        patch.setattr("hetmem.optim.step.wait_for_staged_gradients", _fails)
         with pytest.raises(StoreError):
             optimizer.step()
     for _ in range(2):

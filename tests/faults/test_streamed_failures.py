@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim import streamed
+from hetmem.engine.runtime import Runtime
+from hetmem.optim import device_updates
 from hetmem.optim.adamw import AdamWRule
-from hetmem.optim.stepper import Stepper
-from hetmem.runtime.runtime import Runtime
+from hetmem.optim.step import Stepper
 from tests.optim.keeping import LAYERS, ODD, batches, both, runtime_of
 from tests.optim.test_streamed import SLOW_HOST, assert_alike, train, trained
 from tests.runtime.harness import assert_same_states, assert_same_weights, loss_of, token_batches
@@ -78,12 +78,12 @@ def test_an_update_that_fails_behind_its_step_is_made_for_whoever_waits_again(
 ) -> None:
     expected, found = trained(4, tmp_path, None), trained(4, tmp_path, SLOW_HOST, overlap="forward")
     found[1].synchronize()
-    owner, name = (streamed._Bring, "__call__") if part == "bring" else (AdamWRule, "there")
+    owner, name = (device_updates._Bring, "__call__") if part == "bring" else (AdamWRule, "there")
     broken = Broken(monkeypatch, owner, name, spared)
     if part == "host":
         broken.told.set()
-        hold = Broken(monkeypatch, streamed._Bring, "__call__")  # until the step is over nothing has a slot
-        monkeypatch.setattr(streamed._Bring, "__call__", _held(hold.told, streamed._Bring.__call__))
+        hold = Broken(monkeypatch, device_updates._Bring, "__call__")  # until the step is over nothing has a slot
+        monkeypatch.setattr(device_updates._Bring, "__call__", _held(hold.told, device_updates._Bring.__call__))
     train(*expected, 1)
     managed, optimizer = found
     output = managed(*token_batches(1)[0])
@@ -114,7 +114,7 @@ def test_gradients_on_the_device_wait_there_for_an_update_that_fails_behind_its_
 ) -> None:
     plain, managed, optimizers = both(tmp_path, shape=ODD, overlap="forward")
     optimizers[1].synchronize()
-    broken = Broken(monkeypatch, streamed._Bring, "__call__", spared=6)
+    broken = Broken(monkeypatch, device_updates._Bring, "__call__", spared=6)
     for number, batch in enumerate(batches(ODD, 3)):
         for module, optimizer in ((plain, optimizers[0]), (managed, optimizers[1])):
             loss = loss_of(module, batch)
@@ -136,7 +136,7 @@ def test_an_update_that_fails_as_its_step_ends_is_made_too(tmp_path: Path, monke
     """What looks at the allocator then may have to wait for something."""
     expected, found = trained(5, tmp_path, None), trained(4, tmp_path, SLOW_HOST, overlap="forward")
     found[1].synchronize()
-    broken, after_step = Broken(monkeypatch, streamed._Bring, "__call__"), Runtime.after_step
+    broken, after_step = Broken(monkeypatch, device_updates._Bring, "__call__"), Runtime.after_step
 
     def waits(runtime: Runtime) -> None:
         broken.told.set()
@@ -163,7 +163,7 @@ def test_what_does_not_get_home_at_all_is_told_of_and_no_step_goes_on_from_there
 ) -> None:
     managed, optimizer = trained(4, tmp_path, SLOW_HOST, overlap=overlap)
     optimizer.synchronize()
-    broken = Broken(monkeypatch, streamed._SendHome, "__call__")
+    broken = Broken(monkeypatch, device_updates._SendHome, "__call__")
     broken.told.set()
     managed(*token_batches(1)[0]).backward()
     broken.on = True
@@ -204,7 +204,7 @@ def test_tiles_that_fail_on_the_host_for_want_of_slots_are_finished_by_the_step_
         stepper._updates.streamed._closing = True  # as they are while somebody asks for them back
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(streamed.StreamedUpdates, "add", lambda self, job: self._to_host(job))
+                patch.setattr(device_updates.StreamedUpdates, "add", lambda self, job: self._to_host(job))
                 update(stepper, *args)
         finally:
             stepper._updates.streamed._closing = False
@@ -236,8 +236,8 @@ def test_an_error_holds_nothing_once_nobody_holds_it(
     device = hetmem.SimDevice(host_to_device="200MB", device_to_host="200MB")
     _, managed, optimizers = both(tmp_path, shape=ODD, device=device)
     owner, name = {
-        "bring": (streamed._Bring, "__call__"),
-        "home": (streamed._SendHome, "__call__"),
+        "bring": (device_updates._Bring, "__call__"),
+        "home": (device_updates._SendHome, "__call__"),
         "host": (AdamWRule, "there"),
         "gradient": (hetmem.SimDevice, "gradient_out"),
     }[part]

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.cpu import tiles
+from hetmem.cpu.workers import Batch, Task, WorkerPool
 from hetmem.errors import CheckpointError
-from hetmem.optim.kernels import tiles
-from hetmem.optim.workers import Batch, Task, WorkerPool
 from tests.runtime.harness import (
     adamws,
     assert_same_states,

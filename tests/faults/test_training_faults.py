@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.engine.traffic import Traffic
 from hetmem.errors import StoreError
 from hetmem.memory.chunk import Home
-from hetmem.memory.nvme import BLOCK_BYTES
-from hetmem.runtime.traffic import Traffic
+from hetmem.memory.nvme_store import BLOCK_BYTES
 from tests.faults.disk import EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
 from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
 from tests.runtime.harness import loss_of, same_bits

@@ -21,12 +21,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.memory.compute import ComputeStreams
-from hetmem.memory.cuda import CudaDevice, CudaStreams
-from hetmem.memory.streams import StreamCopier
+from hetmem.intercept import registry
+from hetmem.memory.compute_streams import ComputeStreams
+from hetmem.memory.cuda_device import CudaDevice, CudaStreams
+from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem.schedule.links import Link
 from tests.optim.machines import SLOW_HOST
 
 pytestmark = [

@@ -16,10 +16,10 @@ from torch import nn
 
 import hetmem
 from hetmem.cuda.backend import Backend, TorchBackend, backend
-from hetmem.memory.cuda import CudaDevice, pci_address
+from hetmem.memory.copy_settings import Way, Ways
+from hetmem.memory.cuda_copies import PIECE_BYTES
+from hetmem.memory.cuda_device import CudaDevice, pci_address
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.moves import PIECE_BYTES
-from hetmem.memory.ways import Way, Ways
 from tests.cuda.vectors import assert_same, ordinary
 
 pytestmark = [

@@ -24,11 +24,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-import hetmem.memory.cuda
+import hetmem.memory.cuda_device
 from hetmem.cuda.backend import Backend, TorchBackend
-from hetmem.memory.cuda import CudaDevice
-from hetmem.memory.ways import Ways
-from hetmem.runtime import monitor
+from hetmem.engine import live_bytes
+from hetmem.memory.copy_settings import Ways
+from hetmem.memory.cuda_device import CudaDevice
 from tests.cuda.shim import ShimBackend
 
 
@@ -302,8 +302,8 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         put(torch.cuda, name, replacement)
     put(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
-    put(monitor, "_modes_are_around", lambda: False)  # `Deferred` is a mode that hetmem's own copies need
-    hetmem.memory.cuda._observe_allocator.cache_clear()
+    put(live_bytes, "_modes_are_around", lambda: False)  # `Deferred` is a mode that hetmem's own copies need
+    hetmem.memory.cuda_device._observe_allocator.cache_clear()
     put(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
 
 

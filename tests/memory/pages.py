@@ -6,7 +6,7 @@ import ctypes
 import mmap
 
 from hetmem.memory.mapping import address_of
-from hetmem.memory.nvme import BLOCK_BYTES, Extent, NvmeStore
+from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 
 
 def cached_blocks(store: NvmeStore, extent: Extent) -> list[int]:

@@ -13,15 +13,15 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
-from hetmem.memory import cuda as cuda_module
-from hetmem.memory.compute import ComputeStreams
-from hetmem.memory.cuda import CudaDevice, CudaStreams
+from hetmem.intercept import registry
+from hetmem.memory import cuda_device as cuda_module
+from hetmem.memory.compute_streams import ComputeStreams
+from hetmem.memory.cuda_device import CudaDevice, CudaStreams
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.streams import StreamCopier
+from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem.schedule.links import Link
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
 from tests.runtime.lazy_device import HostSlots

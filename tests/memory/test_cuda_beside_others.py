@@ -14,13 +14,13 @@ import torch
 import hetmem
 from hetmem.cuda.checks import stream_for
 from hetmem.errors import ManageError
-from hetmem.memory.compute import ComputeStreams
-from hetmem.memory.cuda import CudaStreams
-from hetmem.memory.streams import StreamCopier
+from hetmem.intercept import registry
+from hetmem.memory.compute_streams import ComputeStreams
+from hetmem.memory.cuda_device import CudaStreams
+from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job
-from hetmem.plan.links import Link
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.schedule.links import Link
+from hetmem.schedule.trace import Tier
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import BATCHES, PLACEMENTS, manage, mlp
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import NvmeStore
-from hetmem.memory.streams import StreamCopier
+from hetmem.memory.nvme_store import NvmeStore
+from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
-from hetmem.plan.links import Link
+from hetmem.schedule.links import Link
 from tests.runtime.harness import comes_to_be
 
 BLOCK = 4096

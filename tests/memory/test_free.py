@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.memory import free
-from hetmem.memory.free import free_host_bytes, left_by_groups
+from hetmem.memory import free_memory
+from hetmem.memory.free_memory import free_host_bytes, left_by_groups
 
 GIB = 1 << 30
 
@@ -61,7 +61,7 @@ def test_without_a_limit_nothing_is_less(tmp_path: Path) -> None:
 
 def test_a_budget_that_nobody_says_is_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < free_host_bytes() <= psutil.virtual_memory().total
-    monkeypatch.setattr(free, "left_by_groups", lambda: [100 << 20])
+    monkeypatch.setattr(free_memory, "left_by_groups", lambda: [100 << 20])
     assert free_host_bytes() == 100 << 20
     assert hetmem.SimDevice().available_bytes() == 25 << 20
     managed = hetmem.manage(torch.nn.Linear(8, 8), device="sim")

@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import hetmem
+from hetmem.base.units import MIB
 from hetmem.errors import CapacityError
-from hetmem.memory import cuda as cuda_module
+from hetmem.memory import cuda_device as cuda_module
+from hetmem.memory import host_pool
 from hetmem.memory import mapping as mapping_module
-from hetmem.memory import pools
+from hetmem.memory.host_pool import HostPool
 from hetmem.memory.mapping import PAGE_BYTES, Mapping
-from hetmem.memory.pools import HostPool
-from hetmem.units import MIB
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.test_mapping import resident_bytes
 from tests.runtime.harness import BATCHES, Recipe, comes_to_be, mlp, pair, train_both
@@ -29,7 +29,7 @@ __all__ = ["cuda"]  # a fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for each GiB and each 64 GiB, for each MiB."""
     monkeypatch.setattr(mapping_module, "_POPULATE_STEP_BYTES", MIB)
-    for module in (pools, cuda_module):
+    for module in (host_pool, cuda_module):
         monkeypatch.setattr(module, "PIECE_BYTES", MIB)
 
 

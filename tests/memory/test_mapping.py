@@ -8,9 +8,9 @@ import os
 
 import pytest
 
+from hetmem.base.units import GIB, MIB
 from hetmem.errors import CapacityError
 from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of
-from hetmem.units import GIB, MIB
 
 
 def resident_bytes(mapping: Mapping) -> int:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hetmem.cuda.segments import Segments
-from hetmem.memory import moves
+from hetmem.memory import cuda_copies
+from hetmem.memory.copy_settings import Way, Ways
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.ways import Way, Ways
 from tests.cuda.shim import GPP, build
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
@@ -44,8 +44,8 @@ def kernels(request: pytest.FixtureRequest) -> LateKernels | None:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moves, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(moves, "KERNEL_ELEMENTS", 3000)
+    monkeypatch.setattr(cuda_copies, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(cuda_copies, "KERNEL_ELEMENTS", 3000)
 
 
 class Machine:
@@ -159,7 +159,7 @@ def test_a_warm_move_takes_no_memory_and_makes_no_table(
             cuda.made.append("a table")
             super().__init__(*args)
 
-    monkeypatch.setattr(moves, "Segments", Counted)
+    monkeypatch.setattr(cuda_copies, "Segments", Counted)
     machine = Machine(ways, kernels)
     source, target = machine.host(ordinary(5000)), torch.zeros(5000, dtype=torch.bfloat16)
     home, arrived = machine.host(ordinary(5000)), ordinary(5000).bfloat16()
@@ -213,7 +213,7 @@ def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda, inwa
 
 def test_the_memory_of_a_buffer_may_have_been_in_use_on_the_stream_that_made_it(cuda: FakeCuda) -> None:
     """torch's allocator hands memory out again on its stream before that is done with it, and on no other."""
-    staging, first, other, ran = moves.Staging(torch.device("cpu")), Stream(), Stream(), list[str]()
+    staging, first, other, ran = cuda_copies.Staging(torch.device("cpu")), Stream(), Stream(), list[str]()
     first.ask(lambda: ran.append("what had the memory before"))
     with torch.cuda.stream(first):
         one = staging.take(first)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from hetmem.base.units import MIB
 from hetmem.errors import BudgetError, CapacityError
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import BLOCK_BYTES, Extent, NvmeStore
-from hetmem.units import MIB
+from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 from tests.memory.left import nothing_left, open_files, random_memory
 from tests.memory.pages import cached_blocks
 from tests.runtime.harness import comes_to_be

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hetmem.base.units import MIB
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
-from hetmem.units import MIB
+from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 8, 12])

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from hetmem.base.units import MIB
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory import nvme_file
-from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
-from hetmem.units import MIB
+from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 from tests.memory.left import nothing_left, random_memory
 
 __all__ = ["nothing_left"]  # a fixture
@@ -69,7 +69,7 @@ def test_a_store_dropped_without_close_finishes_and_cleans_up(tmp_path: Path, no
 def test_kill_leaves_no_file_and_no_blocks_behind(tmp_path: Path) -> None:
     program = (
         "import sys, time\n"
-        "from hetmem.memory.nvme import NvmeStore\n"
+        "from hetmem.memory.nvme_store import NvmeStore\n"
         "store = NvmeStore([sys.argv[1]], 1 << 24)\n"
         "store.view(store.reserve(1 << 20))[:] = b'x' * (1 << 20)\n"
         "print('ready', flush=True)\n"
@@ -89,7 +89,7 @@ def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(tmp_path:
     program = (
         "import sys\n"
         "from hetmem.memory.mapping import Mapping\n"
-        "from hetmem.memory.nvme import NvmeStore\n"
+        "from hetmem.memory.nvme_store import NvmeStore\n"
         "store = NvmeStore([sys.argv[1]], 1 << 24, request_bytes=4096)\n"
         "future = store.write(store.reserve(1 << 20), Mapping(1 << 20).buffer(0, 1 << 20))\n"
     )
@@ -111,7 +111,7 @@ def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(tm
         "    print(*(os.fstat(result).st_size for result in results))\n"
         "atexit.register(save)\n"
         "from hetmem.memory.mapping import Mapping\n"
-        "from hetmem.memory.nvme import NvmeStore\n"
+        "from hetmem.memory.nvme_store import NvmeStore\n"
         "class Late:\n"
         "    preadv = staticmethod(os.preadv)\n"
         "    def pwritev(self, *request):\n"

@@ -91,7 +91,7 @@ ROOM = hetmem.Budget(device="256KiB", host="8MiB")
 def test_after_a_refusal_in_backward_chunks_leave_that_much_more_and_training_goes_on(
     cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetmem.runtime.share.choose", lambda *_: [])  # homes are not in what this allocator counts
+    monkeypatch.setattr("hetmem.engine.rehome.choose", lambda *_: [])  # homes are not in what this allocator counts
     device = Machine(cuda)
     plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
     batches = token_batches(6)
@@ -173,7 +173,7 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     managed = manage(Tower(), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
     for batch in token_batches(3):
         managed(*batch).backward()
-    runtime = hetmem.runtime.registry.of_module(managed).runtime
+    runtime = hetmem.intercept.registry.of_module(managed).runtime
     assert runtime.room._most_non_model == 4 * KIB
     device.other_bytes = 20 * KIB
     peak()
@@ -199,7 +199,7 @@ def test_an_interrupt_while_chunks_give_way_takes_nothing_from_them_for_good(
         sanitize=False,
     )
     left, right = train_both(plain, managed, token_batches(3))
-    runtime = hetmem.runtime.registry.of_module(managed).runtime
+    runtime = hetmem.intercept.registry.of_module(managed).runtime
     with monkeypatch.context() as patched:
         patched.setattr(runtime.traffic.pending, "drain", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -211,7 +211,7 @@ def test_homes_that_move_until_an_interrupt_are_no_need_of_the_model(cuda: FakeC
     managed = manage(Tower(), ROOM, tmp_path, chunk_bytes="16KiB", device=Machine(cuda), sanitize=False)
     for batch in token_batches(3):
         managed(*batch).backward()
-    runtime = hetmem.runtime.registry.of_module(managed).runtime
+    runtime = hetmem.intercept.registry.of_module(managed).runtime
     peaks = [0]
     cuda.peak = lambda: peaks[0]
     cuda.reset_peak = lambda _=None: peaks.__setitem__(0, 0)
@@ -289,7 +289,7 @@ def test_a_model_that_is_gone_is_neither_told_nor_kept_and_others_are_told(cuda:
     runtimes = []
     for _ in range(2):
         managed = manage(Tower(), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
-        runtimes.append(weakref.ref(hetmem.runtime.registry.of_module(managed).runtime))
+        runtimes.append(weakref.ref(hetmem.intercept.registry.of_module(managed).runtime))
     gc.collect()
     with pytest.raises(torch.OutOfMemoryError):
         device.refuse(8 * KIB)

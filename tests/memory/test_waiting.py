@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.waiting import Watch
 from tests.runtime.harness import PLACEMENTS, Tower, manage, token_batches, vector_batches

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hetmem import bench_device
-from hetmem.config import kernel_cache_directory
-from hetmem.memory import cuda as cuda_module
-from hetmem.memory.cuda import CudaDevice
-from hetmem.memory.ways import Way, Ways, load_ways, save_ways, ways_file
+from hetmem.base.config import kernel_cache_directory
+from hetmem.memory import cuda_device as cuda_module
+from hetmem.memory.copy_settings import Way, Ways, load_ways, save_ways, ways_file
+from hetmem.memory.cuda_device import CudaDevice
+from hetmem.tools import bench_device
 from tests.cuda.shim import GPP, build
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, cuda
 

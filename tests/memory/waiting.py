@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hetmem.engine import live_bytes
+from hetmem.engine.homes import Memory
 from hetmem.memory.transfer import TransferEngine
-from hetmem.runtime import monitor
-from hetmem.runtime.memory import Memory
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _CROSSES = {"to", "copy_"}
@@ -71,7 +71,7 @@ class Watch:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("copy_now", "take"):
                 patch.setattr(TransferEngine, name, _noted(self, getattr(TransferEngine, name)))
-            patch.setattr(monitor, "_modes_are_around", lambda: False)  # which see hetmem's own work too
+            patch.setattr(live_bytes, "_modes_are_around", lambda: False)  # which see hetmem's own work too
             with _Operators(self), _Functions(self):
                 yield
 

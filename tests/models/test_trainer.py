@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.models.zoo import MODELS, TOKENS, VOCABULARY
 from tests.runtime.harness import assert_same_states, assert_same_weights
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.balance import Way
-from hetmem.plan.links import Link
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
+from hetmem.schedule.links import Link
+from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import Way
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed_gradients import train_apart
 from tests.runtime.harness import CHUNK, adamws, pair, vector_batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetmem.plan.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
+from hetmem.schedule.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
 
 GB = 1e9
 SLOW_HOST = HardwareProfile(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.runtime.used_up import UsedUp
+from hetmem.engine.consumed_gradients import UsedUp
 from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "speculative", "forward")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim.kernels import square_sum
+from hetmem.cpu import square_sum
+from hetmem.cpu.workers import WorkerPool
 from hetmem.optim.undo import Saved
-from hetmem.optim.workers import WorkerPool
 from tests.optim.stories import OVERLAPS, overlaps, twins
 from tests.runtime.harness import (
     Recipe,

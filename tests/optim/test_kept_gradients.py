@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.intercept import registry
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.optim import kept, streamed
-from hetmem.optim.places import UpdatePlaces
-from hetmem.plan.balance import Way
-from hetmem.plan.hardware import Rate
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem.optim import device_gradients, device_updates
+from hetmem.optim.update_placement import UpdatePlaces
+from hetmem.schedule.hardware import Rate
+from hetmem.schedule.links import Link
+from hetmem.schedule.update_split import Way
 from tests.optim.keeping import (
     EVEN,
     LAYERS,
@@ -115,7 +115,7 @@ def test_a_place_is_free_for_other_gradients_as_soon_as_the_kernel_has_read_it(
     plain, managed, optimizers = both(tmp_path, shape=EVEN)
     arrived, waited = Event(), []
     placed: list[Any] = []
-    keep, send = kept.KeptGradients.keep, streamed._SendHome.__call__
+    keep, send = device_gradients.KeptGradients.keep, device_updates._SendHome.__call__
 
     def keeping(places: Any, chunk: Any) -> Any:
         placed.append(chunk)
@@ -127,8 +127,8 @@ def test_a_place_is_free_for_other_gradients_as_soon_as_the_kernel_has_read_it(
         waited.append(arrived.wait(20))
         send(work)
 
-    monkeypatch.setattr(kept.KeptGradients, "keep", keeping)
-    monkeypatch.setattr(streamed._SendHome, "__call__", sending)
+    monkeypatch.setattr(device_gradients.KeptGradients, "keep", keeping)
+    monkeypatch.setattr(device_updates._SendHome, "__call__", sending)
     train_apart(plain, managed, optimizers, batches(EVEN, 1))
     assert all(waited)
     assert len(placed) == LAYERS
@@ -220,7 +220,7 @@ class Marking(EarlyStreams):
         return event
 
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Mark, Mark]:
-        if isinstance(work, streamed._Bring):
+        if isinstance(work, device_updates._Bring):
             self.brought_after.append(max((event.number for event in after), default=0))
         return super().enqueue(link, after, work)
 

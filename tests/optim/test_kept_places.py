@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.optim import streamed
-from hetmem.plan.balance import Way
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem.optim import device_updates
+from hetmem.schedule.links import Link
+from hetmem.schedule.update_split import Way
 from tests.optim.keeping import (
     EVEN,
     LAYERS,
@@ -112,7 +112,7 @@ def test_gradients_that_do_not_get_home_stay_where_they_are(tmp_path: Path, monk
 
     def ask(_: torch.Tensor) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("hetmem.runtime.gradients._copy", fails)
+            patch.setattr("hetmem.engine.gradients._copy", fails)
             for chunk in places.chunks:
                 asked.append(chunk.spec.index)
                 with pytest.raises(RuntimeError, match="the link has failed"):
@@ -261,7 +261,7 @@ def test_a_step_whose_transfers_failed_is_tried_again_with_gradients_where_they_
     batch = batches(ODD, 1)[0]
     before = crossed(managed)[Link.DEVICE_TO_HOST]
     begins = threading.Event()
-    Failing(monkeypatch, streamed._Bring, LAYERS, 1, begins)
+    Failing(monkeypatch, device_updates._Bring, LAYERS, 1, begins)
     optimizers[1].register_step_pre_hook(lambda *_: begins.set())
     loss_of(managed, batch).backward()
     with pytest.raises(RuntimeError, match="the link has failed"):
@@ -291,7 +291,7 @@ def test_a_place_that_gradients_were_brought_to_is_free_again_after_a_failure(
         loss_of(module, batch).backward()
     for _ in range(2):
         with monkeypatch.context() as patch:
-            Failing(patch, streamed._Bring, 1, 1)
+            Failing(patch, device_updates._Bring, 1, 1)
             with pytest.raises(RuntimeError, match="the link has failed"):
                 optimizers[1].step()
     for optimizer in optimizers:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, norm, update
-from hetmem.optim.kernels.norm import square_sum_tasks
-from hetmem.optim.kernels.tiles import one_torch_thread
-from hetmem.optim.workers import WorkerPool
+from hetmem.cpu import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, norm, update
+from hetmem.cpu.norm import square_sum_tasks
+from hetmem.cpu.tiles import one_torch_thread
+from hetmem.cpu.workers import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
@@ -299,7 +299,7 @@ def test_a_cpu_without_fma_and_f16c_gives_the_same_bits() -> None:
     # With LLVM's own casts from and to float16 this process died: they became calls of functions that nothing links.
     code = """
 import torch
-from hetmem.optim.kernels import AdamWStep, adamw_tasks, update
+from hetmem.cpu import AdamWStep, adamw_tasks, update
 assert callable(update._verified_loop(torch.float32, torch.float16, torch.float16))
 every = torch.arange(-(2**15), 2**15).short().view(torch.float16)
 wide = every.float()
@@ -319,7 +319,7 @@ def test_a_change_of_the_operations_is_not_answered_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numba compares the age of the loop's file only, and the operations lie in another."""
-    from hetmem.optim.kernels import llvm
+    from hetmem.cpu import llvm
 
     name = loops.compile_loop(loops.adamw).__qualname__
     assert loops.compile_loop(loops.adamw).__qualname__ == name

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetmem.cuda import reference
-from hetmem.optim.kernels import (
+from hetmem.cpu import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
@@ -30,7 +29,8 @@ from hetmem.optim.kernels import (
     loops,
     update,
 )
-from hetmem.optim.workers import WorkerPool
+from hetmem.cpu.workers import WorkerPool
+from hetmem.cuda import reference
 
 ROOT = Path(__file__).parents[2]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -359,7 +359,7 @@ def test_a_loop_that_differs_never_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_cpu_without_fma_gives_the_same_bits() -> None:
     code = (
-        "import torch; from hetmem.optim.kernels import compact as c; b, f = torch.bfloat16, torch.float16\n"
+        "import torch; from hetmem.cpu import compact as c; b, f = torch.bfloat16, torch.float16\n"
         "assert 'compiled' in str(c._compact_kernel((b, f, b, b, f)))\n"
         "assert 'compiled' in str(c._8_bit_kernel((b, f, f)))"
     )

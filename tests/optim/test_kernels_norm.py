@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from hetmem.optim.kernels import (
+from hetmem.cpu import (
     TILE_ELEMENTS,
     loops,
     norm,
@@ -20,8 +20,8 @@ from hetmem.optim.kernels import (
     sums_of_tiles,
     total,
 )
-from hetmem.optim.kernels.loops import BLOCK, RUN
-from hetmem.optim.workers import WorkerPool
+from hetmem.cpu.loops import BLOCK, RUN
+from hetmem.cpu.workers import WorkerPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from hetmem.optim.updates import Job, Updates
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.optim.update_queue import Job, Updates
+from hetmem.schedule.trace import Tier
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import twins
 from tests.runtime.harness import CHUNK, WIDTH, budget, pair, vector_batches

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hetmem.cpu import on_device
+from hetmem.cpu.on_device import adamw_as_on_host, equals_host
+from hetmem.cpu.update import AdamWStep, update_by_torch
 from hetmem.cuda import adam
-from hetmem.optim.kernels import on_device
-from hetmem.optim.kernels.on_device import adamw_as_on_host, equals_host
-from hetmem.optim.kernels.update import AdamWStep, update_by_torch
 from tests.runtime.harness import same_bits
 
 CPU = torch.device("cpu")

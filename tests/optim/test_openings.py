@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim.updates import Job, Updates
-from hetmem.optim.workers import WorkerPool
-from hetmem.plan.copies import CopyState
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.cpu.workers import WorkerPool
+from hetmem.intercept import registry
+from hetmem.optim.update_queue import Job, Updates
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.trace import Tier
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import CHUNK, WIDTH, assert_same_states, assert_same_weights, budget, loss_of, manage
 

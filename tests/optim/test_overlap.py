@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim.updates import Updates
-from hetmem.optim.workers import Batch, Task, WorkerPool
-from hetmem.runtime import registry
+from hetmem.cpu.workers import Batch, Task, WorkerPool
+from hetmem.intercept import registry
+from hetmem.optim.update_queue import Updates
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import OVERLAPS, TRAILING
 from tests.runtime.harness import (

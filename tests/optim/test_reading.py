@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.errors import ManageError, StoreError
-from hetmem.optim.updates import Updates
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.optim.update_queue import Updates
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
 from tests.runtime.harness import WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches

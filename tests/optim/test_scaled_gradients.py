@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.memory.nvme import BLOCK_BYTES
+from hetmem.memory.nvme_store import BLOCK_BYTES
 from hetmem.optim.progress import as_sampled, sample_of
-from hetmem.optim.updates import Updates
-from hetmem.runtime import registry
+from hetmem.optim.update_queue import Updates
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import adamw, one, overlaps, twins, with_gradients
 from tests.runtime.harness import (

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.trace import STEP
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept import registry
+from hetmem.schedule.trace import STEP
 from tests.optim.stories import Twins, adamw, halves, one, overlaps, small, trailing, twins
 from tests.runtime.harness import (
     assert_same,

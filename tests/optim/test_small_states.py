@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim.kernels import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
 from tests.runtime.harness import (
     CHUNK,
     CHUNK_ELEMENTS,

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim import streamed
-from hetmem.optim.kernels.on_device import equals_host
-from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.links import Link
-from hetmem.plan.streaming import Fitting, spread
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
+from hetmem.cpu.on_device import equals_host
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept import registry
+from hetmem.optim import device_updates
+from hetmem.schedule.hardware import HardwareProfile, Rate
+from hetmem.schedule.links import Link
+from hetmem.schedule.streamed_share import Fitting, spread
 from tests.optim.machines import GB, SLOW_HOST
 from tests.runtime.harness import (
     CHUNK,
@@ -328,7 +328,7 @@ def test_a_chunk_that_did_not_get_to_the_device_is_as_it_was_and_the_step_can_be
     expected, found = trained(4, tmp_path, None), trained(4, tmp_path, SLOW_HOST, device=device())
     old = {name: value.clone() for name, value in found[0].state_dict().items()}
     train(*expected, 1)
-    Failing(monkeypatch, streamed._Bring, 3, 1)
+    Failing(monkeypatch, device_updates._Bring, 3, 1)
     with pytest.raises(RuntimeError, match="the link has failed"):
         train(*found, 1)
     new = expected[0].state_dict()
@@ -343,7 +343,7 @@ def test_a_chunk_that_did_not_get_to_the_device_is_as_it_was_and_the_step_can_be
 
 def test_what_did_not_get_home_is_sent_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, found = trained(5, tmp_path, None), trained(4, tmp_path, SLOW_HOST)
-    failing = Failing(monkeypatch, streamed._SendHome, 2, 1)
+    failing = Failing(monkeypatch, device_updates._SendHome, 2, 1)
     for batch in token_batches(5)[4:]:
         found[0](*batch).backward()
         found[1].step()
@@ -356,7 +356,7 @@ def test_what_did_not_get_home_is_sent_once_more(tmp_path: Path, monkeypatch: py
 
 def test_a_device_that_rounds_otherwise_gets_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert equals_host(torch.device("cpu"), torch.float32, BF16)
-    monkeypatch.setattr("hetmem.optim.kernels.on_device._known", {})
+    monkeypatch.setattr("hetmem.cpu.on_device._known", {})
     monkeypatch.setattr("hetmem.cuda.reference._fma", lambda a, b, c: a * b + c)
     assert not equals_host(torch.device("cpu"), torch.float32, BF16)
     managed, _ = trained(4, tmp_path, SLOW_HOST)

@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem.engine import old_gradients
+from hetmem.engine.consumed_gradients import UsedUp
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.optim.stepper import Stepper
-from hetmem.optim.updates import Updates
-from hetmem.runtime import old_gradients, registry
-from hetmem.runtime.used_up import UsedUp
+from hetmem.optim.step import Stepper
+from hetmem.optim.update_queue import Updates
 from tests.optim.stories import one
 from tests.runtime.harness import (
     BATCHES,

@@ -13,9 +13,9 @@ import torch
 
 import hetmem
 from hetmem.errors import ManageError
-from hetmem.optim.updates import Job, Updates
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.optim.update_queue import Job, Updates
+from hetmem.schedule.trace import Tier
 from tests.optim.stories import Twins, adamw, one, overlaps, trailing, twins
 from tests.runtime.harness import (
     Tower,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.optim.updates import Job, Updates
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.optim.update_queue import Job, Updates
 
 
 def test_what_the_thread_prepares_for_an_update_is_no_time_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

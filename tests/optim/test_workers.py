@@ -13,8 +13,8 @@ from functools import partial
 
 import pytest
 
-from hetmem.optim import workers
-from hetmem.optim.workers import WorkerPool
+from hetmem.cpu import workers
+from hetmem.cpu.workers import WorkerPool
 from tests.runtime.harness import all_hetmem_threads_end, comes_to_be
 
 

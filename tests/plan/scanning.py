@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 
-from hetmem.plan.cache import Cache
-from hetmem.plan.copies import CopyState
-from hetmem.plan.policy import CopyFacts
-from hetmem.plan.residency import Residency
-from hetmem.plan.slots import SlotMap
-from hetmem.plan.supply import Supply
-from hetmem.plan.trace import NEVER, Tier
+from hetmem.schedule.cache import Cache
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.policy import CopyFacts
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.slots import SlotMap
+from hetmem.schedule.supply import Supply
+from hetmem.schedule.trace import NEVER, Tier
 
 Ranks = dict[int, tuple[int, ...]]
 

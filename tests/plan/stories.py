@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hetmem.plan.commands import Command, Drop, Fetch
-from hetmem.plan.copies import Block
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Tier
+from hetmem.schedule.commands import Command, Drop, Fetch
+from hetmem.schedule.copies import Block
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 

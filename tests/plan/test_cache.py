@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.plan.commands import Command, Drop, Fetch, Write
-from hetmem.plan.copies import Block, CopyState
-from hetmem.plan.order import NOTHING, Order
-from hetmem.plan.policy import FIFO, LRU, NextUse
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook
+from hetmem.schedule.commands import Command, Drop, Fetch, Write
+from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.eviction_order import NOTHING, Order
+from hetmem.schedule.policy import FIFO, LRU, NextUse
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook
 from tests.plan.scanning import compare
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetmem.plan.complete import Complete
-from hetmem.plan.copies import CopyState
-from hetmem.plan.hardware import Rate
-from hetmem.plan.links import GRADIENTS_IN_FLIGHT
-from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Setting, arranged
-from hetmem.plan.rehearsal import Rehearsal
-from hetmem.plan.trace import Tier
-from hetmem.plan.updating import Updating
-from hetmem.plan.workload import Event
-from hetmem.units import MIB
+from hetmem.base.units import MIB
+from hetmem.planner.search import Setting, arranged
+from hetmem.planner.step_program import Rehearsal
+from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Event
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.gradient_completion import Complete
+from hetmem.schedule.hardware import Rate
+from hetmem.schedule.links import GRADIENTS_IN_FLIGHT
+from hetmem.schedule.placement import Capacities
+from hetmem.schedule.trace import Tier
 from tests.plan.test_planner import HARDWARE, workload
 
 LAYERS = 30

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan.arrangement import arrange
-from hetmem.plan.decision import Decision, Variant, decide
-from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.layout import PAGE_ELEMENTS, build_layout
-from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Candidate, Setting, _chunk_sizes, chunk_bytes_near, judge
-from hetmem.plan.prefetch import FARTHER, Prefetch
-from hetmem.plan.updating import Updating
-from hetmem.plan.workload import Kind, Work, Workload
-from hetmem.units import MIB, format_enough, format_seconds, parse_size, round_down
+from hetmem.base.units import MIB, format_enough, format_seconds, parse_size, round_down
+from hetmem.planner.decide import Decision, Variant, decide
+from hetmem.planner.reservation import arrange
+from hetmem.planner.search import Candidate, Setting, _chunk_sizes, chunk_bytes_near, judge
+from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Kind, Work, Workload
+from hetmem.schedule.hardware import HardwareProfile, Rate
+from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout
+from hetmem.schedule.placement import Capacities
+from hetmem.schedule.prefetch import FARTHER, Prefetch
 from tests.plan.shapes import parameter_specs
 from tests.plan.test_planner import HARDWARE, workload
 

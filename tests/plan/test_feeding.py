@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from hetmem.plan.commands import Command, Drop
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, TraceBook, Uses
+from hetmem.schedule.commands import Command, Drop
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, TraceBook, Uses
 from tests.plan.stories import DEVICE, HOST, NVME, read, residency, up, use
 
 

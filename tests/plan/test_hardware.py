@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetmem.plan.hardware import DeviceProfile, HardwareProfile, HostProfile, ProfileError, Rate
+from hetmem.schedule.hardware import DeviceProfile, HardwareProfile, HostProfile, ProfileError, Rate
 
 
 def profile() -> HardwareProfile:

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan import largest
-from hetmem.plan.decision import decide
-from hetmem.plan.growth import grown, stacks
-from hetmem.plan.hardware import HardwareProfile
-from hetmem.plan.largest import largest_parameters
-from hetmem.plan.layout import ParameterSpec
-from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Candidate, Setting, judged, search
-from hetmem.plan.workload import Workload
-from hetmem.units import MIB
+from hetmem.base.units import MIB
+from hetmem.planner import largest
+from hetmem.planner.decide import decide
+from hetmem.planner.growth import grown, stacks
+from hetmem.planner.largest import largest_parameters
+from hetmem.planner.search import Candidate, Setting, judged, search
+from hetmem.planner.workload import Workload
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.layout import ParameterSpec
+from hetmem.schedule.placement import Capacities
 from tests.plan.test_planner import ELEMENTS, HARDWARE, workload
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetmem.plan.layout import (
+from hetmem.base.units import round_up
+from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
     TARGET_ELEMENTS,
@@ -20,7 +21,6 @@ from hetmem.plan.layout import (
     build_layout,
     search_chunk_elements,
 )
-from hetmem.units import round_up
 from tests.plan.shapes import MODELS, PARAMETERS, parameter_specs
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "bf16 frozen": 2, "int8": 1}

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetmem.base.units import GIB, MIB
 from hetmem.errors import BudgetError
-from hetmem.plan.placement import (
+from hetmem.schedule.placement import (
     STAGED_ROLES,
     Room,
     fits_device,
@@ -16,8 +17,7 @@ from hetmem.plan.placement import (
     place_copies,
     staging_slots,
 )
-from hetmem.plan.trace import Tier
-from hetmem.units import GIB, MIB
+from hetmem.schedule.trace import Tier
 
 sizes = st.lists(st.integers(0, 20), max_size=20)
 room = st.integers(0, 100)

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan.arrangement import arrange, by_first_use, state_bytes
-from hetmem.plan.decision import Variant, decide
-from hetmem.plan.hardware import Rate, ThreadCosts
-from hetmem.plan.layout import ParameterSpec
-from hetmem.plan.placement import Capacities, NoRoom
-from hetmem.plan.planner import Setting, judge
-from hetmem.plan.rehearsal import rehearse
-from hetmem.plan.trace import Tier
-from hetmem.plan.updating import Updating
-from hetmem.plan.workload import Event, Kind, Phase, Work, Workload
-from hetmem.units import MIB
+from hetmem.base.units import MIB
+from hetmem.planner.decide import Variant, decide
+from hetmem.planner.reservation import arrange, by_first_use, state_bytes
+from hetmem.planner.search import Setting, judge
+from hetmem.planner.step_program import rehearse
+from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
+from hetmem.schedule.hardware import Rate, ThreadCosts
+from hetmem.schedule.layout import ParameterSpec
+from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.trace import Tier
 from tests.plan.test_hardware import profile
 
 ELEMENTS = 256 * 1024  # one MiB of float32

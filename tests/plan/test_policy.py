@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmem.errors import CapacityError
-from hetmem.plan.commands import Drop, Fetch
-from hetmem.plan.copies import Block
-from hetmem.plan.optimum import fewest_bytes, fewest_fetches
-from hetmem.plan.policy import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import NEVER, Schedule, Tier
+from hetmem.schedule.commands import Drop, Fetch
+from hetmem.schedule.copies import Block
+from hetmem.schedule.optimum import fewest_bytes, fewest_fetches
+from hetmem.schedule.policy import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import NEVER, Schedule, Tier
 
 single_uses = st.lists(st.integers(0, 4).map(lambda block: (block,)), max_size=12)
 uses_at_once = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2, unique=True).map(tuple), max_size=12)

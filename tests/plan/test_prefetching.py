@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.replay import Trace, gpt, optimum, replay
-from hetmem.plan.commands import Drop, Write
-from hetmem.plan.copies import Block, CopyState
-from hetmem.plan.policy import NextUse
-from hetmem.plan.trace import Schedule, Uses
+from hetmem.schedule.commands import Drop, Write
+from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.policy import NextUse
+from hetmem.schedule.trace import Schedule, Uses
 from tests.plan.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan.remedies import Needs, remedies
-from hetmem.units import KIB, MIB
+from hetmem.base.units import KIB, MIB
+from hetmem.engine.remedies import Needs, remedies
 
 STREAMED = Needs(
     device_bytes=4 * MIB,

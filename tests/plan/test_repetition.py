@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Setting, arranged
-from hetmem.plan.rehearsal import Rehearsal, rehearse
-from hetmem.plan.repetition import Repetition
-from hetmem.plan.result import StepResult
-from hetmem.plan.updating import Updating
-from hetmem.units import MIB
+from hetmem.base.units import MIB
+from hetmem.planner.repetition import Repetition
+from hetmem.planner.result import StepResult
+from hetmem.planner.search import Setting, arranged
+from hetmem.planner.step_program import Rehearsal, rehearse
+from hetmem.planner.updating import Updating
+from hetmem.schedule.hardware import HardwareProfile, Rate
+from hetmem.schedule.placement import Capacities
 from tests.plan.test_planner import HARDWARE, workload
 
 # No figure is a multiple of another one: of ends at the same time the last bits of sums say which is first.

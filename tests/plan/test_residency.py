@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.plan.commands import Drop, Write
-from hetmem.plan.copies import Block, CopyState
-from hetmem.plan.trace import Schedule
+from hetmem.schedule.commands import Drop, Write
+from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.trace import Schedule
 from tests.plan.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, visit
 
 # --- hits, misses, evictions ----------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from hetmem.errors import StateError
-from hetmem.plan.commands import Drop, Write
-from hetmem.plan.copies import CopyState
+from hetmem.schedule.commands import Drop, Write
+from hetmem.schedule.copies import CopyState
 from tests.plan.stories import DEVICE, HOST, NVME, bring, read, residency, up, visit
 
 

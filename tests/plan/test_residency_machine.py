@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetmem.errors import CapacityError, StateError
-from hetmem.plan.commands import Command, Drop, Fetch, Write
-from hetmem.plan.copies import Block, CopyState
-from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Schedule, Tier
+from hetmem.schedule.commands import Command, Drop, Fetch, Write
+from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.policy import FIFO, LRU, EvictionPolicy, NextUse
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Schedule, Tier
 from tests.plan.scanning import compare
 from tests.plan.world import UNDEFINED, World
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Setting, judged
-from hetmem.plan.rows import fitting_rows
-from hetmem.plan.workload import Workload
-from hetmem.units import MIB
+from hetmem.base.units import MIB
+from hetmem.planner.rows import fitting_rows
+from hetmem.planner.search import Setting, judged
+from hetmem.planner.workload import Workload
+from hetmem.schedule.placement import Capacities
 from tests.plan.test_planner import HARDWARE, workload
 
 ASKED = Setting(Capacities(40 * MIB, 100 * MIB), MIB)

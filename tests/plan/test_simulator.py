@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.plan.copies import Block, CopyState
-from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.link_queue import LinkQueue
-from hetmem.plan.notes import Notes
-from hetmem.plan.placement import Capacities, NoRoom
-from hetmem.plan.policy import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Schedule, Tier
+from hetmem.planner.link_queue import LinkQueue
+from hetmem.planner.simulated_trace import Notes
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.hardware import HardwareProfile, Rate
+from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.policy import FIFO, LRU, EvictionPolicy, NextUse
+from hetmem.schedule.trace import Schedule, Tier
 from tests.plan.test_hardware import profile
 
 

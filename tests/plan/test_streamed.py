@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.plan.arrangement import arrange
-from hetmem.plan.decision import Decision, decide
-from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.link_queue import LinkQueue
-from hetmem.plan.notes import Notes
-from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Setting, Streaming, judge
-from hetmem.plan.result import StepResult
-from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.streamed import StreamedUpdates, fits
-from hetmem.plan.trace import Tier
-from hetmem.plan.updates import Crossing, Update, Updates
-from hetmem.plan.workload import Workload
-from hetmem.units import MIB, format_seconds
+from hetmem.base.units import MIB, format_seconds
+from hetmem.planner.decide import Decision, decide
+from hetmem.planner.link_queue import LinkQueue
+from hetmem.planner.reservation import arrange
+from hetmem.planner.result import StepResult
+from hetmem.planner.search import Setting, Streaming, judge
+from hetmem.planner.simulated_device_updates import StreamedUpdates, fits
+from hetmem.planner.simulated_trace import Notes
+from hetmem.planner.simulated_updates import Crossing, Update, Updates
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.workload import Workload
+from hetmem.schedule.hardware import HardwareProfile, Rate
+from hetmem.schedule.placement import Capacities
+from hetmem.schedule.trace import Tier
 from tests.plan.test_planner import HARDWARE, workload
 from tests.plan.test_simulator import traffic, use
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.plan.hardware import Rate
-from hetmem.plan.streaming import Facts, Fitting, StreamedShare, spread
+from hetmem.schedule.hardware import Rate
+from hetmem.schedule.streamed_share import Facts, Fitting, StreamedShare, spread
 from tests.optim.machines import SLOW_HOST
 
 CHUNKS = [Fitting(number, 1000, 16382 + number) for number in range(4)]

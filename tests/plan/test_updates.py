@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from hetmem.base.units import MIB
 from hetmem.errors import CapacityError
-from hetmem.plan.arrangement import arrange
-from hetmem.plan.copies import CopyState
-from hetmem.plan.hardware import HardwareProfile, Rate, ThreadCosts
-from hetmem.plan.placement import Capacities
-from hetmem.plan.planner import Setting, judge
-from hetmem.plan.rehearsal import Rehearsal, rehearse
-from hetmem.plan.result import StepResult
-from hetmem.plan.simulator import SimulatedTraffic
-from hetmem.plan.trace import Tier
-from hetmem.plan.updates import Staged, Update, Updates
-from hetmem.plan.updating import Updating
-from hetmem.units import MIB
+from hetmem.planner.reservation import arrange
+from hetmem.planner.result import StepResult
+from hetmem.planner.search import Setting, judge
+from hetmem.planner.simulated_updates import Staged, Update, Updates
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.step_program import Rehearsal, rehearse
+from hetmem.planner.updating import Updating
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
+from hetmem.schedule.placement import Capacities
+from hetmem.schedule.trace import Tier
 from tests.plan.test_planner import HARDWARE, workload
 from tests.plan.test_simulator import traffic, use
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hetmem.plan.commands import Drop, Fetch, Write
-from hetmem.plan.copies import Block
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Tier
+from hetmem.schedule.commands import Drop, Fetch, Write
+from hetmem.schedule.copies import Block
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
 
 HOST, NVME = Tier.HOST, Tier.NVME
 TORN = -1  # a home while it is written

@@ -10,27 +10,27 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
+from hetmem.base.units import KIB, MIB
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.prefetch import FARTHER, Prefetch
-from hetmem.plan.trace import Tier
-from hetmem.planning.plan import KEPT
-from hetmem.runtime import registry
-from hetmem.units import KIB, MIB
+from hetmem.planner.plan import KEPT
+from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.trace import Tier
 from tests.test_planning import BATCH, GPT
 
 
-def planned(budget: hetmem.Budget, **options: Any) -> planning.Plan:
-    return planning.plan(GPT, BATCH, budget, **options)
+def planned(budget: hetmem.Budget, **options: Any) -> planner.Plan:
+    return planner.plan(GPT, BATCH, budget, **options)
 
 
 STREAMED = hetmem.Budget(device=2 * MIB, host=16 * MIB, device_chunks=MIB)
 
 
-def run(plan: planning.Plan, directory: Path, steps: int = 0, **options: Any) -> Any:
+def run(plan: planner.Plan, directory: Path, steps: int = 0, **options: Any) -> Any:
     """The runtime of a model that is managed by `plan`, read back from its file."""
     plan.save(directory / "plan.json")
-    model = hetmem.manage(GPT(), plan=planning.Plan.load(directory / "plan.json"), device="sim", **options)
+    model = hetmem.manage(GPT(), plan=planner.Plan.load(directory / "plan.json"), device="sim", **options)
     if steps:
         optimizer = hetmem.AdamW(model.parameters())
         for _ in range(steps):
@@ -118,7 +118,7 @@ def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users()
     """The batch cut in two, joined, and with activations computed again: each judged, the fastest first."""
     batch = torch.zeros(4, 32, dtype=torch.int64)
     roomy = hetmem.Budget(device=16 * MIB, host=16 * MIB, device_chunks=MIB)
-    plan = planning.plan(GPT, batch, roomy, micro_batches=2)
+    plan = planner.plan(GPT, batch, roomy, micro_batches=2)
     seconds = [other["step_seconds"] for other in plan.alternatives]
     assert seconds == sorted(seconds)
     said = {other["advice"].split(" ")[0]: other["micro_batches"] for other in plan.alternatives}
@@ -131,8 +131,8 @@ def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users()
 def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None:
     """As one that does it by itself; smaller batches are checkpointed too."""
     batch = torch.zeros(4, 32, dtype=torch.int64)
-    plan = planning.plan(GPT, batch, STREAMED, checkpointing=True)
-    own = planning.plan(lambda: GPT(saves=True), batch, STREAMED)
+    plan = planner.plan(GPT, batch, STREAMED, checkpointing=True)
+    own = planner.plan(lambda: GPT(saves=True), batch, STREAMED)
     for name in ("fits", "peak_bytes", "role_bytes", "flops", "link_bytes", "largest_parameters"):
         assert getattr(plan, name) == getattr(own, name), name
     assert plan.step_seconds == pytest.approx(own.step_seconds, rel=0.01)
@@ -143,12 +143,12 @@ def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None
     roomy = replace(STREAMED, device=16 * MIB)
     light, whole = (
         {other["advice"]: other["activation_bytes"] for other in made.alternatives}
-        for made in (planning.plan(GPT, batch, roomy, micro_batches=2, checkpointing=on) for on in (True, False))
+        for made in (planner.plan(GPT, batch, roomy, micro_batches=2, checkpointing=on) for on in (True, False))
     )
     assert light
     assert all(nbytes < 0.8 * whole[advice] for advice, nbytes in light.items())
     plan.save(tmp_path / "plan.json")
-    assert planning.Plan.load(tmp_path / "plan.json") == plan
+    assert planner.Plan.load(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.parametrize(
@@ -159,18 +159,18 @@ def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None
     ],
 )
 def test_checkpointing_that_nobody_can_plan_is_refused(options: dict[str, Any], expected: str) -> None:
-    with pytest.raises(planning.PlanError, match=expected):
+    with pytest.raises(planner.PlanError, match=expected):
         planned(STREAMED, **options)
 
 
 def test_a_model_without_layers_cannot_be_planned_with_them_checkpointed() -> None:
-    with pytest.raises(planning.PlanError, match="no layers to checkpoint: expected a ModuleList"):
-        planning.plan(lambda: torch.nn.Linear(8, 8), torch.zeros(4, 8), STREAMED, checkpointing=True, loss=torch.sum)
+    with pytest.raises(planner.PlanError, match="no layers to checkpoint: expected a ModuleList"):
+        planner.plan(lambda: torch.nn.Linear(8, 8), torch.zeros(4, 8), STREAMED, checkpointing=True, loss=torch.sum)
 
 
 def test_a_plan_for_another_machine_runs_with_directories_of_this_one(tmp_path: Path) -> None:
-    room = planning.Capacities(2 * MIB, 4 * MIB, 64 * MIB)
-    plan = planning.plan_within(planning.Call(GPT, BATCH, None, torch.bfloat16), room, planning.load_profile("l4"))
+    room = planner.Capacities(2 * MIB, 4 * MIB, 64 * MIB)
+    plan = planner.plan_within(planner.Call(GPT, BATCH, None, torch.bfloat16), room, planner.load_profile("l4"))
     with pytest.raises(hetmem.errors.BudgetError, match=r"plan\.with_nvme\("):
         hetmem.manage(GPT(), plan=plan, device="sim")
     here = plan.with_nvme(tmp_path)
@@ -196,11 +196,11 @@ class Drops(torch.nn.Module):
 def test_dropout_within_attention_keeps_the_scores_on_a_processor_only() -> None:
     """Eight sequences of GPT-2 XL were once planned with 156 GiB of activations, where a GPU keeps 40."""
     tokens, scores = 512, 2 * 512 * 512 * 4
-    gpu = planning.load_profile("l4")
+    gpu = planner.load_profile("l4")
     cores = replace(gpu, host_to_device=replace(gpu.host_to_device, by_the_caller=True))
     budget = hetmem.Budget(device="64MiB", host="16MiB")
     needed = [
-        planning.plan(Drops, torch.zeros(1, tokens, 16), budget, profile).activation_bytes["as written"]
+        planner.plan(Drops, torch.zeros(1, tokens, 16), budget, profile).activation_bytes["as written"]
         for profile in (gpu, cores)
     ]
     assert needed[0] < scores < needed[1]

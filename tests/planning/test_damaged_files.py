@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
 from hetmem.cli import main
-from hetmem.plan.hardware import HardwareProfile, ProfileError
-from hetmem.planning import Plan, PlanError
+from hetmem.planner import Plan, PlanError
+from hetmem.schedule.hardware import HardwareProfile, ProfileError
 from tests.test_planning import BATCH, GPT
 
 ODD: list[Any] = [None, True, -1, 0.5, float("nan"), float("inf"), 10**400, "", "words", [], [[]], [None], {}]
@@ -24,7 +24,7 @@ ODD += [{"device": None}, {"device": -1}, {"": ""}]
 
 @functools.cache
 def fitting() -> dict[str, Any]:
-    return planning.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB")).to_dict()
+    return planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB")).to_dict()
 
 
 def refusal(read: Callable[[Any], Any], data: Any) -> str | None:
@@ -95,7 +95,7 @@ def test_brackets_without_end_are_no_plan_and_no_profile(tmp_path: Path) -> None
     with pytest.raises(PlanError, match=r"deep\.json is no plan"):
         Plan.load(path)
     with pytest.raises(ProfileError, match=r"deep\.json: .* must be JSON"):
-        planning.load_profile(path)
+        planner.load_profile(path)
 
 
 def figures(data: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -105,10 +105,10 @@ def figures(data: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[st
     return found
 
 
-@pytest.mark.parametrize("path", figures(planning.load_profile("l4").to_dict()), ids=".".join)
+@pytest.mark.parametrize("path", figures(planner.load_profile("l4").to_dict()), ids=".".join)
 def test_a_profile_with_an_odd_value_is_refused_by_the_name_of_the_figure(path: tuple[str, ...]) -> None:
     for value in [*ODD, 1e301]:
-        data = planning.load_profile("l4").to_dict()
+        data = planner.load_profile("l4").to_dict()
         place: Any = data
         for group in path[:-1]:
             place = place[group]
@@ -120,7 +120,7 @@ def test_a_profile_with_an_odd_value_is_refused_by_the_name_of_the_figure(path: 
 def test_a_figure_of_four_hundred_digits_is_absurd_and_no_crash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = planning.load_profile("l4").to_json().replace('"cores": ', f'"cores": {10**400}')
+    text = planner.load_profile("l4").to_json().replace('"cores": ', f'"cores": {10**400}')
     (tmp_path / "mine.json").write_text(text)
     command = ["plan", "tests.test_planning:GPT", "--input", "2x32", "--hardware", str(tmp_path / "mine.json")]
     assert main(command) == 2

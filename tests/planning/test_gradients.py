@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
+from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.cli import main
-from hetmem.planning.plan import KEPT
-from hetmem.runtime import registry
-from hetmem.units import KIB, MIB, format_seconds
+from hetmem.intercept import registry
+from hetmem.planner.plan import KEPT
 from tests.test_planning import BATCH, GPT
 
 BF16 = torch.bfloat16
@@ -50,11 +50,11 @@ def room(where: str, directory: Path) -> hetmem.Budget:
 ROOMY = room("host", Path())
 
 
-def planned(budget: hetmem.Budget, **options: Any) -> planning.Plan:
-    return planning.plan(lambda: GPT(backwards=True), BATCH, budget, chunk_bytes=128 * KIB, **options)
+def planned(budget: hetmem.Budget, **options: Any) -> planner.Plan:
+    return planner.plan(lambda: GPT(backwards=True), BATCH, budget, chunk_bytes=128 * KIB, **options)
 
 
-def run(plan: planning.Plan, options: dict[str, str], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
+def run(plan: planner.Plan, options: dict[str, str], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
     """The tiers of the report after some steps as planned, and what is set aside for gradients."""
     model = hetmem.manage(GPT(backwards=True), plan=plan, device="sim")
     optimizer = hetmem.AdamW(model.parameters(), **options)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def run(plan: planning.Plan, options: dict[str, str], micro_batches: int = 1) ->
     return tiers, spare
 
 
-def assert_peaks(plan: planning.Plan, tiers: dict[str, Any], spare: int) -> None:
+def assert_peaks(plan: planner.Plan, tiers: dict[str, Any], spare: int) -> None:
     """All by role; what is on its way on the device depends on threads."""
     for tier, figures in tiers.items():
         homes = {KEPT if role == "kept" else role: nbytes for role, nbytes in figures["homes"].items()}
@@ -104,7 +104,7 @@ def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[
 
 def test_streamed_gradients_take_one_backward_planned_or_run() -> None:
     """A run says so in the second one; a plan before the first."""
-    with pytest.raises(planning.PlanError, match="of which a step has one: expected micro_batches=1, got 2"):
+    with pytest.raises(planner.PlanError, match="of which a step has one: expected micro_batches=1, got 2"):
         planned(ROOMY, micro_batches=2, **STREAMED)
     model = hetmem.manage(GPT(), ROOMY, device="sim", chunk_bytes=128 * KIB)
     optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
@@ -125,7 +125,7 @@ def test_streamed_gradients_take_one_backward_planned_or_run() -> None:
     ],
 )
 def test_options_that_no_run_takes_or_no_plan_knows_are_refused(options: dict[str, Any], expected: str) -> None:
-    with pytest.raises(planning.PlanError, match=expected):
+    with pytest.raises(planner.PlanError, match=expected):
         planned(ROOMY, **options)
 
 
@@ -137,17 +137,17 @@ def test_the_command_line_has_the_options_and_prints_the_optimizer(
     assert main([*command, "--overlap", "forward", "--gradients", "streamed"]) == 0
     line = 'optimizer = hetmem.AdamW(model.parameters(), overlap="forward", gradients="streamed")'
     assert f"write: {line}" in capsys.readouterr().out
-    plan = planning.Plan.load(tmp_path / "plan.json")
+    plan = planner.Plan.load(tmp_path / "plan.json")
     assert plan.constructor == line
-    assert planning.Plan.from_dict(plan.to_dict()) == plan
+    assert planner.Plan.from_dict(plan.to_dict()) == plan
     assert main([*command, "--gradients", "streamed"]) == 2
     assert "set overlap='backward' or 'forward'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [{"gradients": "hidden"}, {"lr": "1"}, {"overlap": "speculative"}])
 def test_an_option_that_no_plan_has_is_named_when_it_is_read(wrong: dict[str, str]) -> None:
-    with pytest.raises(planning.PlanError, match=r"optimizer: expected at most overlap \(off or backward or forward\)"):
-        planning.Plan.from_dict({**planned(ROOMY).to_dict(), "optimizer": wrong})
+    with pytest.raises(planner.PlanError, match=r"optimizer: expected at most overlap \(off or backward or forward\)"):
+        planner.Plan.from_dict({**planned(ROOMY).to_dict(), "optimizer": wrong})
 
 
 def test_an_optimizer_that_keeps_more_than_was_planned_is_refused_with_both() -> None:
@@ -190,7 +190,7 @@ def test_a_batch_is_cut_only_with_visible_gradients() -> None:
     batch = torch.zeros(4, 32, dtype=torch.int64)
     for host, offered in ((16 * MIB, True), (4992 * KIB, False)):
         budget = hetmem.Budget(device=1400 * KIB, host=host, device_chunks=512 * KIB)
-        plan = planning.plan(lambda: GPT(backwards=True), batch, budget, chunk_bytes=128 * KIB, **STREAMED)
+        plan = planner.plan(lambda: GPT(backwards=True), batch, budget, chunk_bytes=128 * KIB, **STREAMED)
         cut = [other["advice"] for other in plan.alternatives if "micro-batches" in other["advice"]]
         assert bool(cut) == offered
         assert all('with gradients="visible", as streamed ones take one backward' in advice for advice in cut)

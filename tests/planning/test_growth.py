@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hetmem.plan.growth import grown, stacks
-from hetmem.plan.workload import Event, Work, Workload
-from hetmem.planning.modeltrace import Call, trace
+from hetmem.planner.growth import grown, stacks
+from hetmem.planner.model import Call, trace
+from hetmem.planner.workload import Event, Work, Workload
 
 
 class Block(nn.Module):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetmem.planning import Call
-from hetmem.planning.modeltrace import checkpointed, divided, trace, trace_real
-from hetmem.planning.results import Results
+from hetmem.planner import Call
+from hetmem.planner.meta_results import Results
+from hetmem.planner.model import checkpointed, divided, trace, trace_real
 from tests.test_planning import BATCH, GPT
 
 aten = torch.ops.aten

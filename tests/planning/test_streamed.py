@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
+from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.cli import main
+from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.arrangement import ROLES, arrange
-from hetmem.plan.hardware import HardwareProfile, ProfileError, Rate
-from hetmem.plan.placement import Capacities
-from hetmem.plan.rehearsal import Rehearsal
-from hetmem.plan.updating import Updating
-from hetmem.planning.modeltrace import trace_real
-from hetmem.planning.plan import SENT_STATES
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
-from hetmem.units import KIB, MIB, format_seconds
+from hetmem.planner.model import trace_real
+from hetmem.planner.plan import SENT_STATES
+from hetmem.planner.reservation import ROLES, arrange
+from hetmem.planner.step_program import Rehearsal
+from hetmem.planner.updating import Updating
+from hetmem.schedule.hardware import HardwareProfile, ProfileError, Rate
+from hetmem.schedule.placement import Capacities
 from tests.optim.machines import GB, SLOW_HOST
 from tests.test_planning import BATCH, GPT
 
@@ -107,7 +107,7 @@ def test_a_run_streams_what_was_planned_with_the_planned_bytes_and_peaks(
     overlap: str,
 ) -> None:
     # a real step: on `meta` statistics of norms are as wide as on a GPU, and on this device they are narrower
-    workload = trace_real(planning.Call(GPT, BATCH, None, mixed_precision))
+    workload = trace_real(planner.Call(GPT, BATCH, None, mixed_precision))
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
     planned = Rehearsal(
         workload,
@@ -159,7 +159,7 @@ def test_a_run_with_streamed_gradients_moves_what_was_planned_for_them(
     model: type[nn.Module],
 ) -> None:
     """They stay on the device where their update is made there, so that more is updated there, with fewer bytes."""
-    workload = trace_real(planning.Call(model, BATCH, None, mixed_precision))
+    workload = trace_real(planner.Call(model, BATCH, None, mixed_precision))
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
     planned, visible = (
         Rehearsal(
@@ -205,8 +205,8 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def planned(hardware: Any, **options: Any) -> planning.Plan:
-    return planning.plan(GPT, BATCH, BUDGET, hardware, chunk_bytes=128 * KIB, **options)
+def planned(hardware: Any, **options: Any) -> planner.Plan:
+    return planner.plan(GPT, BATCH, BUDGET, hardware, chunk_bytes=128 * KIB, **options)
 
 
 def managed_by(decorator: str) -> nn.Module:
@@ -239,7 +239,7 @@ def test_what_keywords_cannot_say_is_in_the_plans_own_file(
     assert_runs_as(plan, managed_by(plan.decorator))
 
 
-def assert_runs_as(plan: planning.Plan, model: nn.Module) -> None:
+def assert_runs_as(plan: planner.Plan, model: nn.Module) -> None:
     run = Run(model)
     for _ in range(3):
         run.step()
@@ -259,7 +259,7 @@ def test_a_plan_compares_both_ways_and_has_the_slots_beside_the_homes(profile: P
     assert format_seconds(plan.streaming["host_step_seconds"]) in text
     assert f"{plan.streamed_update_share:.0%} there with their states sent for it" in text
     assert plan.role_bytes["device"][SENT_STATES] > 0
-    assert planning.Plan.from_dict(plan.to_dict()) == plan
+    assert planner.Plan.from_dict(plan.to_dict()) == plan
     assert HardwareProfile.from_dict(plan.profile) == ENGINES
 
 
@@ -280,19 +280,19 @@ def test_the_command_line_names_the_profile_unless_figures_of_it_were_changed(
     command = ["plan", "tests.test_planning:GPT", "--input", "2x32", "--hardware", str(profile), "--chunk-bytes"]
     command += ["128KiB", "--device-memory", "5MiB", "--host-memory", "16MiB", "-o", str(tmp_path / "plan.json")]
     assert main(command) == 0
-    first = planning.Plan.load(tmp_path / "plan.json")
+    first = planner.Plan.load(tmp_path / "plan.json")
     assert first.streamed_update_share > 0
     assert first.profile_name == str(profile)
     assert "write: @hetmem.managed(" in capsys.readouterr().out
     assert main([*command, "--set", "host.cores=3"]) == 0
-    changed = planning.Plan.load(tmp_path / "plan.json")
+    changed = planner.Plan.load(tmp_path / "plan.json")
     assert changed.profile_name is None
     assert changed.profile is not None
     assert changed.profile["host"]["cores"] == 3
 
 
 def test_manage_takes_a_profile_by_name_by_path_and_itself(profile: Path) -> None:
-    for hardware, expected in ((profile, ENGINES), (str(profile), ENGINES), ("l4", planning.load_profile("l4"))):
+    for hardware, expected in ((profile, ENGINES), (str(profile), ENGINES), ("l4", planner.load_profile("l4"))):
         model = hetmem.manage(GPT(), BUDGET, device="sim", hardware=hardware)
         assert runtime_of(model).hardware == expected
         hetmem.release(model)
@@ -306,12 +306,12 @@ def test_a_profile_beside_a_plan_goes_before_the_plans_own(profile: Path) -> Non
     assert runtime_of(model).hardware == ENGINES
     hetmem.release(model)
     model = hetmem.manage(GPT(), plan=plan, device="sim", hardware="l4")
-    assert runtime_of(model).hardware == planning.load_profile("l4")
+    assert runtime_of(model).hardware == planner.load_profile("l4")
     hetmem.release(model)
 
 
 def test_a_class_is_not_built_by_a_plan_that_does_not_fit(tmp_path: Path) -> None:
-    refused = planning.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="1MiB", device_chunks="1MiB"))
+    refused = planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="1MiB", device_chunks="1MiB"))
     refused.save(tmp_path / "plan.json")
     made: list[int] = []
 

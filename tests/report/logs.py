@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetmem.plan.links import Link
+from hetmem.engine.events import CopyChange, MomentSeen, Span, Transfer
 from hetmem.report.timeline import BlockFacts
 from hetmem.report.window import Window
-from hetmem.runtime.events import CopyChange, MomentSeen, Span, Transfer
+from hetmem.schedule.links import Link
 
 TIERS: dict[str, dict[str, Any]] = {
     "device": {"capacity_bytes": 1000, "used_bytes": 500},

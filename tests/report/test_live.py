@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import hetmem
+from hetmem.intercept import registry
 from hetmem.report import live
-from hetmem.runtime import registry
 from tests.report.models import trained
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import hetmem
+from hetmem.base.units import format_size
+from hetmem.engine.events import Fault, Span
 from hetmem.report import files
 from hetmem.report.report import MemoryReport
 from hetmem.report.step import format_seconds, step_section
 from hetmem.report.timeline import timeline_section
-from hetmem.runtime.events import Fault, Span
-from hetmem.units import format_size
 from tests.report.browser import chromium
 from tests.report.logs import backward, blocks, came, forward, moment, to_device, went, window
 from tests.report.models import trained

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hetmem
-from hetmem import planning
+from hetmem import planner
 from hetmem.report.page import page_text
 from hetmem.report.text import table
 from tests.report.test_report import LINKS, SAMPLE
@@ -37,7 +37,7 @@ def lines(data: dict[str, Any]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("budget", [STREAMED, WHOLE], ids=["streamed", "whole"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_report_has_what_the_plan_expects(budget: hetmem.Budget, steps: int, tmp_path: Path) -> None:
-    plan = planning.plan(GPT, BATCH, budget)
+    plan = planner.plan(GPT, BATCH, budget)
     plan.save(tmp_path / "plan.json")
     model = hetmem.manage(GPT(), plan=tmp_path / "plan.json", device="sim")
     optimizer = hetmem.AdamW(model.parameters())

@@ -178,7 +178,7 @@ def test_a_resident_model_says_that_nothing_moves(tmp_path: Path) -> None:
 
 
 def test_a_log_that_forgot_the_step_says_which_part(tmp_path: Path) -> None:
-    from hetmem.runtime import registry
+    from hetmem.intercept import registry
 
     model = trained("host", tmp_path)
     events = registry.of_module(model).runtime.events

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hetmem.plan.links import Link
+from hetmem.engine.events import Fault, Span, Transfer
 from hetmem.report.step import format_seconds, step_section
-from hetmem.runtime.events import Fault, Span, Transfer
+from hetmem.schedule.links import Link
 from tests.report.logs import TIERS, backward, forward, read, to_device, window
 
 

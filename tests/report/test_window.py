@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hetmem.engine.events import EventLog, Span
 from hetmem.report.window import last_window
-from hetmem.runtime.events import EventLog, Span
 from tests.report.logs import backward, came, forward, moment, read, went
 
 

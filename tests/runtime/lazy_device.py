@@ -17,10 +17,10 @@ import torch
 
 from hetmem.memory.device import SimDevice
 from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.streams import StreamCopier
+from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.memory.views import Memory
-from hetmem.plan.links import Link
+from hetmem.schedule.links import Link
 
 
 class Event:

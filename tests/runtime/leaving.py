@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from hetmem.runtime.memory import Memory
+from hetmem.engine.homes import Memory
+from hetmem.intercept import registry
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import Tower
 
 BF16 = torch.bfloat16

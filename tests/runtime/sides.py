@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.cpu import square_sum
+from hetmem.cpu.workers import WorkerPool
 from hetmem.errors import BudgetError
-from hetmem.optim.kernels import square_sum
+from hetmem.intercept import registry
 from hetmem.optim.scaling import clip_factor
-from hetmem.optim.workers import WorkerPool
-from hetmem.runtime import registry
 from tests.optim.machines import SLOW_HOST
 from tests.runtime import harness
 from tests.runtime.habits import ctrl_c_at_line

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.runtime.harness import (
     BATCHES,
     CHUNK,

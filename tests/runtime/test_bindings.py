@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from hetmem.runtime import registry
-from hetmem.runtime.bindings import stand_in
+from hetmem.engine.param_views import stand_in
+from hetmem.intercept import registry
 from tests.runtime.harness import manage
 
 

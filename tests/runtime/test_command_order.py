@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.copies import CopyState
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from hetmem.runtime.carrier import Carrier
-from hetmem.runtime.segments import _Ended
+from hetmem.engine.executor import Carrier
+from hetmem.intercept import registry
+from hetmem.intercept.phases import _Ended
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import pair, train_both, vector_batches
 
 

@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.runtime.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
 from tests.runtime.lazy_device import UnwatchedDevice
 from tests.runtime.test_writes_within_steps import WAYS, WritesInForward

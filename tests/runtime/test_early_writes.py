@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem.engine.gradients import GradientSink
 from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime.gradients import GradientSink
+from hetmem.schedule.trace import Tier
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import CHUNK, WIDTH, assert_same_grads, budget, loss_of, manage, pair
 

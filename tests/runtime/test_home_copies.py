@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.schedule.trace import Tier
 from tests.faults.disk import EIO, FaultyDisk, healthy, once, settle
 from tests.optim import test_clipping as clipping
 from tests.optim.stories import overlaps

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.runtime.harness import (
     BATCHES,
     PLACEMENTS,

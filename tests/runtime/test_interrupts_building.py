@@ -16,8 +16,8 @@ from torch.nn.modules import module as torch_module
 
 import hetmem
 from hetmem import api
+from hetmem.intercept import module_building
 from hetmem.memory import interrupts
-from hetmem.runtime import building
 from tests.memory.left import open_files
 from tests.runtime.harness import WIDTH, all_hetmem_threads_end, budget
 from tests.runtime.struck import Struck
@@ -30,7 +30,7 @@ _TIMES = 150
 
 def _around(code: CodeType) -> bool:
     """Whether `code` begins and ends what is built."""
-    if code.co_filename in (building.__file__, interrupts.__file__):
+    if code.co_filename in (module_building.__file__, interrupts.__file__):
         return code.co_name != "_registered"
     return code.co_filename == api.__file__ and code.co_name == "wrapper"
 
@@ -67,7 +67,7 @@ def test_an_interrupt_leaves_nothing_of_what_is_built(
     managed_then: list[nn.Module] = []
 
     def ended(what: str) -> None:
-        assert not building.Building.active(), what
+        assert not module_building.Building.active(), what
         assert not _HOOKS, what
         managed_then.clear()
         managed()
@@ -84,6 +84,6 @@ def test_an_interrupt_leaves_nothing_of_what_is_built(
 
 def test_an_interrupt_of_a_plan_leaves_no_class_as_it_was_written() -> None:
     def ended(what: str) -> None:
-        assert not building.Building.active(), what
+        assert not module_building.Building.active(), what
 
-    strike_all(lambda: building.as_written(Layers), ended)
+    strike_all(lambda: module_building.as_written(Layers), ended)

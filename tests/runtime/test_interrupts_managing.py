@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.cpu.workers import WorkerPool
 from hetmem.errors import ManageError
-from hetmem.optim.workers import WorkerPool
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.memory.left import open_files
 from tests.runtime.harness import (
     WIDTH,

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.executor import Carrier
+from hetmem.engine.gradient_copies import Homeward
+from hetmem.engine.param_views import Bindings
+from hetmem.engine.runtime import Runtime
+from hetmem.engine.traffic import Traffic
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
-from hetmem.optim.updates import Updates
-from hetmem.plan.residency import Residency
-from hetmem.runtime.bindings import Bindings
-from hetmem.runtime.carrier import Carrier
-from hetmem.runtime.homeward import Homeward
-from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.traffic import Traffic
+from hetmem.optim.update_queue import Updates
+from hetmem.schedule.residency import Residency
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,

@@ -12,9 +12,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 import hetmem
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import (
     CHUNK,
     Recipe,

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import adamws, pair, train_both, vector_batches
 
 

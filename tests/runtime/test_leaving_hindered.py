@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.intercept import registry
 from hetmem.memory.transfer import TransferEngine
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import (
     Recipe,
     assert_same,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.runtime import registry, share
+from hetmem.engine import rehome
+from hetmem.intercept import registry
 from tests.runtime.harness import Recipe, Tower, adamws, pair, token_batches, train_both
 
 ROOM = hetmem.Budget(device="2400KiB", host="8MiB")
@@ -25,14 +26,14 @@ def test_a_copy_home_that_fails_is_made_again_with_the_gradients_so_far(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is not dense needs memory to be copied. The operator that needed the room is tried again."""
-    copy_home, calls = share._copy, itertools.count()
+    copy_home, calls = rehome._copy, itertools.count()
 
     def no_memory_once(target: torch.Tensor, source: torch.Tensor) -> None:
         if next(calls) == call:
             raise torch.OutOfMemoryError("no memory to copy from")
         copy_home(target, source)
 
-    monkeypatch.setattr(share, "_copy", no_memory_once)
+    monkeypatch.setattr(rehome, "_copy", no_memory_once)
     plain, managed = pair(build, ROOM, tmp_path)
     optimizers = adamws(plain, managed)
     recipe = Recipe(steps=1, accumulation=2)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from hetmem.runtime import registry
-from hetmem.runtime.precision import compute_dtypes
+from hetmem.engine.precision import compute_dtypes
+from hetmem.intercept import registry
 from tests.runtime.harness import (
     CHUNK,
     WIDTH,

@@ -15,7 +15,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError, StoreError
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.runtime.harness import (
     BATCHES,
     Recipe,

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory import views
+from hetmem.intercept import registry
+from hetmem.memory import tensor_views
 from hetmem.memory.device import SimDevice
 from hetmem.memory.mapping import Mapping
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem.schedule.links import Link
 from tests.runtime.harness import CHUNK, WIDTH, Recipe, manage, pair, streamed, train_both, vector_batches
 from tests.runtime.lazy_device import LazyDevice
 
@@ -88,7 +88,7 @@ def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path
     memory = registry.of_module(managed).runtime.memory
     idle = memory.idle_bytes(0)
     taken = memory.take_device(CHUNK)
-    address = views.address_of(taken)
+    address = tensor_views.address_of(taken)
     assert memory.is_device_address(address)
     assert memory.idle_bytes(0) == idle - CHUNK
     memory.give_device(taken, CHUNK)

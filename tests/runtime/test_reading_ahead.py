@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import CHUNK, WIDTH, budget, manage, same_bits
 
 LAYERS, PASSES = 40, 4

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hetmem.errors import ManageError
-from hetmem.memory import views
-from hetmem.runtime import registry
+from hetmem.intercept import registry
+from hetmem.memory import tensor_views
 from tests.runtime.harness import (
     BATCHES,
     PLACEMENTS,
@@ -146,7 +146,7 @@ def test_a_part_of_it_is_refused(placement: str, tmp_path: Path) -> None:
 def test_where_the_old_values_cannot_be_kept_that_is_said(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetmem.runtime.writes.give_away", lambda view: False)
+    monkeypatch.setattr("hetmem.engine.write_check.give_away", lambda view: False)
     plain, managed = pair(mlp, placement, tmp_path)
     kept, new = managed[0].weight.data, torch.ones(WIDTH, WIDTH)
     managed[0].weight.data = new
@@ -164,7 +164,7 @@ def test_a_storage_that_was_given_other_memory_needs_none_for_who_holds_it(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before torch 2.13 memory that others share cannot be exchanged."""
-    monkeypatch.setattr("hetmem.runtime.writes.give_away", lambda view: False)
+    monkeypatch.setattr("hetmem.engine.write_check.give_away", lambda view: False)
     plain, managed = pair(mlp, placement, tmp_path)
     held = managed[0].weight.detach()
     for module in (plain, managed):
@@ -192,9 +192,9 @@ def test_what_is_given_away_has_memory_of_its_own() -> None:
 
     for view in (lambda tensor: tensor, View):
         memory = bytearray(range(64))
-        tensor = views.elements(memoryview(memory), torch.uint8, 32, 16)
+        tensor = tensor_views.elements(memoryview(memory), torch.uint8, 32, 16)
         held = tensor[4:8]
-        assert views.give_away(view(tensor))
+        assert tensor_views.give_away(view(tensor))
         memory[:] = bytes(64)
         assert held.tolist() == [20, 21, 22, 23]
 
@@ -263,7 +263,7 @@ def test_what_a_graph_used_before_it_was_known_that_it_is_set_is_an_error_once(p
 def test_where_a_held_copy_cannot_be_left_that_is_said(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetmem.runtime.bindings.give_away", lambda view: False)
+    monkeypatch.setattr("hetmem.engine.param_views.give_away", lambda view: False)
     _, managed = pair(lambda: nn.Sequential(*(Rounded("data") for _ in range(3))), placement, tmp_path)
     with pytest.raises(ManageError, match=r"0.weight.data was set within a forward .* keep a clone"):
         managed(*BATCHES[0])

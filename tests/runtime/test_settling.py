@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import WIDTH, manage
 
 BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.cpu.workers import WorkerPool
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.optim.workers import WorkerPool
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem.schedule.trace import Tier
 from tests.runtime.harness import (
     CHUNK,
     Recipe,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.runtime import registry
+from hetmem.intercept import registry
 from tests.runtime.harness import (
     BATCHES,
     Recipe,

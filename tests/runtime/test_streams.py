@@ -16,14 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hetmem
+from hetmem.engine import live_bytes
+from hetmem.intercept import registry
 from hetmem.memory.device import SimDevice
-from hetmem.memory.streams import StreamCopier
+from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.optim.streamed import _Bring
-from hetmem.plan.balance import Way
-from hetmem.plan.links import Link
-from hetmem.plan.trace import Tier
-from hetmem.runtime import monitor, registry
+from hetmem.optim.device_updates import _Bring
+from hetmem.schedule.links import Link
+from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import Way
 from tests.optim.machines import SLOW_HOST
 from tests.runtime.harness import CHUNK, PLACEMENTS, Recipe, Tower, budget, manage, pair, token_batches, train_both
 from tests.runtime.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
@@ -99,7 +100,7 @@ class Compute(TorchDispatchMode):
     def __init__(self, streams: NumberedStreams) -> None:
         super().__init__()
         self._streams = streams
-        self._seen = mock.patch.object(monitor, "_modes_are_around", return_value=False)  # also what is hetmem's own
+        self._seen = mock.patch.object(live_bytes, "_modes_are_around", return_value=False)  # also what is hetmem's own
 
     def __enter__(self) -> Any:
         self._seen.start()

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.errors import ManageError
-from hetmem.runtime.monitor import DeviceMonitor
 from tests.runtime.harness import (
     BATCHES,
     Recipe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetmem.runtime.tracer import StepTracer
+from hetmem.engine.tracer import StepTracer
 
 BACKWARD = ("backward",)
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.sampling import Fingerprints
+from hetmem.engine.write_check import Writes
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.memory.nvme import Extent, NvmeStore
-from hetmem.plan.copies import CopyState
-from hetmem.plan.trace import Schedule, Tier
-from hetmem.runtime import registry
-from hetmem.runtime.fingerprints import Fingerprints
-from hetmem.runtime.writes import Writes
+from hetmem.memory.nvme_store import Extent, NvmeStore
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.trace import Schedule, Tier
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (
     BATCHES,

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
+from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.plan.commands import Drop
-from hetmem.plan.copies import CopyState
-from hetmem.plan.residency import Residency
-from hetmem.plan.trace import DEVICE, HOST, NVME
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
+from hetmem.schedule.commands import Drop
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import DEVICE, HOST, NVME
 from tests.runtime.harness import BATCHES, WIDTH, adamws, assert_same_weights, loss_of, manage, mlp, pair
 
 

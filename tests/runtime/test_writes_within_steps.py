@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.runtime.traffic import Traffic
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,

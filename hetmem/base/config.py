@@ -1,0 +1,135 @@
+"""What the user may set: the budget of each tier. The only module that may read the environment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetmem.base.units import format_size, parse_size
+from hetmem.errors import BudgetError
+
+Size = int | str
+Directory = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A budget in plain bytes; None = not said. `nvme_directories` is empty when there is no NVMe tier."""
+
+    device_bytes: int | None
+    host_bytes: int | None
+    nvme_bytes: int
+    nvme_directories: tuple[Path, ...]
+    device_chunk_bytes: int | None
+    home_copies: bool | None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that hetmem may use of each tier; a hard limit.
+
+    `device`, `host`, `nvme`: an int of bytes or a string ("512MiB" is 2**29 bytes, "20GB" is 20e9). None: for a GPU
+    nine tenths of what is free of it, for the simulated device a quarter of free host memory; for the host six tenths
+    of what is free; for NVMe no such tier (or, with `nvme_dir`, nine tenths of what is free there). `nvme_dir`: one
+    directory or a list of them, used in turn. `device_chunks`: the part of `device` that chunks may take (None:
+    whatever the trace leaves; a model that fits into this part stays on the device). `home_copies`: keep what float32
+    parameters are in 16 bits beside them (2 bytes a parameter more), so that half the bytes go to the device, and come
+    from NVMe for it. None: where the model computes in 16 bits and host memory has room for it beside gradients and
+    three states, which is as many as any optimizer of torch's keeps; True: before those, as far as there is room, and
+    on NVMe for parameters that lie there. Raises `BudgetError` (a ValueError) for a size that is none,
+    `device_chunks` above `device`, `nvme` without `nvme_dir`, and an `nvme_dir` that is no path. Whether it is there is
+    seen by `manage`: a plan may be for another machine.
+    """
+
+    device: Size | None = None
+    host: Size | None = None
+    nvme: Size | None = None
+    nvme_dir: Directory | Sequence[Directory] | None = None
+    device_chunks: Size | None = None
+    home_copies: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.limits()
+
+    def limits(self) -> Limits:
+        """This budget in bytes. Raises `BudgetError` if it makes no sense."""
+        device = None if self.device is None else parse_size(self.device, "Budget(device=…)")
+        host = None if self.host is None else parse_size(self.host, "Budget(host=…)")
+        nvme = None if self.nvme is None else parse_size(self.nvme, "Budget(nvme=…)")
+        chunks = None if self.device_chunks is None else parse_size(self.device_chunks, "Budget(device_chunks=…)")
+        if device is not None and chunks is not None and chunks > device:
+            raise BudgetError(
+                f"Budget(device_chunks=…) is a part of device: got {format_size(chunks)} of {format_size(device)}"
+            )
+        if self.home_copies not in (None, True, False):
+            raise BudgetError(f"Budget(home_copies=…) must be True, False or None, got {self.home_copies!r}")
+        directories = self._directories()
+        if nvme and not directories:
+            raise BudgetError(
+                f"Budget(nvme={self.nvme!r}) needs a directory to put its file in: add nvme_dir='/path/on/the/drive'"
+            )
+        if nvme is None:
+            nvme = sum(dict(map(_free_bytes, directories)).values())
+        return Limits(device, host, nvme, directories if nvme else (), chunks, self.home_copies)
+
+    def _directories(self) -> tuple[Path, ...]:
+        if self.nvme_dir is None:
+            return ()
+        named: Any = self.nvme_dir
+        directories = list(named) if isinstance(named, Iterable) and not isinstance(named, (str, bytes)) else [named]
+        for directory in directories:
+            if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+                raise BudgetError(
+                    f"Budget(nvme_dir=…) must be the path of a directory, or a list of such, got {self.nvme_dir!r}"
+                )
+        return tuple(Path(directory) for directory in directories)
+
+
+def cache_directory() -> Path:
+    """What hetmem keeps between runs: below XDG_CACHE_HOME, by default ~/.cache.
+
+    Raises FileNotFoundError where this user has no home, as in a container that runs as any number.
+    """
+    said = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(said) if said else Path.home() / ".cache") / "hetmem"
+    except RuntimeError as error:
+        raise FileNotFoundError(
+            errno.ENOENT, "nobody says where the home of this user is: set XDG_CACHE_HOME"
+        ) from error
+
+
+def kernel_cache_directory() -> Path:
+    """Where compiled kernels are kept. Raises as `cache_directory` does."""
+    return cache_directory() / "kernels"
+
+
+def nvme_timeout_seconds() -> float:
+    """How long a disk may leave one request without an answer: HETMEM_NVME_TIMEOUT, by default 120; not above what
+    threads can wait for, some 292 years.
+
+    Raises `BudgetError` if that is no number of seconds above 0.
+    """
+    text = os.environ.get("HETMEM_NVME_TIMEOUT") or "120"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise BudgetError(f"HETMEM_NVME_TIMEOUT must be a number of seconds above 0, got {text!r}")
+    return min(seconds, threading.TIMEOUT_MAX)
+
+
+def _free_bytes(directory: Path) -> tuple[object, int]:
+    """The filesystem of `directory`, and nine tenths of what is free there; 1 if it cannot be asked (the store then
+    says why)."""
+    try:
+        status, filesystem = os.statvfs(directory), os.stat(directory).st_dev
+    except OSError:
+        return directory, 1
+    return filesystem, status.f_bavail * status.f_frsize * 9 // 10

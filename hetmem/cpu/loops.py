@@ -1,0 +1,354 @@
+"""The loops that Numba compiles, and the operations among them that only LLVM can say.
+
+They know flat numpy arrays; they must not know torch, hyper-parameters by name or threads.
+bfloat16 comes as uint16 and float16 as int16: the bits.
+
+A loop over elements keeps no state from one to the next, so that LLVM may take as many at once as the CPU can.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+Loop = Callable[..., Any]
+
+GROUP = 256
+"""Elements with one scale in `adamw_8_bit`; as in hetmem.cuda.quantise."""
+
+LANES = 64
+ROWS = 4
+BLOCK = ROWS * LANES
+RUN = 4096
+RUNS = 128
+"""`square_sum` adds up in LANES sums, a BLOCK at a time, a RUN of blocks together, and of these RUNS at most. LANES and
+RUN as in hetmem.cuda.squares."""
+
+LINE_BYTES = 64
+AHEAD_BYTES = 2048
+"""How far ahead memory is asked for. Measured: 0.98 of the read bandwidth with it, 0.70 without, on one Zen 3 core."""
+
+
+# ---- AdamW ----
+
+
+def element(scalars: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
+    """One element's update in float32. Scalars: see `hetmem.cpu.update.scalars_of`."""
+    scale, decay, lerp, beta2, square, bias, eps, negative_step = scalars
+    g = scale * g
+    m = _fma(lerp, g - m, m if lerp > 0 else g)
+    v = _fma(square * g, g, beta2 * v)
+    p = p * decay + negative_step * m / (math.sqrt(v) / bias + eps)
+    return p, m, v
+
+
+def adamw(scalars: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any) -> None:
+    """`element` over arrays; `copy`, if not None, takes the new `param` in its own type."""
+    for i in range(param.size):
+        p, m, v = element(scalars, param[i], _widen(grad[i]), exp_avg[i], exp_avg_sq[i])
+        param[i], exp_avg[i], exp_avg_sq[i] = p, m, v
+        if copy is not None:
+            copy[i] = _narrow(p, copy[i])
+
+
+# ---- AdamW on smaller states, rounded by chance: see `hetmem.cpu.compact`. ----
+
+
+def adamw_compact(
+    scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any
+) -> None:
+    """`element` over arrays of float32 or bfloat16; element 0 is the parameter's element `first`."""
+    for i in range(param.size):
+        state = _widen(param[i]), _widen(grad[i]), _widen(exp_avg[i]), _widen(exp_avg_sq[i])
+        p, m, v = element(scalars, *state)
+        chance = _mix(first + i, keys[0], keys[1])
+        exp_avg[i] = _dither(m, exp_avg[i], chance)
+        exp_avg_sq[i] = _dither(v, exp_avg_sq[i], _upper(chance))
+        stored = _dither(p, param[i], _mix(first + i, keys[2], keys[3]))
+        param[i] = stored
+        if copy is not None:
+            copy[i] = _narrow(_widen(stored), copy[i])
+
+
+def adamw_8_bit(
+    scalars: Any,
+    keys: Any,
+    first: Any,
+    param: Any,
+    grad: Any,
+    exp_avg: Any,
+    exp_avg_scales: Any,
+    roots: Any,
+    roots_scales: Any,
+    copy: Any,
+) -> None:
+    """`element` over moments in codes of 8 bits, GROUP of them to a scale; of the second moment it is the root."""
+    means, deviations = np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
+    for group in range(exp_avg_scales.size):
+        here = slice(group * GROUP, min((group + 1) * GROUP, param.size))
+        p, g, m, r = param[here], grad[here], exp_avg[here], roots[here]
+        for i in range(p.size):
+            means[i] = np.float32(m[i]) * exp_avg_scales[group]
+            deviations[i] = np.float32(r[i]) * roots_scales[group]
+        most_mean, most_deviation = np.int32(0), np.int32(0)
+        for i in range(p.size):
+            chance = _mix(first + here.start + i, keys[2], keys[3])
+            new, mean, square = element(scalars, _widen(p[i]), _widen(g[i]), means[i], deviations[i] * deviations[i])
+            means[i], deviations[i] = mean, math.sqrt(square)
+            most_mean = max(most_mean, _magnitude(means[i]))
+            most_deviation = max(most_deviation, _magnitude(deviations[i]))
+            p[i] = _dither(new, p[i], chance)
+        exp_avg_scales[group] = _scale(most_mean, np.float32(127))
+        roots_scales[group] = _scale(most_deviation, np.float32(255))
+        for i in range(p.size):
+            chance = _mix(first + here.start + i, keys[0], keys[1])
+            m[i] = _code(means[i], exp_avg_scales[group], chance, m[i])
+            r[i] = _code(deviations[i], roots_scales[group], _upper(chance), r[i])
+        if copy is not None:
+            c = copy[here]
+            for i in range(p.size):
+                c[i] = _narrow(_widen(p[i]), c[i])
+
+
+# ---- The norm ----
+
+
+def square_sum(values: Any) -> Any:
+    """The sum of squares of up to RUNS * RUN float32 in float64, in an order that a GPU can follow.
+
+    Element i of each RUN goes to lane i % LANES; the lanes are added by halves (the second to the first, and so on),
+    and so are the sums of RUNS runs, those that are not there being 0. So it is the same sum whatever the CPU's vectors
+    hold. A square is exact: a float32 has 24 bits, a float64 53.
+    """
+    runs, lanes = np.zeros(RUNS), np.zeros(LANES)
+    whole = values.size // BLOCK * BLOCK
+    blocks = values[:whole].reshape(-1, ROWS, LANES)
+    for index in range(blocks.shape[0]):
+        _fetch_ahead(values, index * BLOCK)
+        _add_squares(lanes, blocks[index])
+        if (index + 1) % (RUN // BLOCK) == 0:
+            _end_run(runs, lanes, index * BLOCK // RUN)
+    return _add_runs(runs, lanes, values[whole:], whole // RUN)
+
+
+def square_sum_16_bits(values: Any) -> Any:
+    """`square_sum` of bfloat16 or float16. LLVM widens a block at a time faster than element by element."""
+    runs, lanes, wide = np.zeros(RUNS), np.zeros(LANES), np.empty((ROWS, LANES), np.float32)
+    whole = values.size // BLOCK * BLOCK
+    blocks = values[:whole].reshape(-1, ROWS, LANES)
+    for index in range(blocks.shape[0]):
+        _fetch_ahead(values, index * BLOCK)
+        for row in range(ROWS):
+            for lane in range(LANES):
+                wide[row, lane] = _widen(blocks[index, row, lane])
+        _add_squares(lanes, wide)
+        if (index + 1) % (RUN // BLOCK) == 0:
+            _end_run(runs, lanes, index * BLOCK // RUN)
+    return _add_runs(runs, lanes, values[whole:], whole // RUN)
+
+
+def _fetch_ahead(values: Any, start: Any) -> None:
+    """Have a later block brought to the cache: what the CPU fetches by itself ends with the page."""
+    line = LINE_BYTES // values.itemsize
+    for at in range(0, BLOCK, line):
+        _prefetch(values, start + AHEAD_BYTES // values.itemsize + at)
+
+
+def _add_squares(lanes: Any, block: Any) -> None:
+    for lane in range(LANES):
+        total = lanes[lane]
+        for row in range(ROWS):
+            x = np.float64(block[row, lane])
+            total = _fma(x, x, total)
+        lanes[lane] = total
+
+
+def _end_run(runs: Any, lanes: Any, index: Any) -> None:
+    """The next run begins with lanes of 0."""
+    runs[index] = _by_halves(lanes)
+    lanes[:] = 0.0
+
+
+def _add_runs(runs: Any, lanes: Any, rest: Any, index: Any) -> Any:
+    """`rest` is of run `index`, less than a block."""
+    for i in range(rest.size):
+        x = np.float64(_widen(rest[i]))
+        lanes[i % LANES] += x * x
+    if index < RUNS:
+        runs[index] = _by_halves(lanes)
+    return _by_halves(runs)
+
+
+def _by_halves(numbers: Any) -> Any:
+    """Their sum; what they were is lost."""
+    half = numbers.size // 2
+    while half > 0:
+        for i in range(half):
+            numbers[i] += numbers[i + half]
+        half //= 2
+    return numbers[0]
+
+
+# ---- Operations that Python lacks. Only compiled code calls them: `_teach_numba` says what they are in LLVM. ----
+
+
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in float32 or float64, rounded once."""
+    raise NotImplementedError
+
+
+def _widen(x: Any) -> Any:
+    """A float32 as it is, or the bits of a bfloat16 (uint16) or float16 (int16) as a float32."""
+    raise NotImplementedError
+
+
+def _narrow(x: Any, like: Any) -> Any:
+    """A float32 rounded to the type of `like`, of which no more is used: to nearest, ties to even; a NaN stays one."""
+    raise NotImplementedError
+
+
+def _mix(index: Any, key: Any, other_key: Any) -> Any:
+    """32 bits of chance (uint32) that depend on nothing but an index and two keys (uint32)."""
+    raise NotImplementedError
+
+
+def _upper(chance: Any) -> Any:
+    """The upper 16 bits of a uint32 as the lower ones."""
+    raise NotImplementedError
+
+
+def _dither(x: Any, like: Any, chance: Any) -> Any:
+    """A float32 rounded to the type of `like`, to the farther neighbour with the probability of the nearness to it.
+
+    To bfloat16: the lower 16 bits of `chance` are added below the last bit kept. To float32: as it is.
+    """
+    raise NotImplementedError
+
+
+def _magnitude(x: Any) -> Any:
+    """|x| of a float32 as int32 bits, which have the order of the numbers; infinities and NaNs are above all."""
+    raise NotImplementedError
+
+
+def _scale(magnitude: Any, largest: Any) -> Any:
+    """The float32 of these bits / `largest`; NaN if it is not finite."""
+    raise NotImplementedError
+
+
+def _code(x: Any, scale: Any, chance: Any, like: Any) -> Any:
+    """x / scale + 16 bits of `chance` as a fraction, rounded down: of the type of `like`, int8 ≥ -127 or uint8.
+
+    0 where the scale is 0 or NaN. A number above 0 is not 0 in uint8.
+    """
+    raise NotImplementedError
+
+
+def _prefetch(array: Any, index: Any) -> None:
+    """Have the element brought to the cache. It may lie beyond the end: nothing is read or written."""
+    raise NotImplementedError
+
+
+@cache
+def _teach_numba() -> None:
+    """Give Numba the signature and the LLVM code of the operations above, and leave to inline what loops call."""
+    from numba import types
+    from numba.extending import lower_builtin, register_jitable, type_callable
+
+    from hetmem.cpu import llvm
+
+    f64, f32, bf16, f16 = types.float64, types.float32, types.uint16, types.int16
+    u32, i32, integer = types.uint32, types.int32, types.Integer
+    for operation, typing in (
+        (_fma, lambda a, b, c: c),
+        (_widen, lambda x: f32),
+        (_narrow, lambda x, like: like),
+        (_mix, lambda index, key, other_key: u32),
+        (_upper, lambda chance: u32),
+        (_dither, lambda x, like, chance: like),
+        (_magnitude, lambda x: i32),
+        (_scale, lambda magnitude, largest: f32),
+        (_code, lambda x, scale, chance, like: like),
+    ):
+        type_callable(operation)(lambda context, typing=typing: typing)
+    type_callable(_prefetch)(lambda context: lambda array, index: types.void)
+    lower_builtin(_prefetch, types.Array, integer)(llvm.prefetch)
+    for operation, operands, emit in (
+        (_fma, (f32, f32, f32), lambda build, a, b, c: build.fma(a, b, c)),
+        (_fma, (f64, f64, f64), lambda build, a, b, c: build.fma(a, b, c)),
+        (_widen, (f32,), lambda build, x: x),
+        (_widen, (bf16,), llvm.widen_bfloat16),
+        (_widen, (f16,), llvm.widen_float16),
+        (_narrow, (f32, f32), lambda build, x, like: x),
+        (_narrow, (f32, bf16), llvm.round_bfloat16),
+        (_narrow, (f32, f16), llvm.round_float16),
+        (_mix, (integer, u32, u32), llvm.mix),
+        (_upper, (u32,), llvm.upper),
+        (_dither, (f32, f32, u32), lambda build, x, like, chance: x),
+        (_dither, (f32, bf16, u32), llvm.dither_bfloat16),
+        (_magnitude, (f32,), llvm.magnitude),
+        (_scale, (i32, f32), llvm.scale),
+        (_code, (f32, f32, u32, types.int8), llvm.code_int8),
+        (_code, (f32, f32, u32, types.uint8), llvm.code_uint8),
+    ):
+        lower_builtin(operation, *operands)(lambda context, build, sig, args, emit=emit: emit(build, *args))
+    for function in (element, _fetch_ahead, _add_squares, _end_run, _add_runs, _by_halves):
+        register_jitable(function)
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """One thread compiles at a time. Says on stderr what is going on if it takes over a second, as Numba's import and
+    the reading of what is kept may too."""
+    with _lock:
+        line = ["hetmem: preparing the host optimizer (it is compiled the first time, and kept) …"]
+        timer = threading.Timer(1.0, print, line, {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def compile_loop(loop: Loop) -> Loop:
+    """`loop` as machine code, compiled for each kind of arguments when first called with it, and kept on disk.
+
+    Raises whatever Numba raises; ImportError without it.
+    """
+    from numba import njit
+
+    _teach_numba()
+    options = {"nogil": True, "fastmath": False, "error_model": "numpy"}  # error_model: no check for x / 0, so SIMD
+    loop = _named_after_its_operations(loop)
+    try:
+        compiled: Loop = njit(cache=True, **options)(loop)
+    except RuntimeError:  # neither the package's directory nor the user's cache can be written
+        compiled = njit(**options)(loop)
+    return compiled
+
+
+def _named_after_its_operations(loop: Loop) -> Loop:
+    """A copy with a checksum of llvm.py in its name, which names its file in Numba's cache.
+
+    That cache notices a change of the loop's own file only.
+    """
+    from hetmem.cpu import llvm
+
+    assert isinstance(loop, FunctionType) and llvm.__file__ is not None
+    name = f"{loop.__name__}_{zlib.crc32(Path(llvm.__file__).read_bytes()):08x}"
+    renamed = FunctionType(loop.__code__, loop.__globals__, name)
+    renamed.__qualname__ = name
+    return renamed

@@ -1,0 +1,109 @@
+"""Sum of squares of gradients, and with it whether all are finite: one pass.
+
+It knows flat tensors and tasks; it must not know what the norm is for.
+
+Every tile is summed in float64 in one fixed order (`loops.square_sum`), and the tiles' sums are added exactly and
+rounded once (Shewchuk's `math.fsum`). So the result depends neither on threads nor on the CPU's vectors nor on the
+order of the gradients, nor on whether the host or a GPU sums them up (`square_sums_on_device`); `sum` would depend on
+the version of Python too. Squares of 24-bit numbers are exact in float64 and 2**500 of the greatest would not overflow:
+the sum is infinite or NaN if and only if an element is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hetmem.cpu import loops
+from hetmem.cpu.on_device import kernels_of
+from hetmem.cpu.tiles import Array, Task, as_array, check_flat, one_torch_thread, tiles_of
+from hetmem.cuda import reference
+from hetmem.cuda.reference import RUN_ELEMENTS
+from hetmem.cuda.squares import square_sums
+
+if TYPE_CHECKING:
+    from hetmem.cpu.workers import WorkerPool
+
+_LOOPED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def square_sum(pool: WorkerPool, grads: Sequence[torch.Tensor]) -> float:
+    """The sum of squares of all elements of `grads`; inf or NaN if and only if an element is. Blocks the caller.
+
+    See `square_sum_tasks` for the tensors, and `total` for the last addition.
+    """
+    made = [square_sum_tasks(grad) for grad in grads]
+    pool.run([task for tasks, _ in made for task in tasks])
+    return total(partials for _, partials in made)
+
+
+def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], Array]:
+    """Tasks that sum up one tile each, and the float64 array that they write to: one number per task.
+
+    `grad` is flat, on the CPU, and in float32, bfloat16 or float16; in float64 the sum of squares may overflow. The
+    tasks may run in any order on any thread, and hold the memory; `total` of the array is the sum once all have run.
+    The partial sums belong to the tensor: parts of it summed apart may differ in the last bit.
+    """
+    check_flat(grad)
+    tiles = tiles_of(grad.numel())
+    partials = np.zeros(len(tiles))
+    loop = _verified_loop(grad.dtype)
+    flat = grad.detach()
+    if isinstance(loop, str):
+        return [partial(_store, _square_sum_torch, flat[tile], partials, i) for i, tile in enumerate(tiles)], partials
+    array = as_array(flat)
+    return [partial(_store, loop, array[tile], partials, i) for i, tile in enumerate(tiles)], partials
+
+
+def square_sums_on_device(grad: torch.Tensor) -> torch.Tensor:
+    """The sums of squares of runs of `grad`, flat on a GPU, there too, on its current stream; see `sums_of_tiles`."""
+    sums = torch.empty(-(-grad.numel() // RUN_ELEMENTS), dtype=torch.float64, device=grad.device)
+    if grad.dtype in _LOOPED:
+        square_sums(kernels_of(grad.device), grad.detach(), sums)
+    else:
+        sums.copy_(reference.square_sums(grad.detach()))
+    return sums
+
+
+def sums_of_tiles(runs: torch.Tensor) -> Array:
+    """What the tasks of `square_sum_tasks` would write, of a tensor whose `runs` were summed up."""
+    tiles = -(-runs.numel() // loops.RUNS)
+    padded = torch.nn.functional.pad(runs, (0, tiles * loops.RUNS - runs.numel()))
+    return reference.by_halves(padded.view(tiles, loops.RUNS)).numpy()
+
+
+def total(partials: Iterable[Array]) -> float:
+    """The exact sum of all numbers in `partials`, rounded once; inf or NaN if one of them is."""
+    numbers = [number for array in partials for number in array.tolist()]
+    finite = all(map(math.isfinite, numbers))  # fsum refuses some of the others
+    return math.fsum(numbers) if finite else max(numbers, key=lambda number: (math.isnan(number), number))
+
+
+def _store(loop: loops.Loop, values: object, partials: Array, index: int) -> None:
+    partials[index] = loop(values)
+
+
+@cache
+def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
+    """The compiled loop for gradients of this dtype once it has given torch's bits, or why torch must do it."""
+    if grad not in _LOOPED:
+        return f"no loop for {grad}"
+    try:
+        with loops.compiling():
+            loop = loops.compile_loop(loops.square_sum if grad == torch.float32 else loops.square_sum_16_bits)
+            values = torch.linspace(0, 700, 5500, dtype=torch.float64, device="cpu").sin().to(grad)
+            same = loop(as_array(values)) == _square_sum_torch(values)
+            return loop if same else "the compiled loop sums in another order"
+    except Exception as error:  # whatever Numba raises, torch gives the same bits
+        return f"{type(error).__name__}: {error}"
+
+
+def _square_sum_torch(values: torch.Tensor) -> float:
+    """`loops.square_sum` of one tile by torch, with the same bits."""
+    with one_torch_thread():
+        return float(sums_of_tiles(reference.square_sums(values)).sum())  # of one number, or none

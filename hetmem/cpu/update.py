@@ -1,0 +1,216 @@
+"""AdamW on host memory: one pass over parameter, gradient and moments, bit for bit torch's fused one.
+
+It knows flat tensors and tasks; it must not know chunks, parameters, threads or where the memory comes from.
+
+The reference is `torch.optim.AdamW(fused=True)` on the CPU. Its kernel computes, in the parameter's dtype,
+
+    m = fma(1 - b1, g - m, m)        v = fma((1 - b2) * g, g, b2 * v)
+    p = p * (1 - lr * wd) + (-lr / bc1 * m) / (sqrt(v) / sqrt(bc2) + eps)        bc = 1 - b ** step
+
+with scalars made in fp64 and rounded once. The loop in loops.py says the same; Numba compiles it on first use. Each
+variant of it is compared with torch before it may touch real memory: where it cannot be built, or torch was built
+without fma and rounds otherwise, torch's own kernel runs instead, with the same bits and more passes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hetmem.base.units import round_down
+from hetmem.cpu import loops
+from hetmem.cpu.tiles import Task, as_array, check_flat, cut, one_torch_thread, tiles_of
+
+if TYPE_CHECKING:
+    from hetmem.cpu.workers import WorkerPool
+
+# torch rounds v differently in the elements after the last full SIMD vector. Vectors have at most 16 float32, and
+# every width divides 16, so torch's kernel treats the last `numel % 16` elements alike alone and within the whole.
+WIDEST_VECTOR = 16
+
+# What the loops read and write beside the states.
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+COPIES = (None, *GRADIENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWStep:
+    """The hyper-parameters of one update, as `torch.optim.AdamW` names them; `step` is the one being made, from 1.
+
+    Gradients count `grad_scale` times: each is widened to float32 and multiplied by float32(grad_scale) before
+    anything else. That is where an unscaling and a clip factor belong, as one number.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    maximize: bool = False
+    grad_scale: float = 1.0
+
+
+def adamw(
+    pool: WorkerPool,
+    step: AdamWStep,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    compute_copy: torch.Tensor | None = None,
+) -> None:
+    """Update `param`, `exp_avg` and `exp_avg_sq` in place; write `param`, rounded, to `compute_copy` if given.
+
+    All as in `adamw_tasks`. Blocks the caller until all is written. May be called from several threads on different
+    memory.
+    """
+    pool.run(adamw_tasks(step, param, grad, exp_avg, exp_avg_sq, compute_copy))
+
+
+def adamw_tasks(
+    step: AdamWStep,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    compute_copy: torch.Tensor | None = None,
+) -> list[Task]:
+    """`adamw` as tasks over disjoint elements, to be run once each, in any order, on any thread. They hold the memory.
+
+    All are 1-D, contiguous, on the CPU and of one length. The moments have the dtype of `param`; `grad` and
+    `compute_copy` may have any floating dtype. float32 with gradient and copy in float32, bfloat16 or float16 runs in
+    one pass; everything else takes torch's kernel, on one thread per task. The results equal
+    `torch.optim.AdamW(fused=True)` with `(grad.float() * grad_scale).to(param.dtype)`, and
+    `param.to(compute_copy.dtype)`, bit for bit (a NaN is a NaN of any payload). Compiles on first use.
+    """
+    check_flat(param, grad, exp_avg, exp_avg_sq, compute_copy)
+    copy_dtype = None if compute_copy is None else compute_copy.dtype
+    loop = _verified_loop(param.dtype, grad.dtype, copy_dtype)
+    tensors = (param, grad, exp_avg, exp_avg_sq, compute_copy)
+    if isinstance(loop, str):
+        return [partial(update_by_torch, step, *cut(tensors, tile)) for tile in tiles_of(param.numel())]
+    body = round_down(param.numel(), WIDEST_VECTOR)
+    arrays = tuple(None if tensor is None else as_array(tensor) for tensor in tensors)
+    scalars = scalars_of(step)
+    tasks: list[Task] = [partial(loop, scalars, *cut(arrays, tile)) for tile in tiles_of(body)]
+    if body < param.numel():
+        tasks.append(partial(update_by_torch, step, *cut(tensors, slice(body, None))))
+    return tasks
+
+
+def adamw_on_device(
+    step: AdamWStep,
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+) -> None:
+    """`adamw` of tensors on a GPU, in a few launches, with the bits of `torch.optim.AdamW(fused=True)` there.
+
+    A `grad_scale` other than 1 takes one more pass and a scaled copy of the gradients.
+    """
+    if step.grad_scale != 1.0:
+        grads = [_scaled(grad, step).to(param.dtype) for grad, param in zip(grads, params, strict=True)]
+    steps = [torch.full((), float(step.step), dtype=torch.float32, device=params[0].device)] * len(params)
+    _fused(step, params, grads, exp_avgs, exp_avg_sqs, steps)
+
+
+def kernel_name() -> str:
+    """What updates float32 parameters here: "numba", or "torch" and why. Compiles the kernel if that is still due."""
+    loop = _verified_loop(torch.float32, torch.float32, None)
+    return f"torch ({loop})" if isinstance(loop, str) else "numba"
+
+
+@lru_cache(maxsize=16)  # one step updates many tensors
+def scalars_of(step: AdamWStep) -> tuple[np.float32, ...]:
+    """The loops' scalars, each rounded to float32 where torch rounds it."""
+    lerp = np.float32(1 - step.beta1)
+    scale = np.float32(step.grad_scale)
+    return (
+        -scale if step.maximize else scale,  # a change of sign commutes with every rounding
+        # torch's compiler contracts this to one fma: exact until the one rounding to float64.
+        np.float32(float(1 - Fraction(step.lr) * Fraction(step.weight_decay))),
+        # lerp interpolates from its nearer end: from m below a weight of 1/2, else back from g (a weight <= 0).
+        lerp if lerp < 0.5 else lerp - np.float32(1),
+        np.float32(step.beta2),
+        np.float32(1 - step.beta2),
+        np.float32(math.sqrt(1 - step.beta2**step.step)),
+        np.float32(step.eps),
+        np.float32(-(step.lr / (1 - step.beta1**step.step))),
+    )
+
+
+# ---- The choice between the two, and torch's kernel. ----
+
+
+@cache
+def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dtype | None) -> loops.Loop | str:
+    """The compiled loop for these dtypes once it has given torch's bits, or why torch's kernel must run."""
+    if param != torch.float32 or grad not in GRADIENTS or compute_copy not in COPIES:
+        return f"no loop for {param}, {grad}, {compute_copy}"
+    try:
+        with loops.compiling():
+            loop = loops.compile_loop(loops.adamw)
+            return loop if _equals_torch(loop, grad, compute_copy) else "this build of torch rounds differently"
+    except Exception as error:  # whatever Numba raises, the other kernel gives the same bits
+        return f"{type(error).__name__}: {error}"
+
+
+def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
+    """Whether `loop` and torch's kernel agree in every bit on a thousand elements."""
+    step = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
+    angles = torch.linspace(0, 700, 1024, dtype=torch.float64, device="cpu")
+    param, grad, exp_avg, exp_avg_sq = (angles.add(shift).sin().float() for shift in range(4))
+    copy = None if copy_dtype is None else torch.empty_like(param, dtype=copy_dtype)
+    tensors = (param, grad.to(grad_dtype), exp_avg, exp_avg_sq.square(), copy)
+    given = [tensor for tensor in tensors if tensor is not None]
+    expected = [tensor.clone() for tensor in given]
+    update_by_torch(step, *expected)
+    loop(scalars_of(step), *(None if tensor is None else as_array(tensor) for tensor in tensors))
+    return all(map(torch.equal, given, expected))
+
+
+def update_by_torch(
+    step: AdamWStep,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    compute_copy: torch.Tensor | None = None,
+) -> None:
+    """The update of one tile by torch's fused kernel, on this thread alone; its casts stay in the cache."""
+    with one_torch_thread(), torch.no_grad():
+        g = _scaled(grad.detach(), step).to(param.dtype)
+        p, m, v = (tensor.detach() for tensor in (param, exp_avg, exp_avg_sq))
+        _fused(step, [p], [g], [m], [v], [torch.tensor(float(step.step), dtype=torch.float32, device="cpu")])
+        if compute_copy is not None:
+            compute_copy.detach().copy_(p)
+
+
+def _scaled(grad: torch.Tensor, step: AdamWStep) -> torch.Tensor:
+    """`grad` times `step.grad_scale`, in float32 unless it is wider."""
+    if step.grad_scale == 1.0:
+        return grad
+    return grad.to(torch.promote_types(grad.dtype, torch.float32)) * float(np.float32(step.grad_scale))
+
+
+def _fused(
+    step: AdamWStep,
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+) -> None:
+    torch._fused_adamw_(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps,
+        lr=step.lr, beta1=step.beta1, beta2=step.beta2, weight_decay=step.weight_decay, eps=step.eps,
+        amsgrad=False, maximize=step.maximize,
+    )  # fmt: skip

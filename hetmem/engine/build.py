@@ -1,0 +1,245 @@
+"""From a module and a budget to memory: layout, pools, and parameters moved to their homes.
+
+Everything that can be refused is refused before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import pairwise
+
+import torch
+
+from hetmem.base.config import Limits
+from hetmem.engine.homes import Memory
+from hetmem.engine.param_views import rest_of, stand_in, storage_references
+from hetmem.engine.precision import compute_dtypes, specs
+from hetmem.errors import BudgetError, ManageError
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.device import Device
+from hetmem.memory.free_memory import free_host_bytes
+from hetmem.memory.host_pool import HostPool
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.nvme_store import NvmeStore
+from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
+from hetmem.schedule.placement import Capacities, NoRoom, survey
+
+HOST_SHARE = 0.6
+"""Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
+
+
+def is_lazy(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` has no shape yet."""
+    return isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
+def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The distinct parameters of `module` by name, in order of registration; refuses what cannot be managed."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ManageError(
+                f"{name or 'the model'} is a {type(part).__name__} of torch.jit, and nobody sees what that computes: "
+                f"leave torch.jit.script out, or use torch.compile"
+            )
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ManageError(f"{type(module).__name__} has no parameters, so there is nothing to manage")
+    spans: list[tuple[int, int, str]] = []
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise ManageError(f"{name} has no shape yet (a lazy module): run one forward before managing the model")
+        if parameter.device.type != "cpu":
+            raise ManageError(
+                f"{name} is on {parameter.device}, expected host memory: build the model on the CPU (or move it there "
+                f"with model.cpu()); hetmem brings its parameters to the accelerator. For a pretrained model, build it "
+                f"from its config and fill it with hetmem.load_weights"
+            )
+        if parameter.is_inference():
+            raise ManageError(f"{name} was made under torch.inference_mode(), which counts no writes: build it outside")
+        if parameter.layout is not torch.strided:
+            raise ManageError(f"{name} has layout {parameter.layout}, expected a dense (strided) tensor")
+        start = parameter.data_ptr()
+        spans.append((start, start + parameter.numel() * parameter.itemsize, name))
+    spans.sort()
+    for (_, end, name), (start, other_end, other) in pairwise(spans):
+        if start < end and start < other_end:
+            raise ManageError(f"{name} and {other} share memory but are two parameters: tie them by using one object")
+    return parameters
+
+
+def build_memory(
+    module: torch.nn.Module,
+    limits: Limits,
+    device: Device,
+    mixed_precision: torch.dtype | None,
+    chunk_bytes: int | None,
+) -> Memory:
+    """Lay `module` out and open the pools, for `move_home`. `module` is not changed."""
+    parameters = collect(module)
+    check_directories(limits)
+    capacities = Capacities(
+        _device_bytes(limits, device),
+        _host_bytes(limits),
+        limits.nvme_bytes,
+        limits.device_chunk_bytes,
+        home_copies=limits.home_copies,
+    )
+    compute = compute_dtypes(module, parameters, mixed_precision)
+    try:
+        ground = survey(
+            specs(parameters, compute),
+            [dtype.itemsize for dtype in compute],
+            [index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad],
+            capacities,
+            copies=mixed_precision is not None,
+            chunk_bytes=chunk_bytes,
+        )
+    except NoRoom as refusal:  # a name of the planner's; users know those of `hetmem.errors`
+        raise BudgetError(str(refusal)) from None
+    HELD_BACK.raise_here()  # the search takes its time
+    store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
+    pins: list[Callable[[], None]] = []
+    try:
+        host_pool = HostPool(capacities.host_bytes)
+        pins.append(host_pool.mapping.share_with_children)
+        host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
+        if not ground.resident:  # what no copy uses is not pinned
+            pins.append(device.pin(host_pool.mapping))
+        slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
+        memory = Memory(
+            ground.layout,
+            _chunks(ground.layout, list(parameters.values()), compute),
+            device,
+            capacities.device_bytes,
+            capacities.chunk_cap_bytes,
+            device.pool(ground.slot_bytes, min(slots, capacities.chunk_cap_bytes // ground.slot_bytes)),
+            host_pool,
+            store,
+            limits.nvme_bytes,
+            sum(buffer.numel() * buffer.itemsize for buffer in module.buffers()),
+            ground.staging_slots,
+            mixed_precision,
+            pins,
+            ground.resident,
+        )
+        memory.reserve(memory.chunks, Role.PARAM)
+        memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
+    except BaseException:
+        for unpin in pins:
+            unpin()
+        if store is not None:
+            store.close()
+        raise
+    return memory
+
+
+def check_directories(limits: Limits) -> None:
+    """Raise `BudgetError` for a directory of the NVMe tier that is none, also where nothing will lie there yet."""
+    for directory in limits.nvme_directories:
+        if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
+            what = "is no directory" if not os.path.isdir(directory) else "may not be written to"
+            raise BudgetError(
+                f"Budget(nvme_dir=…): {str(directory)!r} {what}: name an existing, writable directory on the disk to "
+                f"use"
+            )
+
+
+def _device_bytes(limits: Limits, device: Device) -> int:
+    asked = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
+    return min(asked) if asked else device.available_bytes()
+
+
+def _host_bytes(limits: Limits) -> int:
+    if limits.host_bytes is not None:
+        return limits.host_bytes
+    return int(free_host_bytes() * HOST_SHARE)
+
+
+def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[torch.dtype]) -> list[Chunk]:
+    ends = used_ends(layout)
+    return [
+        Chunk(
+            spec,
+            spec.span * layout.chunk_elements,
+            ends[spec.index],
+            parameters[spec.parameters[0]].dtype,
+            compute[spec.parameters[0]],
+            min(len(parameters), spec.span * layout.chunk_elements // ALIGNMENT_ELEMENTS),
+        )
+        for spec in layout.chunks
+    ]
+
+
+def move_home(memory: Memory, module: torch.nn.Module) -> None:
+    """Move the parameters of `module`, which `memory` was made for, to their homes, and its buffers to the device.
+    Interrupts that are held back come between two of them; those of `Memory.parameters` have moved by then."""
+    buffers = [(buffer, buffer.data.to(memory.device.torch_device)) for buffer in module.buffers()]
+    parameters = dict(module.named_parameters())
+    _take_apart(parameters.values())
+    for placement, (name, parameter) in zip(memory.layout.placements, parameters.items(), strict=True):
+        HELD_BACK.raise_here()
+        chunk = memory.chunks[placement.chunk]
+        data = parameter.data
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
+        strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
+        empty = torch.empty(0, device="cpu")
+        managed = ManagedParameter(
+            parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
+        )
+        chunk.parameters.append(managed)
+        settle_in(managed, memory.device.torch_device)
+    for buffer, there in buffers:
+        buffer.data = there
+
+
+def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Parameters that are parts of one tensor count versions together, and an update of one would look like a write to
+    the others: each gets a counter of its own, unless it has a part in somebody's graph."""
+    of_storage: dict[int, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        of_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    for together in of_storage.values():
+        for parameter in together[1:]:
+            hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            if parameter.grad is None and not hooks and parameter.numel():
+                alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
+                with suppress(RuntimeError):
+                    torch._C._swap_tensor_impl(parameter, alone)
+
+
+def settle_in(managed: ManagedParameter, device: torch.device) -> None:
+    """Move the values of `managed` to its place in its chunk, which is its home from now on."""
+    home = managed.view(Role.PARAM)
+    home.copy_(managed.parameter.data)
+    reside(managed, home, device)
+    gradient = managed.parameter.grad
+    if gradient is not None and gradient.device != home.device:
+        managed.parameter.grad = gradient.to(home.device)
+
+
+def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
+    """`home` holds the values of `managed`, which compute on `device`: make it what `.data` is."""
+    recast(managed, home)
+    dtype = managed.chunk.compute_dtype
+    if managed.stand_in is None and (dtype is not managed.chunk.dtype or device.type != "cpu"):
+        managed.stand_in = stand_in(home, dtype, device)
+    managed.home, managed.rest = home, rest_of(managed, home, device)
+    managed.parameter.data = home
+    managed.version = managed.parameter._version
+    managed.home_references = storage_references(home)
+    managed.home_address = home.data_ptr()
+
+
+def recast(managed: ManagedParameter, home: torch.Tensor) -> None:
+    """Make the 16-bit copy at home, if there is one, what `home`, which holds the values of `managed`, says."""
+    if Role.COMPUTE in managed.chunk.homes:
+        with torch.no_grad():
+            managed.view(Role.COMPUTE).copy_(home)
+
+
+def recast_all(chunk: Chunk) -> None:
+    """`recast` of every parameter of `chunk`."""
+    for managed in chunk.parameters:
+        recast(managed, managed.home)

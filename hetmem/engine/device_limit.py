@@ -1,0 +1,225 @@
+"""The room of chunks on the device: what everything else needs there, and who gives way to whom.
+
+On a watched device every tensor is counted as it is made; of a GPU only its allocator's peaks are known, and what it
+refused. Everything else comes before chunks: slots are given back, homes that moved to the device go back to host
+memory, a model that is whole on the device leaves it. Copies come before homes that moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hetmem.engine.failed_allocations import Refusals
+from hetmem.engine.homes import Memory
+from hetmem.engine.live_bytes import DeviceMonitor
+from hetmem.engine.out_of_memory import Shortage
+from hetmem.engine.statistics import Statistics
+from hetmem.engine.tracer import StepTracer
+from hetmem.engine.traffic import Traffic
+from hetmem.engine.weak import weakly
+from hetmem.schedule.trace import Moment, Tier
+
+
+class DeviceRoom:
+    """Of one managed module. `sanitize`: see `DeviceMonitor`."""
+
+    def __init__(
+        self, memory: Memory, traffic: Traffic, tracer: StepTracer, statistics: Statistics, *, sanitize: bool
+    ) -> None:
+        self._memory, self._traffic, self._tracer, self._statistics = memory, traffic, tracer, statistics
+        self.monitor = DeviceMonitor(
+            memory.is_home_address, memory.is_device_address, weakly(self.non_model_grew), strict=sanitize
+        )
+        self.shortage = Shortage(memory, traffic.residency, tracer)
+        self.refusals = Refusals(memory, self.shortage)
+        self.give_way: Callable[[int], None] = _nothing_to_give
+        """Homes of so many bytes at least, or all of a model that is whole on the device (0), leave it if they can."""
+        self._all_slots = sum(chunk.spec.span for chunk in memory.chunks)
+        self._limit = memory.device_pool.slots
+        self._most_non_model = 0
+        memory.device.peak_bytes()  # what the process had there before is no need of this model
+        traffic.gradients.sent = weakly(self.gradient_sent)
+
+    # ---- what is needed ----------------------------------------------------------------------------------------
+
+    def chunk_bytes(self) -> int:
+        """Device bytes that chunks hold now."""
+        slots = self._traffic.residency.used_slots(Tier.DEVICE)
+        return slots * self._memory.device_pool.slot_bytes + self._memory.device_home_bytes
+
+    @property
+    def non_model_bytes(self) -> int:
+        """What anything but chunks needs: now, or at most where only peaks are known."""
+        return self.monitor.live_bytes if self._memory.device.watched else self._most_non_model
+
+    @property
+    def non_model_peak_bytes(self) -> int:
+        """The most that anything but chunks has ever needed of the device."""
+        return max(self._statistics.non_model_peak_bytes, self._room_seen)
+
+    def look_at_allocator(self) -> int:
+        """The bytes beside chunks now; where the device's allocator knows their peak, the last moment gets that."""
+        if self._memory.device.watched:
+            return self.monitor.live_bytes
+        chunks = self._memory.device_pool.held_bytes() + self._memory.device_home_bytes
+        peak = max(0, self._memory.device.peak_bytes() - chunks)
+        if self._tracer.measured:
+            self._tracer.grew(peak)
+        self._most_non_model = max(self._most_non_model, peak)
+        return peak
+
+    @property
+    def _guess(self) -> int:
+        return self._memory.device_bytes * 3 // 4
+
+    @property
+    def _room_seen(self) -> int:
+        return max(self._most_non_model, self.refusals.room_bytes)
+
+    def _least_room(self) -> int:
+        """What a GPU must leave beside chunks: the most that was ever seen, so that slots stay where they are, or what
+        would have been enough when its allocator refused memory.
+
+        While a segment is measured nobody knows what is coming, so chunks keep to a quarter of the device; if they
+        need more than that at once, `widen` takes it.
+        """
+        return max(self._room_seen, self._guess) if self._tracer.measured else self._room_seen
+
+    # ---- when it changes ---------------------------------------------------------------------------------------
+
+    def before_segment(self) -> None:
+        """A segment has begun, and nothing of it has run."""
+        if self._tracer.measured and self._tracer.known is None and not self._memory.device.watched:
+            self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
+        if self.refusals.room_bytes:
+            self._leave_device(self.refusals.room_bytes)
+        known = self._tracer.known
+        if self._memory.device.watched and known is not None and known.opening.non_model_bytes:
+            self.before_moment(known.opening)
+
+    def before_moment(self, expected: Moment) -> None:
+        """Anything but chunks is expected to need what it says in the moment that begins."""
+        watched = self._memory.device.watched
+        self._let_homes_go(expected.non_model_bytes if watched else self._room_seen)
+        self._set_limit(expected.non_model_bytes if watched else self._least_room())
+        self._wait_for_gradients()
+
+    def gradient_sent(self) -> None:
+        """A gradient has begun its way home: from here on the trace knows what else there is."""
+        if self._memory.device.watched:
+            live_bytes = self.monitor.live_bytes  # before the others: they may die any time, and are none of it then
+            self._tracer.sent(live_bytes - self._traffic.gradients.leaving_bytes)
+            self._wait_for_gradients()
+
+    def _wait_for_gradients(self) -> None:
+        """More of them may be on their way than in the segment that was measured, and nobody counts what is there now:
+        they leave before there is no room for all of that and for what chunks may take."""
+        gradients, memory = self._traffic.gradients, self._memory
+        if not memory.device.watched or self._tracer.measured:
+            return
+        copies = min(self._limit, self._all_slots) * memory.device_pool.slot_bytes
+        chunks = max(self.chunk_bytes(), copies + memory.device_home_bytes)
+        room = memory.device_bytes - chunks - self._tracer.own_bytes
+        while 0 < gradients.leaving_bytes > room:
+            self._traffic.wait_for_one()
+
+    def non_model_grew(self, operator: str, live_bytes: int) -> None:
+        """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to,
+        and wait for gradients on their way home. The trace has what is left beside chunks then.
+
+        Raises `DeviceOutOfMemoryError` if what is left in use does not fit beside it.
+        """
+        with self.monitor.unwatched():
+            self._let_homes_go(live_bytes)
+            self._set_limit(live_bytes)
+            while self.chunk_bytes() + live_bytes > self._memory.device_bytes and self._anything_leaves():
+                self._traffic.wait_for_one()
+                live_bytes = min(live_bytes, self.monitor.live_bytes)
+            self._tracer.grew(live_bytes, self._traffic.gradients.leaving_bytes)
+            if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
+                self.monitor.left |= self._leave_device(live_bytes)
+        if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
+            raise self.shortage.error(operator, live_bytes)
+        self._statistics.device_in_use(self.chunk_bytes(), live_bytes)
+
+    def _anything_leaves(self) -> bool:
+        """Whether something is under way at whose end less of the device is taken."""
+        return bool(self._traffic.residency.in_flight()) or self._traffic.gradients.under_way
+
+    def widen(self) -> bool:
+        """Chunks in use at once need more than they may have, and nothing is under way any more: let them have what was
+        only guessed to be needed beside them, or what gradients have left that were on their way when the moment began.
+        False if there is no such room."""
+        watched = self._memory.device.watched
+        needed = self.monitor.live_bytes if watched else self._most_non_model
+        if self._leave_device(needed if watched else self._room_seen):
+            return True
+        if (watched and not self._tracer.measured) or self._limit >= self._memory.device_slots(needed):
+            return False
+        if watched:
+            self._tracer.begins_with(needed)
+        self._set_limit(needed)
+        return True
+
+    def out_of_memory(self) -> None:
+        """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
+        self.look_at_allocator()
+        self._leave_device(self._room_seen)
+        self._let_homes_go(self._room_seen)
+        before = self._limit
+        try:
+            self._traffic.limit_device(0, before=before)
+            self._traffic.pending.drain()  # where an interrupt or a transfer's error is raised
+            self._traffic.gradients.wait()  # they are on the device as long as they are on their way
+            self._traffic.give_back_free()
+        finally:
+            self._traffic.limit_device(before, before=before)
+            self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else
+
+    @contextmanager
+    def moving_homes(self) -> Iterator[None]:
+        """Homes move within: what they take, or took, of the device is no peak of anything else."""
+        self.look_at_allocator()
+        try:
+            with self.monitor.unwatched(), torch.no_grad():
+                yield
+        finally:
+            self._memory.device.peak_bytes()
+
+    # ---- who gives way -----------------------------------------------------------------------------------------
+
+    def _let_homes_go(self, non_model_bytes: int) -> None:
+        """Homes that moved to the device give way where copies would have less room for them."""
+        if self._memory.moved_bytes:
+            missing = self._all_slots * self._memory.device_pool.slot_bytes - self._memory.room_bytes(non_model_bytes)
+            if missing > 0:
+                self.give_way(missing)
+
+    def _leave_device(self, non_model_bytes: int) -> bool:
+        """A model that was put whole on the device makes room for `non_model_bytes`: what has none there goes to host
+        memory, now and from now on. False if it is not, or if it must stay."""
+        if self._memory.resident:
+            self.give_way(0)
+            if not self._memory.resident:
+                self._tracer.forget_traces()  # operators were not seen to use it
+                with self.monitor.unwatched():
+                    self._let_homes_go(non_model_bytes)
+                    self._set_limit(non_model_bytes)
+                return True
+        return False
+
+    def _set_limit(self, non_model_bytes: int) -> None:
+        """Leave room for `non_model_bytes` beside chunks."""
+        limit = self._memory.device_slots(non_model_bytes)
+        if limit != self._limit:
+            before, self._limit = self._limit, limit
+            self.look_at_allocator()
+            self._traffic.limit_device(limit, before=before)
+            self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else
+
+
+def _nothing_to_give(nbytes: int) -> None:
+    """No homes have moved to the device."""

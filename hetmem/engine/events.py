@@ -1,0 +1,92 @@
+"""What happened when, for reports: a bounded log that only observes. Appending is safe from any thread.
+
+Times are seconds of `time.perf_counter`. An entry costs about a microsecond; the oldest are forgotten first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+from hetmem.schedule.links import Link
+
+ENTRIES = 100_000
+"""Kept of each kind: some steps of a model with ten thousand operators."""
+
+
+class Transfer(NamedTuple):
+    """`nbytes` of block number `block` (-1: of no block, a gradient) crossed `link`. Of NVMe, `start` is when it was
+    asked for."""
+
+    link: Link
+    block: int
+    start: float
+    end: float
+    nbytes: int
+
+
+class Span(NamedTuple):
+    """`what` took from `start` to `end`: a segment ("forward", "backward", "step"), a stall, an update of a chunk."""
+
+    what: str
+    start: float
+    end: float
+
+
+class MomentSeen(NamedTuple):
+    """An operator was about to run; `non_model_bytes` is what the trace expects beside chunks up to the next one."""
+
+    at: float
+    operator: str
+    blocks: tuple[int, ...]
+    chunk_bytes: int
+    non_model_bytes: int
+    staging_bytes: int
+
+
+class CopyChange(NamedTuple):
+    """A copy of `block` on `tier` (0 the device, 1 host staging) appeared (its fetch was asked for) or went away."""
+
+    at: float
+    block: int
+    tier: int
+    present: bool
+
+
+class Fault(NamedTuple):
+    """A use of `block` found no valid copy on the device and waited for `seconds`."""
+
+    at: float
+    block: int
+    seconds: float
+
+
+class EventLog:
+    """The last entries of each kind, oldest first."""
+
+    def __init__(self, entries: int = ENTRIES) -> None:
+        self.began = time.perf_counter()
+        self.transfers: deque[Transfer] = deque(maxlen=entries)
+        self.moments: deque[MomentSeen] = deque(maxlen=entries)
+        self.copies: deque[CopyChange] = deque(maxlen=entries)
+        self.faults: deque[Fault] = deque(maxlen=entries)
+        self.stalls: deque[Span] = deque(maxlen=entries)
+        self.updates: deque[Span] = deque(maxlen=entries)
+        self.segments: deque[Span] = deque(maxlen=entries)
+        self._segment: tuple[str, float] | None = None
+
+    def begin_segment(self, what: str) -> None:
+        """`what` begins, and what ran before is over."""
+        self.end_segment()
+        self._segment = (what, time.perf_counter())
+
+    def end_segment(self) -> None:
+        """No segment runs."""
+        if self._segment is not None:
+            self.segments.append(Span(*self._segment, time.perf_counter()))
+            self._segment = None
+
+    def running(self) -> tuple[str, float] | None:
+        """The segment that runs now and when it began."""
+        return self._segment

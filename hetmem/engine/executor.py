@@ -1,0 +1,282 @@
+"""Carries out what the residency commands, in its order, and takes note of what has finished.
+
+What follows from a finished transfer is carried out before anything else goes on, always on the thread that trains.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hetmem.engine.events import CopyChange, EventLog, Span, Transfer
+from hetmem.engine.homes import Memory
+from hetmem.engine.param_views import Bindings
+from hetmem.engine.sampling import Fingerprints
+from hetmem.engine.statistics import Statistics
+from hetmem.engine.torn_reads import Exposed
+from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.transfer import Finished, TransferEngine
+from hetmem.schedule.commands import Command, Drop, Fetch, Write
+from hetmem.schedule.links import Link
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
+
+
+class _LetsGo(ContextDecorator):
+    """An error of a transfer holds no variables of the functions that it went through here. Some of those hold the
+    error: such a circle would keep all that is above, the user's tensors too, until garbage is collected; and memory
+    may be what the error is about."""
+
+    def __enter__(self) -> None:
+        """Nothing has gone through."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if at is not None:
+            traceback.clear_frames(at)
+
+
+_LETS_GO = _LetsGo()
+
+
+class Carrier:
+    """The one that tells `engine` to copy, and `residency` what became of it."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        residency: Residency,
+        engine: TransferEngine,
+        bindings: Bindings,
+        statistics: Statistics,
+        events: EventLog,
+        *,
+        sanitize: bool,
+    ) -> None:
+        self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
+        self.near: tuple[Chunk, torch.Tensor] | None = None
+        """A chunk of which the device has what its home says, while that is so: a copy there needs no link."""
+        self.fingerprints = Fingerprints()
+        self.exposed = Exposed(residency, self.chunk_of_block)
+        self._memory = memory
+        self._residency = residency
+        self._engine = engine
+        self._bindings = bindings
+        self._statistics = statistics
+        self._events = events
+        self._sanitize = sanitize
+        self._commands: deque[tuple[Command, bool]] = deque()
+        self._executing = False
+        self._expected: dict[int, Callable[[BaseException | None], None]] = {}
+        self._tags = itertools.count()
+        self._fetching: dict[int, Fetch] = {}
+        self._compute_marks: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
+        """Marks behind the compute that has made the copies in these slots: a program may go on on another stream."""
+        engine.observe = partial(_observe, events)
+
+    def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
+        """What lies in `slot` of the device as a flat tensor of `chunk`'s elements."""
+        return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
+
+    def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
+        """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
+        return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
+
+    @_LETS_GO
+    @HELD_BACK
+    def poll(self) -> bool:
+        """Take note of what has finished meanwhile; whether anything has."""
+        noted = False
+        while (finished := self._engine.take(wait=False)) is not None:
+            noted = True
+            self._note(finished)
+        return noted
+
+    @_LETS_GO
+    @HELD_BACK
+    def wait_for_one(self) -> None:
+        """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
+        start = time.perf_counter()
+        finished = self._engine.take(wait=True)
+        self._stalled(start)
+        assert finished is not None
+        self._note(finished)
+
+    def wait_while(self, under_way: Callable[[], bool]) -> None:
+        """Wait for what was begun, as long as it is `under_way`. What fails of it is raised at the end."""
+        try:
+            while under_way():
+                self.wait_for_one()
+        except Exception:
+            self.wait_while(under_way)
+            raise
+
+    def mark_use(self, slot: int) -> None:
+        """What compute does with the copy in `slot` has been asked for by now."""
+        self._compute_marks[slot] = self._engine.mark()
+
+    def mark_making(self, slot: int) -> None:
+        """Compute was asked for to write the copy in `slot`. If nobody uses it, what comes next comes behind it too."""
+        self.mark_use(slot)
+        self._made[slot] = self._compute_marks[slot]
+
+    def order_behind_making(self, slot: int) -> None:
+        """Order compute behind that, where a copy was made so and its making may not be over."""
+        if slot in self._made and not self._engine.order_compute_behind(self._made[slot]):
+            del self._made[slot]
+
+    def execute(self, commands: list[Command], urgent: int | None = None) -> None:
+        """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
+        done here and now where nothing is gained by another thread.
+
+        What follows from a command that is done at once goes behind the commands that were given with it: otherwise
+        a slot could be filled before the drop of what it held. All are begun, also if one fails, as each is waited for;
+        then the first error is raised.
+        """
+        self._commands.extend((command, command.block == urgent) for command in commands)
+        if self._executing:
+            return
+        first: BaseException | None = None
+        self._executing = True
+        try:
+            while self._commands:
+                try:
+                    self._carry_out(*self._commands.popleft())
+                except Exception as error:  # noqa: PERF203 - each may fail
+                    first = first or error
+        finally:
+            self._executing = False
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # the error would hold itself, by this function's variables
+
+    def order_compute_after(self, block: int) -> bool:
+        """Order compute behind the copy of `block` that is on its way to the device; False if that cannot be."""
+        fetch = self._fetching.get(block)
+        if fetch is None or not self._engine.ordered:
+            return False
+        return self._engine.order_compute_after(fetch)
+
+    def expect(self, ended: Callable[[BaseException | None], None]) -> int:
+        """Something begins that is no command. Returns what to tag it with: the thread that trains calls `ended`, with
+        the error of it, once the engine has reported that. The engine itself, which threads and a finalizer hold, never
+        holds `ended`, or a dropped model would live until somebody takes note."""
+        tag = next(self._tags)
+        self._expected[tag] = ended
+        return tag
+
+    def _note(self, finished: Finished) -> None:
+        command = finished.tag
+        if not isinstance(command, (Fetch, Write)):
+            self._expected.pop(command)(finished.error)
+            return
+        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+            self._fetching.pop(command.block, None)
+        if finished.error is None:
+            self.execute(self._residency.done(command))
+            return
+        no_memory = isinstance(finished.error, torch.OutOfMemoryError) and isinstance(command, Fetch)
+        ahead = no_memory and not self._residency.uses(command.block, Tier.DEVICE)
+        self.execute(self._residency.failed(command))
+        if not ahead:  # else who uses it asks again, and has idle chunks give memory up
+            raise finished.error
+
+    def _stalled(self, start: float) -> None:
+        end = time.perf_counter()
+        self._statistics.stall_seconds += end - start
+        self._events.stalls.append(Span("stall", start, end))
+
+    def _carry_out(self, command: Command, now: bool) -> None:
+        if not isinstance(command, Write):
+            tier = command.target if isinstance(command, Fetch) else command.tier
+            change = CopyChange(time.perf_counter(), command.block, tier, isinstance(command, Fetch))
+            self._events.copies.append(change)
+        if isinstance(command, Drop):
+            self._drop(command)
+            return
+        chunk, role = self.chunk_of_block[command.block]
+        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+            self._fetch_to_device(command, now=now)
+            return
+        extent = chunk.homes[role].extent
+        assert extent is not None, f"{chunk.label(role)} is not on NVMe"
+        memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
+        if isinstance(command, Write):
+            self._engine.write(command, extent, memory)
+        else:
+            self.exposed.reads(command.block, chunk, role)
+            self._engine.read(command, extent, memory)
+
+    def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
+        """A fetch that cannot begin (the device's allocator has no memory for the slot, say) has failed at once."""
+        try:
+            self._begin_fetch(command, now=now)
+        except BaseException:
+            self._fetching.pop(command.block, None)
+            self.execute(self._residency.failed(command))
+            raise
+
+    def _begin_fetch(self, command: Fetch, *, now: bool) -> None:
+        self._made.pop(command.slot, None)
+        chunk, role = self.chunk_of_block[command.block]
+        home, nbytes = chunk.homes[role], chunk.role_nbytes(role)
+        if home.tier is not Tier.NVME:
+            source = chunk.flat(role)
+        else:
+            source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
+        after = self._free_after(chunk, command.slot)
+        target = self.on_device(chunk, command.slot)
+        if home.tier is not Tier.DEVICE:
+            self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
+        near = self.near[1] if self.near is not None and self.near[0] is chunk else None
+        if home.tier is Tier.DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
+            self._memory.device.copy_in(target, source if near is None else near)
+            self.mark_making(command.slot)
+            self.execute(self._residency.done(command))
+        elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
+            start = time.perf_counter()
+            work = partial(self._memory.device.copy_in, target, source)
+            self._engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
+            self._stalled(start)
+            self.execute(self._residency.done(command))
+        else:
+            self._fetching[command.block] = command
+            work = partial(self._memory.device.copy_in, target, source)
+            self._engine.copy(command, Link.HOST_TO_DEVICE, work, nbytes, after)
+
+    def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
+        """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
+        pool, span = self._memory.device_pool, chunk.spec.span
+        if not pool.holds_place(slot):
+            keep = self._residency.allowed_slots(Tier.DEVICE) - span
+            if pool.held_slots > keep:
+                pool.give_back(self._residency.free_slots(Tier.DEVICE), keep)
+            pool.prepare(slot, span)
+            return [self._engine.mark()]
+        return [self._compute_marks[slot]] if slot in self._compute_marks else []
+
+    def _drop(self, command: Drop) -> None:
+        chunk, _ = self.chunk_of_block[command.block]
+        if command.tier is Tier.DEVICE:
+            self._bindings.close_device(chunk)
+            if self._sanitize:
+                self._memory.device_pool.poison(command.slot)
+                self.mark_use(command.slot)
+
+
+def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
+    """A function of the log alone: the engine's threads must not keep a model alive."""
+    block = tag.block if isinstance(tag, (Fetch, Write)) else -1
+    events.transfers.append(Transfer(link, block, start, end, nbytes))

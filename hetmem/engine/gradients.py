@@ -1,0 +1,404 @@
+"""Gradients on their way out: taken from autograd as they arrive, added up at home, shown to the user as `p.grad`.
+
+Autograd must never add into a home itself (on a GPU it is the wrong device, with mixed precision the wrong dtype).
+So `p.grad` is taken away just before a gradient is accumulated, which leaves the new gradient alone in `p.grad`, and
+given back right after, as the home. The order of additions is autograd's own, so the bits are too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetmem.engine.listener import Watcher
+from hetmem.engine.old_gradients import OldGradients
+from hetmem.engine.runtime import Runtime
+from hetmem.engine.weak import WeakOnes, weakly
+from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
+from hetmem.intercept.phases import Segments
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.tensor_views import without_graph
+from hetmem.schedule.copies import CopyState
+from hetmem.schedule.gradient_completion import Complete
+from hetmem.schedule.links import Link
+from hetmem.schedule.trace import Tier
+
+_SAMPLES = 1024
+
+
+class GradientSink:
+    """The way of gradients from the device to their homes, for one runtime."""
+
+    def __init__(self, runtime: Runtime, segments: Segments) -> None:
+        self.runtime = runtime
+        self.segments = segments
+        segments.backward_began, segments.backward_ended = self.begin, self.finish
+        self.watchers: WeakOnes[Watcher] = WeakOnes()
+        self.nothing_computes: Callable[[], None] = lambda: None
+        """Called when a gradient arrives, between the nodes of a backward."""
+        self.lends = False
+        """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
+        self._lent: set[Chunk] = set()
+        self.stayed_bytes = 0
+        """Of gradients that stayed on the device for an update there of homes in host memory."""
+        self._handles: list[Any] = []
+        self._before: dict[int, Any] = {}
+        self._taken: dict[int, torch.Tensor | None] = {}
+        self._old = OldGradients()
+        self._complete: Complete[Chunk] = Complete()
+        runtime.traffic.gradients.lost = weakly(self.lost)
+        runtime.traffic.gradients.arrived = weakly(self.is_there)
+
+    def install(self, managed: ManagedParameter) -> None:
+        """Hook `managed`, once, as soon as it requires a gradient."""
+        if managed.grad_hooked or not managed.parameter.requires_grad:
+            return
+        managed.grad_hooked = True
+        before, after = BeforeArrival(self, managed), AfterArrival(self, managed)
+        self._before[id(managed)] = managed.parameter.register_hook(before)
+        handle = managed.parameter.register_post_accumulate_grad_hook(after)
+        hooks: Any = managed.parameter._post_accumulate_grad_hooks
+        self._handles.append(handle)
+        others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+        for key, hook in others:  # go behind ours: the user's hooks see the gradient that torch would show them
+            del hooks[key]
+            hooks[key] = hook
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in (*self._handles, *self._before.values()):
+            handle.remove()
+
+    def counts_arrivals(self) -> bool:
+        """Whether somebody has to know how many gradients of a parameter the next backward has."""
+        return self.segments.several and any(watcher.begins_early for watcher in self.watchers)
+
+    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
+        """See `Watcher`."""
+        for watcher in self.watchers:
+            watcher.expect(managed, arrivals)
+
+    def before(self, managed: ManagedParameter) -> None:
+        """A gradient of `managed` is about to be accumulated."""
+        parameter = managed.parameter
+        self.nothing_computes()
+        for watcher in self.watchers:
+            watcher.coming(managed)
+        if id(managed) not in self._taken:
+            self._taken[id(managed)] = parameter.grad
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def after(self, managed: ManagedParameter) -> None:
+        """It was: `p.grad` is what arrived."""
+        parameter = managed.parameter
+        arrived, previous = parameter.grad, self._taken.pop(id(managed), None)
+        if arrived is None:  # frozen since the forward: torch leaves what was there
+            show_gradient(parameter, previous)
+            return
+        was_sparse = previous is not None and previous.layout is not torch.strided
+        if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
+            # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
+            arrived = arrived.to(parameter)
+            dense_first = was_sparse and arrived.layout is torch.strided
+            parameter.grad = arrived if previous is None else arrived + previous if dense_first else previous + arrived
+            return
+        with self.runtime.unwatched(), without_graph():
+            parameter.grad = None
+            if previous is None or is_home(previous, managed):
+                try:
+                    self._send(managed, arrived, adds=previous is not None)
+                except BaseException:
+                    show_gradient(parameter, previous)  # what has been added up so far is still the user's
+                    raise
+                show_gradient(parameter, managed.grad_home)
+            else:
+                show_gradient(parameter, previous.add_(arrived.to(previous)))
+            if has_hooks_of_the_user(parameter):
+                self.arrive()
+            for watcher in self.watchers:
+                watcher.arrived(managed)
+
+    def lost(self, chunk: Chunk) -> None:
+        """A gradient of `chunk` was sent and did not arrive."""
+        for watcher in self.watchers:
+            watcher.lost(chunk)
+
+    def is_there(self, chunk: Chunk) -> None:
+        """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in `schedule.gradient_completion`."""
+        traffic = self.runtime.traffic
+        if chunk in self._complete and not traffic.gradients.arriving(chunk):
+            traffic.settle([chunk.homes[Role.GRAD]])
+
+    def recompute_with(self, used: list[ManagedParameter]) -> None:
+        """A part of the forward is computed once more within a backward, with `used`."""
+        for watcher in self.watchers:
+            for managed in used:
+                watcher.recomputed_with(managed)
+
+    def begin(self) -> None:
+        """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
+        self._complete.begin()
+        for managed in self.runtime.parameters:
+            if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
+                self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
+            gradient = managed.parameter.grad
+            if gradient is None or gradient is managed.grad_home or gradient.layout is not torch.strided:
+                continue
+            memory, address = self.runtime.memory, gradient.untyped_storage().data_ptr()
+            if memory.is_home_address(address) or memory.is_device_address(address):
+                managed.parameter.grad = gradient.clone()
+
+    def finish(self) -> None:
+        """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
+        for managed in self.runtime.parameters:
+            if not self._taken:
+                break
+            if id(managed) in self._taken:
+                previous = self._taken.pop(id(managed))
+                if managed.parameter.grad is None:
+                    show_gradient(managed.parameter, previous)
+        self.arrive()
+        for watcher in self.watchers:
+            watcher.backward_over()
+
+    def arrive(self) -> None:
+        """Everything that was sent is at home, also on NVMe; what fails is raised when the rest is."""
+        traffic = self.runtime.traffic
+        homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
+        try:
+            traffic.gradients.wait()
+        except Exception:
+            traffic.wait_until_written(homes)
+            raise
+        traffic.wait_until_written(homes)
+
+    def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
+        """Overwrite or add to the home of the gradient of `managed`."""
+        chunk = managed.chunk
+        if self.lends and Role.GRAD not in chunk.homes:
+            self._lend(chunk)
+        if Role.GRAD not in chunk.homes:
+            self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
+        if not adds:
+            self._old.leave_to_the_user(managed)
+        if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
+            managed.open_grad_home()
+        assert managed.grad_home is not None
+        home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
+        if home.tier is Tier.DEVICE and chunk in self._lent:
+            arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
+            self.stayed_bytes += managed.numel * chunk.dtype.itemsize
+        if arrived.device == managed.grad_home.device and home.tier is not Tier.DEVICE and traffic.engine.ordered:
+            # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
+            traffic.gradients.wait()
+        on_nvme = home.tier is Tier.NVME
+        if on_nvme and not any(watcher.begins_early for watcher in self.watchers):
+            self._complete.comes(chunk, id(managed), _awaited, adds=adds)
+        target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
+        work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
+        memory = weakref.ref(arrived.untyped_storage())
+        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize, memory)
+
+    def _lend(self, chunk: Chunk) -> None:
+        """Memory for gradients that are gone soon: on the device, where the update of `chunk` reads them there."""
+        self.runtime.traffic.pending.poll()
+        for watcher in self.watchers:
+            place = watcher.place_on_device(chunk)
+            if place is not None:
+                chunk.homes[Role.GRAD] = Home(Tier.DEVICE, place)
+                self._lent.add(chunk)
+                return
+        self._lend_home(chunk)
+
+    def _lend_home(self, chunk: Chunk) -> None:
+        """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
+        Where no update will end (the gradients of many chunks wait for their last one), `chunk` gets one of its own."""
+        memory, traffic, made_way = self.runtime.memory, self.runtime.traffic, False
+        while not memory.lend(chunk, Role.GRAD):
+            if not memory.lends(chunk, Role.GRAD):
+                return
+            traffic.pending.pump()  # an update that has all it needs must run, and not give that up again and again
+            if traffic.pending.busy():
+                traffic.wait_for_one()
+                made_way = False
+            elif made_way or not traffic.pending.make_way():
+                return
+            else:
+                made_way = True
+        self._lent.add(chunk)
+
+    def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
+        """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
+        home is another chunk's."""
+        if chunk not in self._lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
+            return
+        shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
+        for managed in chunk.parameters:
+            if managed in shown:
+                managed.parameter.grad = None
+            self._old.leave_to_the_user(managed, others=int(managed in used))
+            managed.grad_home = None
+        self._lent.discard(chunk)
+        if chunk.homes[Role.GRAD].tier is Tier.DEVICE:
+            del chunk.homes[Role.GRAD]  # whose place it was, asked for this
+        else:
+            self.runtime.memory.take_back(chunk, Role.GRAD)
+        for watcher in self.watchers:
+            watcher.used_up(chunk, shown)
+
+    def bring_home(self, chunk: Chunk) -> None:
+        """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises
+        they are where they were."""
+        there = chunk.homes.pop(Role.GRAD)
+        self._lent.discard(chunk)
+        traffic = self.runtime.traffic
+        try:
+            self._lend_home(chunk)
+            traffic.ensure_homes([chunk], [Role.GRAD])
+            copy = partial(_copy, chunk.flat(Role.GRAD), chunk.over(Role.GRAD, there.memory))
+            traffic.engine.copy_now(Link.DEVICE_TO_HOST, copy, chunk.role_nbytes(Role.GRAD))
+        except BaseException:
+            if chunk in self._lent:
+                self.runtime.memory.take_back(chunk, Role.GRAD)
+            chunk.homes[Role.GRAD] = there
+            self._lent.add(chunk)
+            raise
+        for managed in chunk.parameters:
+            if managed.grad_home is not None:
+                self.stayed_bytes -= managed.numel * chunk.dtype.itemsize
+                managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one
+                managed.grad_address = managed.grad_home.data_ptr()
+
+    def has_lent(self, chunk: Chunk) -> bool:
+        """Whether the gradients of `chunk` lie in memory that was lent for them."""
+        return chunk in self._lent
+
+    def has_taken(self, managed: ManagedParameter) -> bool:
+        """Whether a gradient of `managed` is being accumulated right now."""
+        return id(managed) in self._taken
+
+    def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
+        """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
+        chunk = managed.chunk
+        if not self.runtime.traffic.gradients.arriving(chunk):  # else staging, which is in use, is newer than the home
+            wait_for_staged_gradients(self.runtime, (chunk,))
+            honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
+        others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
+        load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
+        flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
+        return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
+
+
+def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Let `p.grad` be `gradient`. One that stays on the device has a parameter whose home is not there: torch refuses
+    that where anybody but autograd sets it, and looks at what the parameter is just then. So it does of dtypes."""
+    if gradient is None or _same_kind(gradient, parameter):
+        parameter.grad = gradient
+        return
+    home = parameter.data
+    parameter.data = gradient
+    try:
+        parameter.grad = gradient
+    finally:
+        parameter.data = home
+
+
+def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.device == other.device and one.dtype is other.dtype
+
+
+def hide_gradients(bound: Iterable[ManagedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take away `p.grad` of those among `bound` that have one of another kind than their parameter is now: who compiles
+    code of a parameter takes both for tensors of one device. Returns what `show_gradient` gives back."""
+    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for managed in bound:
+        parameter = managed.parameter
+        gradient = parameter.grad
+        if gradient is not None and not _same_kind(gradient, parameter):
+            hidden.append((parameter, gradient))
+            parameter.grad = None
+    return hidden
+
+
+def is_home_gradient(managed: ManagedParameter) -> bool:
+    """Whether `p.grad` is the home of the gradient, as hetmem left it there."""
+    gradient = managed.parameter.grad
+    return gradient is not None and is_home(gradient, managed)
+
+
+def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
+    """Whether `gradient` is the home of that of `managed`, and where that was made."""
+    return gradient is managed.grad_home and gradient.data_ptr() == managed.grad_address
+
+
+def wait_for_staged_gradients(runtime: Runtime, chunks: Iterable[Chunk]) -> None:
+    """Whoever writes to gradients at home may do so while they are read ahead: what is on its way to staging now can be
+    compared with the home by `honour_written_gradients` only once it is there."""
+    residency = runtime.traffic.residency
+    for chunk in chunks:
+        home = chunk.homes.get(Role.GRAD)
+        if home is not None and home.tier is Tier.NVME and home.block is not None:
+            while residency.state(home.block, Tier.HOST) is CopyState.LOADING:
+                runtime.traffic.wait_for_one()
+
+
+def honour_written_gradients(runtime: Runtime, chunk: Chunk, taken: Container[ManagedParameter] = ()) -> None:
+    """The user may have changed gradients at home (clipping, zero_grad): no staged copy may be used then. One on
+    its way is taken for one that was asked for since; see `wait_for_staged_gradients`.
+    `taken`: those whose `p.grad` is away just now, for what arrives to be added."""
+    written = False
+    for managed in chunk.parameters:
+        if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
+            managed.grad_version = managed.grad_home._version
+            written = True
+    home, carrier = chunk.homes.get(Role.GRAD), runtime.traffic.carrier
+    mixed = home is not None and home.block is not None and carrier.exposed.mixed(home.block)
+    if written or mixed or _staged_differs(runtime, chunk, taken):
+        runtime.traffic.superseded(chunk, Role.GRAD)
+
+
+def _staged_differs(runtime: Runtime, chunk: Chunk, taken: Container[ManagedParameter]) -> bool:
+    """Whether the home of gradients on NVMe was written to without counting a version, as `GradScaler.unscale_` does:
+    then an element that is not zero in staging has another value at home. One is read of each parameter, as each may
+    cost an access of the disk."""
+    home, residency = chunk.homes.get(Role.GRAD), runtime.traffic.residency
+    if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
+        return False
+    if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
+        return False
+    staged = runtime.traffic.carrier.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
+    at_home = chunk.flat(Role.GRAD)
+    for managed in chunk.parameters:
+        if (is_home_gradient(managed) or managed in taken) and managed.numel:
+            at = managed.offset + _greatest(managed.part(staged))
+            if not torch.equal(staged[at : at + 1].view(torch.uint8), at_home[at : at + 1].view(torch.uint8)):
+                return True
+    return False
+
+
+def _greatest(flat: torch.Tensor) -> int:
+    """The place of the greatest of a thousand elements; of all, where those are zero."""
+    step = max(1, flat.numel() // _SAMPLES)
+    at = int(flat[::step].abs().argmax()) * step
+    return at if step == 1 or flat[at] != 0 else int(flat.abs().argmax())
+
+
+def _awaited(chunk: Chunk) -> set[int]:
+    """The `id`s of what gets a gradient in `chunk`."""
+    return {id(managed) for managed in chunk.parameters if managed.grad_hooked and managed.parameter.requires_grad}
+
+
+def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
+    """Whether somebody else hooks into the arrival of gradients of `parameter`, and may change them."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # None: nobody does, as it is frozen
+    return hooks is not None and len(hooks) > 1
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)

@@ -1,0 +1,307 @@
+"""The memory of one managed module: pools, homes and what they take of each tier, by address and by number.
+
+It reserves and gives back; it knows neither operators nor copies, and moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from hetmem.base.units import format_size
+from hetmem.errors import BudgetError, DeviceOutOfMemoryError
+from hetmem.memory import tensor_views
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.device import Device
+from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.host_pool import HostPool
+from hetmem.memory.nvme_store import NvmeStore
+from hetmem.schedule.copies import Block
+from hetmem.schedule.gradient_buffers import Lending, set_aside
+from hetmem.schedule.layout import Layout
+from hetmem.schedule.placement import Room, place, place_copies
+from hetmem.schedule.resident_share import idle_bytes
+from hetmem.schedule.trace import Tier
+
+_NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
+
+ALLOCATOR_SHARE = 0.03
+"""Of a GPU's budget: torch's allocator rounds up and cannot join what lies apart."""
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """All memory of one managed module, and the addresses that tell homes and slots from everything else."""
+
+    layout: Layout
+    chunks: list[Chunk]
+    device: Device
+    device_bytes: int
+    device_chunk_bytes: int
+    device_pool: DevicePool
+    host_pool: HostPool
+    store: NvmeStore | None
+    nvme_bytes: int
+    buffer_bytes: int
+    staging_slots: int
+    mixed_precision: torch.dtype | None
+    pins: list[Callable[[], None]]
+    """What ends page-locking, and the exclusion of host memory from forked processes."""
+    resident: bool
+    device_home_bytes: int = 0
+    usable_bytes: int = field(init=False)
+    """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
+    _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
+    _lending: Lending = field(default_factory=Lending)
+    _spare: dict[int, list[memoryview]] = field(default_factory=dict)
+    """What `_lending` has to lend, by its bytes."""
+    _lent: dict[Chunk, memoryview] = field(default_factory=dict)
+    _home_ranges: list[tuple[int, int]] = field(default_factory=list)
+    _device_ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        unusable = 0 if self.device.watched else int(ALLOCATOR_SHARE * self.device_bytes)
+        self.usable_bytes = self.device_bytes - unusable
+        host = self.host_pool.mapping.address
+        self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
+
+    def close(self) -> None:
+        """End page-locking and the store's threads and files. Homes stay readable as long as somebody holds them."""
+        if self.store is not None:
+            self.store.close()
+        while self.pins:
+            self.pins.pop()()
+
+    def parameters(self) -> Iterator[ManagedParameter]:
+        """Those that have moved home by the time that each is asked for."""
+        return (managed for chunk in self.chunks for managed in chunk.parameters)
+
+    @property
+    def streams(self) -> bool:
+        """Whether operators see copies; False if every home is on the device in the dtype that computes."""
+        return not self.resident or self.mixed_precision is not None
+
+    @property
+    def moved_bytes(self) -> int:
+        """What is on the device beside copies, and may leave it: all of it, unless the model is whole there."""
+        return 0 if self.resident else self.device_home_bytes
+
+    def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
+        """Give `role` of each of `chunks` a home. Raises `BudgetError`, or `DeviceOutOfMemoryError` where the others
+        are on the device, with nothing reserved, if there is no room."""
+        chunks = [chunk for chunk in chunks if role not in chunk.homes]
+        on_device = [chunk for chunk in chunks if self.resident or chunk.moved]
+        self._reserve_on_device(on_device, role)
+        chunks = [chunk for chunk in chunks if role not in chunk.homes]
+        sizes = [chunk.home_nbytes(role) for chunk in chunks]
+        try:
+            tiers = place(sizes, self._room(), f"{role.name} of {len(chunks)} chunks")
+        except BudgetError:
+            for chunk in on_device:
+                self._unsettle(chunk, role)
+            raise
+        self._place(role, list(zip(chunks, sizes, tiers, strict=True)))
+
+    def _reserve_on_device(self, chunks: list[Chunk], role: Role) -> None:
+        settled: list[Chunk] = []
+        for chunk in chunks:
+            try:
+                self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
+            except torch.OutOfMemoryError as error:
+                for other in settled:
+                    self._unsettle(other, role)
+                raise DeviceOutOfMemoryError(
+                    f"the device has no memory for {chunk.label(role)}, whose other homes are there: "
+                    f"{format_size(chunk.home_nbytes(role))} wanted{self.homes_on_device()}, copies of parameters take "
+                    f"{format_size(self.device_pool.held_bytes())}, of {format_size(self.device_bytes)}, the device "
+                    f"budget: lower Budget(device_chunks=…), or Budget(device=…) if others use the device too"
+                ) from error
+            settled.append(chunk)
+
+    def homes_on_device(self) -> str:
+        """What homes take of the device, by role, within a sentence; nothing if there are none."""
+        found: Counter[str] = Counter()
+        for chunk in self.chunks:
+            for role, home in chunk.homes.items():
+                found[role.name] += chunk.home_nbytes(role) if home.tier is Tier.DEVICE else 0
+        parts = [f"{_NAMES.get(name, name)} {format_size(nbytes)}" for name, nbytes in found.items() if nbytes]
+        return f", homes on the device {', '.join(parts)}" if parts else ""
+
+    def reserve_copies(self, chunks: Iterable[Chunk]) -> None:
+        """Give 16-bit copies of `chunks`, which compute in 16 bits, homes as far as there is room."""
+        wanted = [(chunk, chunk.home_nbytes(Role.COMPUTE)) for chunk in chunks]
+        beside = [chunk.homes[Role.PARAM].tier for chunk, _ in wanted]
+        tiers = place_copies([nbytes for _, nbytes in wanted], beside, self._room())
+        placed = [
+            (chunk, nbytes, tier) for (chunk, nbytes), tier in zip(wanted, tiers, strict=True) if tier is not None
+        ]
+        self._place(Role.COMPUTE, placed)
+
+    def _room(self) -> Room:
+        nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
+        return Room(self.host_pool.free_bytes, nvme)
+
+    def _place(self, role: Role, placed: list[tuple[Chunk, int, Tier]]) -> None:
+        """Take memory for homes of so many bytes on those tiers."""
+        on_disk = [(chunk, size) for chunk, size, tier in placed if tier is Tier.NVME]
+        if on_disk:
+            assert self.store is not None
+            extents = self.store.reserve_many([size for _, size in on_disk])
+            for (chunk, size), extent in zip(on_disk, extents, strict=True):
+                memory = self.store.view(extent)
+                chunk.homes[role] = Home(Tier.NVME, memory, extent=extent)
+                self._home_ranges.append(_range(memory, size))
+        for chunk, size, tier in placed:
+            if tier is Tier.HOST:
+                chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(size))
+
+    def _settle(self, chunk: Chunk, role: Role, memory: tensor_views.Memory) -> Home:
+        """Make `memory`, which is the device's, the home of `role`."""
+        home = chunk.homes[role] = Home(Tier.DEVICE, memory)
+        nbytes = chunk.home_nbytes(role)
+        self._device_ranges.append(_range(memory, nbytes))
+        self.device_home_bytes += nbytes
+        return home
+
+    def _unsettle(self, chunk: Chunk, role: Role) -> Home:
+        home = chunk.homes.pop(role)
+        nbytes = chunk.home_nbytes(role)
+        self._device_ranges.remove(_range(home.memory, nbytes))
+        self.device_home_bytes -= nbytes
+        return home
+
+    def move_in(self, chunk: Chunk, memories: Mapping[Role, tensor_views.Memory]) -> None:
+        """`memories`, which are the device's, are homes of `chunk` from now on; the places that it had stay its own."""
+        for role, memory in memories.items():
+            before = chunk.homes.get(role)
+            home = self._settle(chunk, role, memory)
+            if before is not None:
+                home.away, home.block, home.written = before, before.block, before.written
+
+    def move_back(self, chunk: Chunk, role: Role) -> None:
+        """End `move_in` of one role: its home is what it was, or there is none, if there was none."""
+        home = self._unsettle(chunk, role)
+        if home.away is not None:
+            home.away.written = home.written
+            chunk.homes[role] = home.away
+
+    @property
+    def may_leave_device(self) -> bool:
+        """Whether the model is whole on the device, and host memory has room for all of its homes and gradients."""
+        return self.resident and self.away_bytes <= self.host_pool.free_bytes
+
+    @property
+    def away_bytes(self) -> int:
+        """What all homes, and gradients, would take elsewhere."""
+        return sum(chunk.home_nbytes(role) for chunk in self.chunks for role in _roles_away(chunk))
+
+    def leave_device(self) -> None:
+        """The model is whole on the device no more: each home there has a place in host memory that it may go back to,
+        as if it had moved from there, and so have gradients: see `gradient_place`."""
+        for chunk in self.chunks:
+            for role in _roles_away(chunk):
+                away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
+                if role in chunk.homes:
+                    chunk.homes[role].away = away
+                else:
+                    self._gradient_places[chunk] = away
+        self.resident = False
+        self.pins.append(self.device.pin(self.host_pool.mapping))
+
+    def gradient_place(self, chunk: Chunk) -> Home | None:
+        """The place in host memory that gradients of `chunk` never had yet; None if there is none."""
+        return self._gradient_places.get(chunk)
+
+    def take_gradient_place(self, chunk: Chunk) -> Home | None:
+        """`gradient_place`, which is somebody's from now on."""
+        return self._gradient_places.pop(chunk, None)
+
+    def idle_bytes(self, non_model_bytes: int) -> int:
+        """See `schedule.resident_share`."""
+        copies = sum(chunk.spec.span for chunk in self.chunks) * self.device_pool.slot_bytes
+        held = self.device_home_bytes + copies
+        return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
+
+    def take_device(self, nbytes: int) -> tensor_views.Memory:
+        """Memory of the device for what comes there beside copies; it may be asked back, as homes that moved are."""
+        memory = self.device.allocate(nbytes)
+        self._device_ranges.append(_range(memory, nbytes))
+        self.device_home_bytes += nbytes
+        return memory
+
+    def give_device(self, memory: tensor_views.Memory, nbytes: int) -> None:
+        """End `take_device`."""
+        self._device_ranges.remove(_range(memory, nbytes))
+        self.device_home_bytes -= nbytes
+
+    def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
+        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.gradient_buffers`."""
+        for nbytes in set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes):
+            self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
+            self._lending.add(nbytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Host memory that was set aside and is nobody's home now."""
+        return self._lending.free_bytes
+
+    def lends(self, chunk: Chunk, role: Role) -> bool:
+        """Whether memory for `role` of `chunk` was set aside at all."""
+        return self._lending.lends(chunk.home_nbytes(role))
+
+    def lend(self, chunk: Chunk, role: Role) -> bool:
+        """Give `role` of `chunk` a home in memory that was set aside; False if all that is large enough is lent."""
+        nbytes = chunk.home_nbytes(role)
+        size = self._lending.take(nbytes)
+        if size is None:
+            return False
+        place = self._lent[chunk] = self._spare[size].pop()
+        chunk.homes[role] = Home(Tier.HOST, place[:nbytes])
+        return True
+
+    def take_back(self, chunk: Chunk, role: Role) -> None:
+        """End `lend`."""
+        del chunk.homes[role]
+        place = self._lent.pop(chunk)
+        self._spare[place.nbytes].append(place)
+        self._lending.give(place.nbytes)
+
+    def block(self, chunk: Chunk, role: Role) -> Block:
+        """What the residency has to know of `role` of `chunk`. A copy in 16 bits is as far from a home on the device
+        as from one in host memory: one step."""
+        home = chunk.homes[role].tier
+        span = chunk.spec.span
+        if role.dtype is not None:  # it is only ever staged, in slots that are for elements of the widest dtype
+            span = -(-chunk.home_nbytes(role) // self.host_pool.slot_bytes) if self.host_pool.slot_bytes else 1
+        return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, span)
+
+    def device_slots(self, non_model_bytes: int) -> int:
+        """How many slots chunks may take while everything else takes `non_model_bytes`."""
+        room = self.room_bytes(non_model_bytes)
+        return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
+
+    def room_bytes(self, non_model_bytes: int) -> int:
+        """What is left for copies while everything else takes `non_model_bytes`; below zero if homes take more."""
+        return min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes) - self.device_home_bytes
+
+    def is_home_address(self, address: int) -> bool:
+        """Whether `address` lies in host memory or a mapped file that hetmem owns."""
+        return any(start <= address < end for start, end in self._home_ranges)
+
+    def is_device_address(self, address: int) -> bool:
+        """Whether `address` lies in device memory that chunks own."""
+        return self.device_pool.holds(address) or any(start <= address < end for start, end in self._device_ranges)
+
+
+def _roles_away(chunk: Chunk) -> dict[Role, None]:
+    """The roles of `chunk` that need a place where its homes may go from the device."""
+    trained = any(managed.parameter.requires_grad for managed in chunk.parameters)
+    return dict.fromkeys((*chunk.homes, *((Role.GRAD,) if trained else ())))
+
+
+def _range(memory: tensor_views.Memory, nbytes: int) -> tuple[int, int]:
+    start = tensor_views.address_of(memory)
+    return start, start + nbytes

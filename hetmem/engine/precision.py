@@ -1,0 +1,37 @@
+"""In which dtype each parameter computes, and which parameters may share a chunk. For a run and for its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from hetmem.schedule.layout import ParameterSpec
+
+
+def compute_dtypes(
+    module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], mixed_precision: torch.dtype | None
+) -> list[torch.dtype]:
+    """What operators see of each of `parameters`: float32 ones in `mixed_precision`, if there is one.
+
+    Those of modules that keep running statistics stay as they are: the statistics are float32 buffers, which operators
+    take beside inputs of 16 bits if the weights are float32 too. They are few.
+    """
+    kept = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, _NormBase) and part.running_mean is not None
+        for parameter in part.parameters(recurse=False)
+    }
+    narrow = mixed_precision or torch.float32
+    return [narrow if p.dtype is torch.float32 and id(p) not in kept else p.dtype for p in parameters.values()]
+
+
+def specs(parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtype]) -> list[ParameterSpec]:
+    """What a layout asks of `parameters`: those of one dtype at home and in compute that are trained, or are not, share
+    chunks."""
+    return [
+        ParameterSpec(name, p.numel(), f"{p.dtype} {dtype} {p.requires_grad}", p.itemsize)
+        for (name, p), dtype in zip(parameters.items(), compute, strict=True)
+    ]

@@ -1,0 +1,262 @@
+"""The resident share: homes move to device memory that nothing else uses, and back when something else needs it.
+
+`schedule.resident_share` says how much is idle and which chunks move. A chunk moves with all its roles: then its gradients stay on
+the device, its update is made there, and its copy is a cast there. The place that each home had stays reserved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from hetmem.engine.consumed_gradients import UsedUp
+from hetmem.engine.gradients import GradientSink, is_home_gradient
+from hetmem.engine.param_views import is_shared, rest_of, storage_references
+from hetmem.engine.runtime import Runtime
+from hetmem.engine.weak import weakly
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.tensor_views import Memory
+from hetmem.schedule.links import Link
+from hetmem.schedule.resident_share import Candidate, choose
+from hetmem.schedule.trace import Tier
+
+_TRIES = 3
+"""A share that had to go back so often is not tried again: moving it costs more than it saves."""
+
+
+class ResidentShare:
+    """The homes of one runtime that have moved to the device."""
+
+    def __init__(self, runtime: Runtime, sink: GradientSink) -> None:
+        self._runtime, self._sink = runtime, sink
+        self._moved: list[Chunk] = []
+        self._idle_seen = -1
+        self._went_back, self._may_go_back = 0, False
+        self.others_update = False
+        """Whether an optimizer that is not hetmem's has stepped: its states would stay where parameters were."""
+        runtime.room.give_way = weakly(self.shrink)
+
+    def grow(self) -> None:
+        """Fill what is idle. Call it between a backward and the updates of a step.
+
+        Nothing moves before a whole step is traced, nor a chunk of which somebody holds a view (a `state_dict`, say),
+        which would show old values afterwards.
+        """
+        runtime, memory = self._runtime, self._runtime.memory
+        if memory.resident or self._went_back >= _TRIES or not runtime.tracer.knows_a_backward():
+            return
+        idle = memory.idle_bytes(runtime.room.non_model_peak_bytes)
+        if idle == self._idle_seen:
+            return
+        self._idle_seen = idle
+        watchers = list(self._sink.watchers)
+        updated = set[int]().union(*(watcher.updates_on_device() for watcher in watchers))
+        chunks = [chunk for chunk in runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
+        chosen = choose([self._candidate(chunk) for chunk in chunks], idle)
+        if not chosen:
+            return
+        for watcher in watchers:
+            watcher.settle()
+        runtime.traffic.pending.drain()
+        with runtime.room.moving_homes():
+            for at in chosen:
+                if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):
+                    return
+
+    def shrink(self, nbytes: int) -> None:
+        """Homes of at least `nbytes` go back, as far as they may: those that came last first, and those that an update
+        is writing at the end, once that is over."""
+        traffic, memory = self._runtime.traffic, self._runtime.memory
+        if memory.resident:
+            self._leave_device()
+        enough = memory.device_home_bytes - nbytes
+        with self._runtime.room.moving_homes():
+            for watcher in self._sink.watchers:
+                watcher.give_device_back()
+            last_first = list(reversed(self._moved))
+            last_first.sort(key=traffic.updating.__contains__)
+            for chunk in last_first:
+                if memory.device_home_bytes <= enough:
+                    break
+                traffic.wait_for_update(chunk)
+                if self._free_to_move(chunk) and self._has_a_way_back(chunk):
+                    self._move_back(chunk)
+
+    @property
+    def may_leave_device(self) -> bool:
+        """Whether a model that is whole on the device may go to host memory, as far as it has to."""
+        return self._runtime.memory.may_leave_device and not self.others_update
+
+    def _leave_device(self) -> None:
+        """A model that is whole on the device is from now on as one that has moved there."""
+        if not self.may_leave_device:
+            return
+        runtime = self._runtime
+        runtime.memory.leave_device()
+        for chunk in runtime.chunks:
+            for role, home in chunk.homes.items():
+                if home.block is None:
+                    runtime.traffic.register_home(chunk, role)
+                assert home.away is not None
+                home.away.block = home.block
+        self._moved = list(runtime.chunks)
+        for managed in runtime.parameters:
+            self._sink.install(managed)
+
+    def before_reserving(self, chunk: Chunk, roles: set[Role]) -> None:
+        """`roles` of `chunk` are going to have homes: one that moved goes back first, so that they lie together."""
+        if chunk.moved and not roles <= chunk.homes.keys() and self._free_to_move(chunk):
+            with self._runtime.room.moving_homes():
+                if self._has_a_way_back(chunk):
+                    self._move_back(chunk)
+
+    # ---- what may move -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _candidate(chunk: Chunk) -> Candidate:
+        roles = {*chunk.homes, Role.GRAD}
+        on_nvme = sum(chunk.home_nbytes(role) for role, home in chunk.homes.items() if home.tier is Tier.NVME)
+        return Candidate(sum(chunk.home_nbytes(role) for role in roles), on_nvme)
+
+    def _free_to_move(self, chunk: Chunk) -> bool:
+        """Whether nobody but hetmem holds what lies at home, and everybody can follow."""
+        if self._sink.has_lent(chunk) or any(map(self._is_held, chunk.parameters)):
+            return False
+        if any(self._sink.has_taken(managed) for managed in chunk.parameters):
+            return False
+        return all(watcher.may_move(chunk) for watcher in self._sink.watchers)
+
+    def _is_held(self, managed: ManagedParameter) -> bool:
+        """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
+        gradient, home = managed.parameter.grad, managed.grad_home
+        gradient = None if isinstance(gradient, UsedUp) else gradient
+        if gradient is not None and not is_home_gradient(managed) and not self._comes_along(gradient, managed.chunk):
+            return True
+        if not managed.numel:
+            return False
+        if home is not None and (home.data_ptr() != managed.grad_address or is_shared(home)):
+            return True
+        return storage_references(managed.home) > managed.home_references
+
+    def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
+        """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device. Not if it is a
+        part of somebody's buffer: it would be so no more."""
+        if Role.GRAD in chunk.homes or self._runtime.memory.gradient_place(chunk) is None or is_shared(gradient):
+            return False
+        return gradient.layout is torch.strided and gradient.dtype is chunk.dtype and not gradient.requires_grad
+
+    def _has_a_way_back(self, chunk: Chunk) -> bool:
+        if Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].away is None:
+            place = self._runtime.memory.take_gradient_place(chunk)
+            if place is not None:
+                place.block = chunk.homes[Role.GRAD].block
+                chunk.homes[Role.GRAD].away = place
+        lost = {role for role, home in chunk.homes.items() if home.away is None}
+        return not lost or (lost == {Role.GRAD} and not any(is_home_gradient(m) for m in chunk.parameters))
+
+    # ---- moving ------------------------------------------------------------------------------------------------
+
+    def _move_in(self, chunk: Chunk) -> bool:
+        """False if the device's allocator has no memory, whatever the budget says."""
+        memory, traffic = self._runtime.memory, self._runtime.traffic
+        for role in list(chunk.homes):
+            traffic.superseded(chunk, role)
+        roles = dict.fromkeys((*chunk.homes, Role.GRAD))
+        try:
+            memories = {role: memory.device.allocate(chunk.home_nbytes(role)) for role in roles}
+        except torch.OutOfMemoryError:
+            return False
+        for role, home in chunk.homes.items():
+            self._copy(Link.HOST_TO_DEVICE, chunk, role, memories[role], home.memory)
+        memory.move_in(chunk, memories)
+        self._moved.append(chunk)
+        self._may_go_back = True
+        self._settle(chunk)
+        return True
+
+    def _move_back(self, chunk: Chunk) -> None:
+        traffic, block = self._runtime.traffic, chunk.operand_block
+        assert block is not None  # and perhaps no parameter: some chunks are empty once they are in order of use
+        if not traffic.residency.uses(block, Tier.DEVICE):
+            traffic.copy_home_again(chunk)  # nobody has looked for writes of the user yet, if this is no forward
+        for role, home in chunk.homes.items():
+            if home.away is not None:
+                self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
+        gradients = self._gradients_sent(chunk)
+        for role in list(chunk.homes):  # from here on nothing is copied that could fail
+            self._runtime.memory.move_back(chunk, role)
+        self._take_gradients(chunk, gradients)
+        self._moved.remove(chunk)
+        self._went_back += self._may_go_back
+        self._may_go_back = False
+        self._settle(chunk)
+        traffic.copy_equals_home(chunk)
+
+    def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:
+        """Gradients that were autograd's own, as long as all was on the device, which are in their place now too."""
+        place = self._runtime.memory.gradient_place(chunk)
+        if place is None:
+            return []
+        flat, sent = chunk.over(Role.GRAD, place.memory), []
+        for managed, gradient in _own_gradients(chunk):
+            work = partial(_copy, managed.shaped(managed.part(flat)), gradient.detach())
+            self._runtime.traffic.engine.copy_now(Link.DEVICE_TO_HOST, work, gradient.nbytes)
+            sent.append((managed, gradient))
+        return sent
+
+    def _take_gradients(self, chunk: Chunk, sent: list[tuple[ManagedParameter, torch.Tensor]]) -> None:
+        """They come along."""
+        place = self._runtime.memory.take_gradient_place(chunk)
+        if place is None:
+            return
+        chunk.homes[Role.GRAD] = place
+        self._runtime.traffic.register_home(chunk, Role.GRAD)
+        for managed, gradient in sent:
+            gradient.data = managed.view(Role.GRAD)
+            managed.grad_home, managed.grad_version = gradient, gradient._version
+
+    def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
+        """What lies at home, if it matters."""
+        if role is Role.GRAD and all(managed.grad_home is None for managed in chunk.parameters):
+            return
+        if role.is_state and not chunk.homes[role].written:
+            return
+        to, of = chunk.over(role, target), chunk.over(role, source)
+        device = self._runtime.memory.device
+        work = partial(device.copy_in, to, of) if link is Link.HOST_TO_DEVICE else partial(_copy, to, of)
+        self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Everybody finds the homes of `chunk` where they are now."""
+        for role in chunk.homes:
+            self._runtime.traffic.home_moved(chunk, role)
+        for managed in chunk.parameters:
+            home = managed.view(Role.PARAM)
+            rest = rest_of(managed, home, self._runtime.memory.device.torch_device)
+            self._runtime.bindings.move_home(managed, home, rest)
+            if managed.grad_home is not None and Role.GRAD in chunk.homes:
+                managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one
+                managed.grad_address = managed.grad_home.data_ptr()
+            else:
+                managed.grad_home = None
+        for watcher in self._sink.watchers:
+            watcher.moved(chunk)
+
+
+def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
+    """Whether all that is trained of `chunk`, if anything is, gets its update on the device."""
+    trained = [id(managed.parameter) for managed in chunk.parameters if managed.parameter.requires_grad]
+    return bool(trained) and updated.issuperset(trained)
+
+
+def _own_gradients(chunk: Chunk) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+    for managed in chunk.parameters:
+        gradient = managed.parameter.grad
+        if gradient is not None and not isinstance(gradient, UsedUp):
+            yield managed, gradient
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

@@ -1,0 +1,312 @@
+"""What runs a managed module: segments and moments, and parameters on the device for as long as somebody needs them.
+
+Hooks tell it what is about to be used. It knows nothing of torch's hooks and modes, and nothing of optimizers; copies
+are `traffic`'s, how many there may be `room`'s, writes that were not hetmem's `writes`'.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import AbstractContextManager, suppress
+
+import torch
+
+from hetmem.engine.device_limit import DeviceRoom
+from hetmem.engine.events import EventLog, MomentSeen
+from hetmem.engine.homes import Memory
+from hetmem.engine.param_views import Bindings
+from hetmem.engine.statistics import Statistics
+from hetmem.engine.tracer import StepTracer, segment_name
+from hetmem.engine.traffic import Traffic, param_block
+from hetmem.engine.write_check import Writes
+from hetmem.errors import CapacityError
+from hetmem.intercept.async_params import Trailing
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.page_locks import later
+from hetmem.memory.transfer import TransferEngine
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import STEP, Tier
+
+
+class Runtime:
+    """Everything hetmem knows of one managed module. One thread at a time calls it: the one that trains.
+
+    `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of
+    events. Guarantees after every public method, also one that raised: every parameter outside compute is its home,
+    no capacity is exceeded, and no copy is lost.
+    """
+
+    def __init__(self, memory: Memory, residency: Residency, engine: TransferEngine, *, sanitize: bool) -> None:
+        self.memory = memory
+        self.chunks = memory.chunks
+        self.sanitize = sanitize
+        self.tracer = StepTracer()
+        self.statistics = Statistics()
+        self.events = EventLog()
+        self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
+        self.bindings = Bindings(self.parameters)
+        self.traffic = Traffic(
+            memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
+        )
+        self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
+        self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
+        self.monitor = self.room.monitor
+        self.trailing = Trailing(self.chunks, self.traffic, self.monitor)
+        self.hardware: HardwareProfile | None = None
+        """What the machine can do, if anybody has said so."""
+        self.planned_optimizer: Mapping[str, str] = {}
+        self.prediction: Mapping[str, object] | None = None
+        """What the run's plan, if it has one, expects of it; for its report."""
+        self._held: dict[int, ManagedParameter] = {}
+        self._first_uses = 0
+        self._untracked: set[int] = set()
+        self._ended: Hashable | None = None
+        self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
+
+    def close(self) -> None:
+        """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
+        self.traffic.engine.close()
+        self.memory.close()
+        self._finalizer()
+
+    # ---- segments and moments ----------------------------------------------------------------------------------
+
+    def begin_segment(self, key: Hashable, *, measured: bool) -> None:
+        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again."""
+        before = self.tracer.key if self.tracer.key is not None else self._ended
+        self._ended = None
+        self.room.look_at_allocator()
+        self.tracer.begin(key, measured=measured)
+        self.room.before_segment()
+        self.events.begin_segment(segment_name(key))
+        if before is not None:
+            self.tracer.book.follows(before, key)
+        with self.unwatched():
+            self.traffic.pending.poll()
+            self.expect(key)
+            if key != STEP:
+                self._renew_what_is_held()
+
+    def expect(self, key: Hashable) -> None:
+        """Plan for the segment `key` and what usually comes after it."""
+        self.traffic.execute(self.traffic.residency.expect_all(self.tracer.book.schedules(key)))
+
+    def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
+        memory, residency = self.memory, self.traffic.residency
+        self.traffic.pending.poll()
+        live = self.room.look_at_allocator() if self.tracer.measured else memory.buffer_bytes
+        moment = self.tracer.moment(operator, blocks, live, self.traffic.gradients.leaving_bytes)
+        self.room.before_moment(moment)
+        expected = moment.non_model_bytes
+        residency.reach(blocks, Tier.DEVICE)
+        chunk_bytes = self.room.chunk_bytes()
+        self.statistics.device_in_use(chunk_bytes, expected)
+        staging = residency.used_slots(Tier.HOST) * memory.host_pool.slot_bytes
+        seen = MomentSeen(time.perf_counter(), operator, blocks, chunk_bytes, expected, staging)
+        self.events.moments.append(seen)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """See `DeviceMonitor.unwatched`."""
+        return self.monitor.unwatched()
+
+    # ---- parameters on the device ------------------------------------------------------------------------------
+
+    def use(self, operator: str, used: list[ManagedParameter]) -> None:
+        """Bind `used` to their device copies for one operator. Nothing is bound if this raises."""
+        with self.unwatched():
+            self._let_go()
+            for managed in used:
+                if managed.first_use < 0:
+                    managed.first_use = self._first_uses = self._first_uses + 1
+                if managed.parameter._version != managed.version:
+                    self.writes.by_user(managed)
+                if managed.chunk in self.writes.unsure:
+                    self.writes.make_sure(managed.chunk)
+            blocks = [param_block(managed) for managed in used]
+            self._moment(operator, tuple(dict.fromkeys(blocks)))
+            acquired = 0
+            try:
+                for managed, block in zip(used, blocks, strict=True):
+                    self._acquire_device(managed, block, operator)
+                    acquired += 1
+            except BaseException:
+                for block in blocks[:acquired]:
+                    self.traffic.release(block, Tier.DEVICE)
+                raise
+            self.bindings.bind(used)
+
+    def end_use(
+        self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
+    ) -> None:
+        """The operator is over: parameters rest, what it wrote goes home, what nobody holds may be evicted.
+
+        `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: those that
+        it may itself have written to without counting one.
+        """
+        first: BaseException | None = None
+        with self.unwatched():
+            self.bindings.unbind(used)
+            for managed in used:
+                try:
+                    self._end_use_of(managed, untracked=untracked, may_be_written=managed in writes)
+                except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
+                    first = first or error
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # as in `Carrier.execute`
+
+    def _end_use_of(self, managed: ManagedParameter, *, untracked: bool, may_be_written: bool) -> None:
+        try:
+            if managed.parameter._version != managed.version:
+                self.writes.by_operator(managed)
+            elif may_be_written:
+                self.writes.compare(managed)
+        finally:
+            held, key = self.bindings.held(managed), id(managed)
+            if held and untracked:
+                self._untracked.add(key)
+            if held and key not in self._held:
+                self._held[key] = managed
+            else:
+                self.traffic.release(param_block(managed), Tier.DEVICE)
+
+    def end_region(self, used: list[ManagedParameter]) -> None:
+        """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
+        measured, and from then on in the weights that had such."""
+        data_set = [(managed, managed.parameter.data) for managed in used if self.bindings.is_elsewhere(managed)]
+        measured, uncounted = self.tracer.measured, self.writes.uncounted
+        self.end_use(used, writes=used if measured else [managed for managed in used if id(managed) in uncounted])
+        for managed, value in data_set:
+            self.data_set(managed, value)
+
+    def saved(self, managed: ManagedParameter) -> torch.Tensor:
+        """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more."""
+        if not self.memory.streams:
+            return managed.home
+        with self.unwatched():
+            self._let_go()
+            operator, block = f"backward of {managed.name}", param_block(managed)
+            self._moment(operator, (block,))
+            if id(managed) not in self._held:
+                self._acquire_device(managed, block, operator)
+                self._held[id(managed)] = managed
+            assert managed.device is not None
+            return managed.device
+
+    def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
+        try:
+            slot = self._acquire_with_more_room(block)
+        except CapacityError as error:
+            wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
+            raise self.room.shortage.error(operator, self.room.non_model_bytes, wanted) from error
+        if managed.device is None:
+            self.bindings.open_device(managed, self.memory.device_pool, slot)
+
+    def _acquire_with_more_room(self, block: int) -> int:
+        """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
+        try:
+            return self.traffic.acquire(block, Tier.DEVICE)
+        except torch.OutOfMemoryError:  # the allocator had no memory for the slot: idle chunks have some
+            self.out_of_memory()
+            return self.traffic.acquire(block, Tier.DEVICE)
+        except CapacityError:
+            if not self.room.widen():
+                raise
+            return self.traffic.acquire(block, Tier.DEVICE)
+
+    def out_of_memory(self) -> None:
+        """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
+        with self.unwatched():
+            self._let_go()
+            self.room.out_of_memory()
+
+    def notice_writes_to_views(self) -> None:
+        """An operator met no parameter, but it may have written to a view of one: then that goes home too."""
+        if self._held:
+            self._notice_writes(self.writes.by_operator)
+
+    def notice_writes_without_versions(self) -> None:
+        """A forward is over: what it wrote last to views that count no versions goes home before anybody reads that."""
+        if self._untracked:
+            with self.unwatched():
+                self._let_go()
+
+    def notice_writes_by_hooks(self) -> None:
+        """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
+        self._notice_writes(self.writes.by_user)
+
+    def _notice_writes(self, count: Callable[[ManagedParameter], None]) -> None:
+        for managed in self._held.values():
+            if managed.parameter._version != managed.version and managed.device is not None:
+                with self.unwatched():
+                    count(managed)
+
+    def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` within compute."""
+        with self.unwatched():
+            self._untracked.discard(id(managed))
+            self.writes.of_data(managed, value)
+
+    def holds_copies(self) -> bool:
+        """Whether somebody still has memory of a copy on the device (a view of a weight, say)."""
+        self._let_go()
+        return bool(self._held)
+
+    def forget_copies(self) -> None:
+        """Drop every copy on every tier, those of which a write to NVMe failed once it is done; none may be in use."""
+        self.traffic.wait_until_written(home for chunk in self.chunks for home in chunk.homes.values())
+        self._let_go()
+        self.traffic.forget_copies()
+
+    def _let_go(self) -> None:
+        """Release the copies whose last holder is gone."""
+        if not self._held:
+            return
+        for key, managed in list(self._held.items()):
+            if id(managed) in self._untracked:
+                self.writes.by_view(managed)
+            if not self.bindings.held(managed):
+                del self._held[key]
+                self._untracked.discard(id(managed))
+                self.traffic.release(param_block(managed), Tier.DEVICE)
+
+    def _renew_what_is_held(self) -> None:
+        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward:
+        what it shows becomes what the weight is by now."""
+        self._let_go()
+        for managed in list(self._held.values()):
+            if not self.traffic.copy_counts(managed.chunk):
+                block = param_block(managed)
+                self._acquire_device(managed, block, f"a kept view of {managed.name}")
+                self.traffic.release(block, Tier.DEVICE)
+
+    def relearn(self) -> None:
+        """Chunks hold other parameters now: what was traced is void."""
+        self.bindings.learn(self.parameters)
+        self.traffic.rename_blocks()
+        self.tracer.forget()
+        self._ended = None
+
+    def after_step(self) -> None:
+        """The weights are new: plan for what usually follows, and start to fetch for it. A step that is over must not
+        look as if it had failed: what cannot be fetched ahead is asked for again, or refused, where it is used."""
+        self.room.look_at_allocator()
+        self.tracer.end()
+        self.events.end_segment()
+        self._ended = STEP
+        if (follower := self.tracer.book.follower(STEP)) is not None:
+            with suppress(Exception):
+                self.expect(follower)
+
+
+def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
+    """Nobody holds the runtime any more. The garbage collector calls this in the middle of anything, on any thread, so
+    it joins no thread and takes no lock: a thread that collected a model while it started has waited for itself."""
+    engine.abandon()
+    for unpin in pins:
+        later(unpin)

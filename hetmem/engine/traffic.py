@@ -1,0 +1,346 @@
+"""Brings blocks to tiers by what `schedule.residency` decides, and waits where it must.
+
+It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `carrier`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hetmem.engine.build import recast_all
+from hetmem.engine.events import EventLog
+from hetmem.engine.executor import Carrier
+from hetmem.engine.gradient_copies import Homeward
+from hetmem.engine.homes import Memory
+from hetmem.engine.leases import Uses
+from hetmem.engine.param_views import Bindings
+from hetmem.engine.pending import Pending
+from hetmem.engine.statistics import Statistics
+from hetmem.engine.tracer import StepTracer
+from hetmem.errors import StateError
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.transfer import TransferEngine
+from hetmem.schedule.copies import PLACED, CopyState
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
+
+_LOADING = (CopyState.WAITING, CopyState.LOADING)
+
+
+class Traffic:
+    """Every copy between tiers. `residency` says what, `carrier` does it; here is when, and who waits for it."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        residency: Residency,
+        engine: TransferEngine,
+        bindings: Bindings,
+        tracer: StepTracer,
+        statistics: Statistics,
+        events: EventLog,
+        *,
+        sanitize: bool,
+    ) -> None:
+        self.residency = residency
+        self.engine = engine
+        self._memory = memory
+        self._tracer = tracer
+        self.carrier = Carrier(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
+        self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
+        self.pending = Pending(residency, engine, self.carrier)
+        self.gradients = Homeward(engine, self.pending, self.carrier, self.close_role)
+        self.updating: set[Chunk] = set()
+        self._uses = Uses(residency, engine, self.carrier, self.pending, events, self.updating)
+        self.acquire, self.release = self._uses.acquire, self._uses.release
+        for role in (Role.PARAM, Role.COMPUTE):
+            for chunk in memory.chunks:
+                if role in chunk.homes:
+                    self.register_home(chunk, role)
+
+    # ---- homes -------------------------------------------------------------------------------------------------
+
+    def register_home(self, chunk: Chunk, role: Role) -> None:
+        """Let the residency know the home of `role`, unless operators see the home itself."""
+        home = chunk.homes[role]
+        if self._memory.streams:
+            home.block = self.residency.add(self._memory.block(chunk, role))
+            self.carrier.chunk_of_block[home.block] = (chunk, role)
+
+    def ensure_homes(self, chunks: Iterable[Chunk], roles: Iterable[Role]) -> None:
+        """Give each of `roles` of `chunks` a home where it has none. Raises `BudgetError` if there is no room."""
+        for role in roles:
+            missing = [chunk for chunk in chunks if role not in chunk.homes]
+            if not missing:
+                continue
+            self._memory.reserve(missing, role)
+            for chunk in missing:
+                self.register_home(chunk, role)
+
+    def home_moved(self, chunk: Chunk, role: Role) -> None:
+        """The home of `role` is on another tier than it was, with no copies but on the device."""
+        block = chunk.homes[role].block
+        if block is not None:
+            self.residency.blocks[block] = self._memory.block(chunk, role)
+
+    def rename_blocks(self) -> None:
+        """Chunks hold other parameters than when their blocks were registered."""
+        self.carrier.fingerprints.forget()
+        for block, (chunk, role) in self.carrier.chunk_of_block.items():
+            self.residency.blocks[block] = self._memory.block(chunk, role)
+
+    # ---- the device --------------------------------------------------------------------------------------------
+
+    def limit_device(self, slots: int, *, before: int) -> None:
+        """Chunks may have `slots` slots of the device from now on; what is less than `before` is given back."""
+        self.execute(self.residency.limit(Tier.DEVICE, slots))
+        if slots < before:
+            self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
+
+    def give_back_free(self) -> None:
+        """Return the memory of all slots that nobody has."""
+        self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), 0)
+
+    def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
+        """The device copy of `chunk` as a flat tensor, if there is one. One that waits for room is none: the caller may
+        be what it waits for."""
+        block = chunk.operand_block
+        if block is None:
+            return None
+        while self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
+            self.wait_for_one()
+        if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
+            return None
+        return self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+
+    def copy_counts(self, chunk: Chunk) -> bool:
+        """Whether the copy on the device is what operators see, or will be before any that is asked for from now on."""
+        block = chunk.operand_block
+        state = None if block is None else self.residency.state(block, Tier.DEVICE)
+        if block is None or state is not CopyState.LOADING:
+            return state is CopyState.VALID
+        return self.carrier.order_compute_after(block)
+
+    def copy_equals_home(self, chunk: Chunk) -> None:
+        """The copy on the device, if there is one, has just come to say what the newest copy in host memory says."""
+        home = chunk.homes[Role.PARAM]
+        assert home.block is not None
+        if chunk.operand == Role.COMPUTE or home.tier is Tier.DEVICE:
+            return
+        if self.residency.state(home.block, Tier.DEVICE) in PLACED:
+            self.carrier.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
+
+    def copy_home_again(self, chunk: Chunk) -> None:
+        """Have the copy of `chunk`, whose home is on the device too, say what that says now. Waits for nothing."""
+        block = chunk.operand_block
+        if block is None or chunk in self.updating:
+            return
+        recast_all(chunk)
+        if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
+            copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+            self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
+            self.carrier.mark_making(self.residency.slot(block, Tier.DEVICE))
+
+    def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
+        """The newest that host memory, or NVMe, holds of `role` of `chunk`, as a flat tensor."""
+        block = chunk.homes[role].block
+        if block is not None and self.residency.state(block, Tier.HOST) is CopyState.VALID:
+            return self.carrier.staged(chunk, role, self.residency.slot(block, Tier.HOST))
+        return chunk.flat(role)
+
+    # ---- host memory -------------------------------------------------------------------------------------------
+
+    def open_role(self, chunk: Chunk, role: Role, *, load: bool) -> torch.Tensor:
+        """`role` of `chunk` in host (or device) memory as a flat tensor, to be closed by `close_role`.
+
+        With `load=False` its content is undefined where it was not in staging already.
+        """
+        home = chunk.homes[role]
+        if home.tier is not Tier.NVME:
+            return chunk.flat(role)
+        assert home.block is not None
+        self._tracer.host_use(home.block, reads=load)
+        self.residency.reach((home.block,), Tier.HOST)
+        slot = self.acquire(home.block, Tier.HOST, load=load)
+        try:
+            while self.residency.writing(home.block):
+                self.wait_for_one()
+        except BaseException:
+            self.release(home.block, Tier.HOST)
+            raise
+        return self.carrier.staged(chunk, role, slot)
+
+    def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
+        """Begin what `open_role` does, and do not wait: see `role_is_there`. Nothing is asked for if this raises."""
+        home = chunk.homes[role]
+        if home.tier is Tier.NVME:
+            assert home.block is not None
+            self._tracer.host_use(home.block, reads=load)
+            self.residency.reach((home.block,), Tier.HOST)
+            self._uses.ask(home.block, Tier.HOST, load=load)
+
+    def role_is_there(self, chunk: Chunk, role: Role) -> bool:
+        """Whether what `ask_role` asked for has come, and `asked_role` has it."""
+        home, residency = chunk.homes[role], self.residency
+        if home.tier is not Tier.NVME:
+            return True
+        assert home.block is not None
+        return residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.writing(home.block)
+
+    def role_has_place(self, chunk: Chunk, role: Role) -> bool:
+        """Whether what `ask_role` asked for is there or needs no more room to come."""
+        home = chunk.homes[role]
+        return home.tier is not Tier.NVME or (
+            home.block is not None and self.residency.state(home.block, Tier.HOST) in PLACED
+        )
+
+    def asked_role(self, chunk: Chunk, role: Role) -> torch.Tensor:
+        """What `ask_role` asked for and has come, to be closed by `close_role`."""
+        home = chunk.homes[role]
+        if home.tier is not Tier.NVME:
+            return chunk.flat(role)
+        assert home.block is not None
+        self._uses.tell_of(home.block, Tier.HOST)
+        staged = self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
+        if self.carrier.exposed.mixed(home.block):
+            staged.copy_(chunk.flat(role))  # nobody writes there while hetmem is asked
+            self.carrier.exposed.forget(home.block)
+        return staged
+
+    def unask_role(self, chunk: Chunk, role: Role) -> None:
+        """Take `ask_role` back."""
+        home = chunk.homes[role]
+        if home.tier is Tier.NVME:
+            assert home.block is not None
+            self._uses.abandon(home.block, Tier.HOST)
+
+    def close_role(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
+        """End the use of `open_role`."""
+        block = chunk.homes[role].block
+        if chunk.homes[role].tier is Tier.NVME:
+            assert block is not None
+            self.release(block, Tier.HOST, dirty=dirty)
+
+    def settle(self, homes: Iterable[Home]) -> None:
+        """Start to write the dirty ones among `homes` to NVMe."""
+        for home in homes:
+            if home.tier is Tier.NVME:
+                assert home.block is not None
+                self.execute(self.residency.settle(home.block))
+
+    def wait_until_written(self, homes: Iterable[Home]) -> None:
+        """Write the dirty ones among `homes` to NVMe, and wait for that. Where one fails its error comes when no other
+        is being written: nobody meets half of a home, or has what he writes to it overwritten."""
+        blocks = [home.block for home in homes if home.tier is Tier.NVME and home.block is not None]
+        for block in blocks:
+            self.execute(self.residency.settle(block))
+        try:
+            for block in blocks:
+                while self.residency.dirty(block):
+                    if not self.residency.writing(block):  # its write has just failed
+                        self.execute(self.residency.settle(block))
+                    self.wait_for_one()
+        except Exception:
+            self.carrier.wait_while(lambda: any(map(self.residency.writing, blocks)))
+            raise
+
+    def superseded(self, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
+        """The home of `role` was written to directly: no copy of it may be used any more, but perhaps the device's."""
+        block = chunk.homes[role].block
+        if block is None:
+            return
+        self.wait_until_written([chunk.homes[role]])
+        for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
+            if but_device and tier is Tier.DEVICE:
+                return
+            while self.residency.state(block, tier) in _LOADING and self.residency.in_flight():
+                self.wait_for_one()
+            if self.residency.state(block, tier) is not CopyState.WAITING:  # what is not there yet is not old
+                self.execute(self.residency.invalidate(block, tier))
+            self.carrier.exposed.forget(block)
+
+    def forget_copies(self) -> None:
+        """Drop every copy on every tier; nothing may be in use."""
+        self.pending.drain()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            for block in self.residency.resident(tier):
+                self.execute(self.residency.invalidate(block, tier))
+
+    # ---- updates -----------------------------------------------------------------------------------------------
+
+    def begin_update(self, chunk: Chunk, *, keep_copy: bool) -> bool:
+        """The parameters of `chunk` will be written at home, by other threads: until `end_update` nothing is fetched
+        from there. The device copy is given up, or with `keep_copy` stays, to be written too; whether there is one."""
+        self.wait_for_update(chunk)
+        self.updating.add(chunk)
+        block = chunk.operand_block
+        if block is None:
+            return False
+        self.residency.suspend(block)
+        try:
+            found = self.device_copy(chunk) is not None  # may wait, and an interrupt come in
+            if found and not keep_copy:
+                self.execute(self.residency.invalidate(block, Tier.DEVICE))
+        except BaseException:
+            self.updating.discard(chunk)
+            self.execute(self.residency.resume(block))
+            raise
+        return found
+
+    def end_update(self, chunk: Chunk, *, renew: bool = False, near: torch.Tensor | None = None) -> None:
+        """The parameters of `chunk` are what they will be; with `renew` a copy on the device is wanted again, made of
+        `near`, which says on the device what the home of operands says, if it is there."""
+        self.updating.discard(chunk)
+        block = chunk.operand_block
+        if block is not None:
+            self.copy_equals_home(chunk)
+            self.carrier.near = None if near is None else (chunk, near)
+            try:
+                self.execute(self.residency.resume(block))
+                if renew:
+                    self.execute(self.residency.prefetch(block, Tier.DEVICE))
+            finally:
+                self.carrier.near = None
+
+    def hold_copy(self, chunk: Chunk) -> torch.Tensor | None:
+        """The device copy of `chunk`, if there is one, in use until `let_go_of_copy`."""
+        copy = self.device_copy(chunk)
+        if copy is not None:
+            block = chunk.operand_block
+            assert block is not None
+            self._uses.ask(block, Tier.DEVICE)  # it is there
+        return copy
+
+    def let_go_of_copy(self, chunk: Chunk) -> None:
+        """End the use of `hold_copy`."""
+        assert chunk.operand_block is not None
+        self.release(chunk.operand_block, Tier.DEVICE)
+
+    def wait_for_update(self, chunk: Chunk) -> None:
+        """No other thread writes parameters, or reads gradients, of `chunk`."""
+        if chunk in self.updating:
+            self.pending.hasten(chunk)
+        while chunk in self.updating:
+            if not self.pending.go_on():
+                raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
+
+    def trails(self, chunk: Chunk) -> bool:
+        """Whether the home of the parameters of `chunk` is not what the last step made, or not yet on NVMe."""
+        home = chunk.homes[Role.PARAM]
+        on_its_way = home.tier is Tier.NVME and home.block is not None and self.residency.dirty(home.block)
+        return chunk in self.updating or on_its_way
+
+    def wait_for_updates(self) -> None:
+        """All parameters are at home, also on NVMe, as the last step made them."""
+        while self.updating:
+            self.wait_for_update(next(iter(self.updating)))
+        self.wait_until_written([chunk.homes[Role.PARAM] for chunk in self._memory.chunks])
+
+
+def param_block(managed: ManagedParameter) -> int:
+    """The block of what operators see of the chunk that `managed` lies in, whose home is not on the device."""
+    block = managed.chunk.operand_block
+    assert block is not None, f"{managed.name} has its home on the device"
+    return block

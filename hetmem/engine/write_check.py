@@ -1,0 +1,243 @@
+"""Writes that were not hetmem's own: by the user outside compute, and by operators within it.
+
+Note "writes": a parameter's version counter tells of most of them. Those that count no version (`parameter.data`, some
+`_foreach_` operators, numpy) are seen by their values. Where an operator may have written to a copy, that is compared
+with its home: the one place that waits for the device, and only models that write to weights get there. Outside compute
+the home is compared, in a few elements, with what it was when its copy was made. A home on the device can be looked at
+only by waiting, so its copy is made anew for each forward: a pass over memory of the device, behind nobody's back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hetmem.engine.build import recast
+from hetmem.engine.param_views import Bindings, storage_references
+from hetmem.engine.sampling import INTEGERS
+from hetmem.engine.traffic import Traffic
+from hetmem.errors import ManageError
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.nvme_store import NvmeStore
+from hetmem.memory.tensor_views import give_away
+from hetmem.schedule.copies import PLACED, CopyState
+from hetmem.schedule.trace import Tier
+
+
+class Writes:
+    """Notices writes to managed parameters and makes them count: home is right, and no superseded copy is used."""
+
+    def __init__(
+        self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic, store: NvmeStore | None
+    ) -> None:
+        self._parameters, self._bindings = parameters, bindings
+        self._traffic, self._store = traffic, store
+        self.unsure: set[Chunk] = set()
+        """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
+        self.uncounted: set[int] = set()
+        """By `id`, those whose copies were ever found to be written without a version."""
+        self.noticed: set[int] = set()
+        """By `id`, those that somebody has written to since `notice_counted` looked at their chunk, as was seen."""
+
+    # ---- by the user, to the home ------------------------------------------------------------------------------
+
+    def notice_all(self) -> None:
+        """Look at every parameter for changes by the user since it was last used."""
+        self._traffic.pending.poll()  # a copy that has arrived must not look as if it were still on its way
+        self.unsure.clear()
+        self.look_ahead()
+        for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
+            counted = [managed for managed in chunk.parameters if self._counted(managed)]
+            if counted:
+                self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
+                others = [each for each in chunk.parameters if each not in counted and self._differs(chunk, each)]
+                for managed in counted:
+                    self.by_user(managed)
+                for managed in others:  # seen before: no copy is left now that they could be compared with
+                    self.noticed.add(id(managed))
+                    self._supersede(managed)
+            elif self._coming(chunk):
+                self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
+            elif self._differs(chunk):
+                self._by_values(chunk)
+            if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
+                self._traffic.copy_home_again(chunk)
+
+    def look_ahead(self) -> None:
+        """All homes are looked at next: what is looked at on NVMe is read together."""
+        residency, fingerprints = self._traffic.residency, self._traffic.carrier.fingerprints
+        if self._store is None:
+            return
+        for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
+            home = chunk.homes[Role.PARAM]
+            if home.extent is None or home.block is None or chunk in self._traffic.updating:
+                continue
+            on_host, on_device = (residency.state(home.block, tier) for tier in (Tier.HOST, Tier.DEVICE))
+            copied = chunk.operand == Role.COMPUTE or on_host is CopyState.VALID or on_device in PLACED
+            if copied and not residency.dirty(home.block):
+                self._store.cache_pages(home.extent, fingerprints.offsets(chunk))
+
+    def make_sure(self, chunk: Chunk) -> None:
+        """`chunk` is used next: wait for what is on its way, and see whether that is what its home says."""
+        self.unsure.discard(chunk)
+        if self._differs(chunk):
+            self._by_values(chunk)
+
+    def _by_values(self, chunk: Chunk) -> None:
+        """Something of `chunk` was written without a version. Its copies are of all of it."""
+        self.noticed.update(id(managed) for managed in chunk.parameters if self._differs(chunk, managed))
+        for managed in chunk.parameters:
+            self._supersede(managed)
+
+    def _coming(self, chunk: Chunk) -> bool:
+        block = chunk.homes[Role.PARAM].block
+        return block is not None and self._traffic.residency.state(block, Tier.HOST) is CopyState.LOADING
+
+    def changed(self, managed: ManagedParameter) -> bool:
+        """Whether somebody else has written to `managed` since hetmem last saw it, outside compute."""
+        return self._counted(managed) or self._differs(managed.chunk, managed)
+
+    def was_seen(self, managed: ManagedParameter) -> bool:
+        """Whether somebody has written to `managed` since `notice_counted` looked, as far as torch tells of it."""
+        return id(managed) in self.noticed or self._counted(managed)
+
+    def notice_counted(self, chunk: Chunk) -> None:
+        """Of what torch tells of by itself, since the forward. What comes after this is remembered."""
+        for managed in chunk.parameters:
+            if self._counted(managed):
+                self.by_user(managed)
+        self.noticed.difference_update(map(id, chunk.parameters))
+
+    @staticmethod
+    def _counted(managed: ManagedParameter) -> bool:
+        """Whether torch itself tells of a write."""
+        return managed.parameter._version != managed.version or _is_replaced(managed)
+
+    def by_user(self, managed: ManagedParameter) -> None:
+        """`managed` was changed outside compute: its home counts, copies of it are superseded."""
+        parameter = managed.parameter
+        resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
+        if _is_replaced(managed) and not resting:
+            new = parameter.data
+            _refuse_another_kind(managed, new, managed.home.dtype)
+            self._leave_home_to_holders(managed, hetmem_holds=2)
+            managed.home.copy_(new)
+            parameter.data = managed.home
+        managed.version = parameter._version
+        self.noticed.add(id(managed))
+        self._supersede(managed)
+
+    def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
+        _refuse_another_kind(managed, value, value.dtype)
+        self._bindings.leave_to_holders(managed)
+        at_home = managed.parameter.data_ptr() == managed.home.data_ptr()
+        self._leave_home_to_holders(managed, hetmem_holds=2 + at_home)
+        managed.home.copy_(value)
+        managed.data_sets += 1
+        self.noticed.add(id(managed))
+        self._supersede(managed)
+
+    def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
+        """The home of `managed` becomes another tensor's values. Who holds more than the `hetmem_holds` references to
+        the old ones (`kept = p.data`, a state dict) keeps them, as in torch, where these are two tensors. So do those
+        who hold a storage that was given other memory (`p.data.share_memory_()`), as they have that."""
+        at_its_place = managed.home.data_ptr() == managed.home_address
+        kept = managed.numel and at_its_place and storage_references(managed.home) > hetmem_holds
+        if kept and not give_away(managed.home):
+            raise ManageError(
+                f"{managed.name}.data was set to another tensor, and what it was before is still held (as in "
+                f"`kept = p.data`): keep a clone of it, as hetmem copies the new values to its place"
+            )
+        if managed.home.data_ptr() != managed.home_address:  # its storage has other memory
+            home = managed.view(Role.PARAM)
+            self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
+
+    def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
+        """What is at home counts: the 16-bit copy there is made anew, and no other may be used, but perhaps the
+        device's."""
+        traffic, chunk = self._traffic, managed.chunk
+        if chunk.operand == Role.COMPUTE:
+            traffic.superseded(chunk, Role.PARAM)
+            traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # what is on its way home must not come later
+            recast(managed, managed.home)
+        traffic.superseded(chunk, chunk.operand, but_device=but_device)
+
+    def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
+        """Whether the home of `chunk`, or of `managed` in it, was written since copies of it were made."""
+        home, traffic = chunk.homes[Role.PARAM], self._traffic
+        residency, fingerprints = traffic.residency, traffic.carrier.fingerprints
+        if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
+            return False  # without a copy, or what is at home is older than every copy
+        while self._coming(chunk):  # perhaps what was there before
+            traffic.wait_for_one()
+        at_home = chunk.flat(Role.PARAM)
+        if chunk.operand == Role.COMPUTE:  # which speaks for the device's copy
+            return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)
+        if residency.state(home.block, Tier.DEVICE) in PLACED and fingerprints.differ(chunk, at_home, managed):
+            return True
+        if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
+            return False
+        return fingerprints.unequal(chunk, traffic.newest(chunk, Role.PARAM), at_home, managed)
+
+    # ---- by operators, to the device copy ----------------------------------------------------------------------
+
+    def by_view(self, managed: ManagedParameter) -> None:
+        """Somebody holds a view of the device copy whose writes count no versions. A copy that is superseded (by an
+        update, or by the user) is older than the home, and says nothing of it."""
+        if self._traffic.copy_counts(managed.chunk) and not self._differs(managed.chunk, managed):
+            self.compare(managed)
+
+    def compare(self, managed: ManagedParameter) -> None:
+        """Somebody may have written to the device copy without a version: if it differs from home, it counts."""
+        device = managed.device
+        assert device is not None
+        if not _same_bits(device, managed.home.to(device)):
+            self.uncounted.add(id(managed))
+            self.by_operator(managed)
+
+    def by_operator(self, managed: ManagedParameter) -> None:
+        """An operator changed the device copy: write it home now."""
+        assert managed.device is not None
+        source, home = managed.device, managed.home
+        where = managed.chunk.homes[Role.PARAM]
+        self._traffic.wait_until_written([where])  # an update that trails must not come after this
+        self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
+        managed.version = managed.parameter._version
+        self.noticed.add(id(managed))
+        self._supersede(managed, but_device=True)
+        self._traffic.copy_equals_home(managed.chunk)
+
+
+def _is_replaced(managed: ManagedParameter) -> bool:
+    """Whether `parameter.data` is another tensor than the home, or another view of it."""
+    parameter = managed.parameter
+    at_home = parameter.data_ptr() == managed.home_address
+    return not at_home or parameter.stride() != managed.stride or parameter.shape != managed.shape
+
+
+def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise `ManageError` if `new`, which `managed` is to be from now on, is not of its shape and `dtype`."""
+    if new.shape != managed.shape or new.dtype != dtype:
+        raise ManageError(
+            f"{managed.name} was {managed.shape} of {managed.home.dtype} when it became managed and is {new.shape} of "
+            f"{new.dtype} now: call hetmem.release(model) first, change it, and manage it again"
+        )
+
+
+def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
+    """Take over what was written to the device copy; where a narrower copy says the same as before, home keeps its
+    own bits, which are more."""
+    with torch.no_grad():
+        device = device.to(home.device)
+        if home.dtype != device.dtype:
+            device = torch.where(device == home.to(device.dtype), home, device.to(home.dtype))
+        home.copy_(device)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal, NaN for NaN, and 0 is not -0."""
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    integer = INTEGERS.get(left.itemsize, left.dtype)
+    one, other = left.view(integer), right.view(integer)
+    return bool(torch.equal(one, other) or ((one == other) | (left.isnan() & right.isnan())).all())

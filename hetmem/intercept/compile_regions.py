@@ -1,0 +1,144 @@
+"""Modules that `torch.compile` makes code of: all weights of one are on the device for as long as it runs.
+
+Note "regions": compiled code takes weights as inputs and calls no torch function that the mode would see, so a region
+is to the runtime what an operator is otherwise. It is the outermost module that is compiled and whose weights take no
+more than a part of the device: of a model that is compiled as a whole the largest such modules are. What is outside
+of regions is never compiled, as code with a graph's end at each use of a weight is slower than none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
+from hetmem.intercept.forward_scope import Call, Compute
+from hetmem.intercept.operator_mode import OperatorFaults
+from hetmem.memory.chunk import ManagedParameter
+
+_PART = 4
+"""A region has at most one part in so many of the device, so that the next one's weights come while it computes, and
+never more than chunks may have of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Region:
+    """`call`, which uses `used`, within `compute`; `outside` compiles what is around it."""
+
+    compute: Compute
+    call: Call
+    faults: OperatorFaults | None
+    used: list[ManagedParameter]
+    begun: Any
+    outside: Any
+
+
+class Regions:
+    """The region of one model that runs, if one does, and who would compile one."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.tracing = Tracing()
+        self.compiler: Any = None
+        """Whoever compiles the last forward as a whole."""
+        self._running: _Region | None = None
+        self._held_back: tuple[Compute, Call, Any] | None = None
+        """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""
+        self._warned = False
+
+    def runs_around(self, frame: FrameType | None) -> bool:
+        """Whether `frame` makes a call within the region."""
+        region = self._running
+        if region is None or region.call.is_made_in(frame):
+            return False
+        if region.call.is_on(frame):
+            return True
+        self._close()  # an interrupt has ended it without a word
+        return False
+
+    def may_begin(self, module: torch.nn.Module) -> bool:
+        """Whether a call of `module` that nobody asks to compile may be a region all the same, or lie within one."""
+        return self.compiler is not None or self._running is not None or has_compiled_forward(module)
+
+    def may_end(self) -> bool:
+        """Whether the end of a call may be that of a region, or of what must not compile by itself."""
+        return self._running is not None or self._held_back is not None
+
+    def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
+        """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
+        compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""
+        asked = (compiler is not None and compiler is not self.compiler) or has_compiled_forward(module)
+        if not asked and self.compiler is None:
+            return None
+        faults = compute.functions if isinstance(compute.functions, OperatorFaults) else None
+        used = faults.weights(module) if faults is not None else []
+        room = self._has_room(used)
+        if has_compiled_forward(module) and not (room and can_compile()) and self._held_back is None:
+            self._held_back = compute, call, torch.compiler.set_stance("force_eager")
+        if not room:
+            if asked:
+                self._warn(module)
+            return None
+        compute.leave_functions()
+        try:
+            begun = None if faults is None else faults.begin_region(f"compiled {type(module).__name__}", used)
+        except BaseException:
+            compute.enter_functions_again()
+            raise
+        self._running, self.tracing.region = _Region(compute, call, faults, used, begun, compiler), True
+        if not can_compile():
+            return None
+        return self.compiler if compiler is None else compiler
+
+    def _has_room(self, used: list[ManagedParameter]) -> bool:
+        memory = self._runtime.memory
+        slots = sum(chunk.spec.span for chunk in {managed.chunk for managed in used})
+        room = min(memory.device_bytes // _PART, memory.device_chunk_bytes)
+        return slots * memory.device_pool.slot_bytes <= room
+
+    def _warn(self, module: torch.nn.Module) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"hetmem: this {type(module).__name__} is not compiled, as its weights take more than 1/{_PART} of the "
+                f"device, or than Budget(device_chunks=…): compile its parts, or the whole model, of which the parts "
+                f"that can be are compiled",
+                stacklevel=2,
+            )
+
+    def end(self, frame: FrameType | None, compiler: Any) -> Any:
+        """The call that `frame` makes has returned or raised; it may be a region. Returns who compiles what follows,
+        `compiler` if it is none."""
+        if self._held_back is not None and self._held_back[1].is_made_in(frame):
+            self._release()
+        region = self._running
+        if region is None or not region.call.is_made_in(frame):
+            return compiler
+        self._close()
+        return region.outside
+
+    def abandon(self, computes: Collection[Compute]) -> None:
+        """All of `computes` are over, and so is a region within."""
+        if self._running is not None and self._running.compute in computes:
+            self._close()
+        if self._held_back is not None and self._held_back[0] in computes:
+            self._release()
+
+    def _close(self) -> None:
+        region, self._running = self._running, None
+        self.tracing.region = False
+        if region is not None:
+            if region.faults is not None:
+                region.faults.end_region(region.used, region.begun)
+            region.compute.enter_functions_again()
+
+    def _release(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            held_back[2].__exit__(None, None, None)

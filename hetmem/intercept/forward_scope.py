@@ -1,0 +1,285 @@
+"""A stretch of compute on a thread, and what is on torch's stacks for its length. It knows of no model.
+
+Note "interrupts": Ctrl-C ends a forward and runs none of torch's hooks, so what is on torch's stacks stays there, on a
+thread that may live for ever and never call the model again. So what is put there holds nothing, and looks first
+whether the calls that it was put there for are on the stack of their thread; once they are not, it does nothing.
+
+Note "compiled functions": a function that `torch.compile` makes code of, and that a forward calls (attention with a
+score of the user's, say), is traced with what is on the stack of function modes, as if that were a part of it. So there
+the mode is what it is for tensors that are no weights: nothing. Where a weight is used the graph ends, and the mode
+does its work, which is never compiled itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from hetmem.intercept.dynamo import exchange, skipped
+
+_AUTOGRAD: Any = torch._C._autograd
+_get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
+"""Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
+
+
+class Call:
+    """A call of a module; it holds neither the module nor a frame."""
+
+    __slots__ = ("_frame", "_module")
+
+    def __init__(self, module: torch.nn.Module, frame: FrameType | None) -> None:
+        """`frame`: that of torch's which makes the call, see `calling_frame`."""
+        self._module, self._frame = weakref.ref(module), id(frame)
+
+    def is_made_in(self, frame: FrameType | None) -> bool:
+        """Whether `frame` makes it; torch calls hooks after an error in another one."""
+        return frame is not None and id(frame) == self._frame and frame.f_locals.get("self", self) is self._module()
+
+    def is_of(self, module: torch.nn.Module, frame: FrameType) -> bool:
+        """The same of a `frame` that is known to call `module`."""
+        return id(frame) == self._frame and self._module() is module
+
+    def is_on(self, frame: FrameType | None) -> bool:
+        """Whether it is on the stack that has `frame` on top."""
+        own = self._frame
+        while frame is not None:
+            if id(frame) == own and self.is_made_in(frame):  # asked for each frame: a call would cost more
+                return True  # and not by one that has got the memory of a frame that is gone
+            frame = frame.f_back
+        return False
+
+
+def calling_frame(module: torch.nn.Module, hook: FrameType) -> FrameType | None:
+    """The frame in which torch calls `module`, asked by one of its hooks, which runs in the frame `hook`: the innermost
+    one with the module as `self`."""
+    frame: FrameType | None = hook
+    while frame is not None and frame.f_locals.get("self") is not module:
+        frame = frame.f_back
+    return frame
+
+
+class Compute:
+    """A stretch of compute on one thread: a forward, or what a backward computes once more of one.
+
+    `task` is the backward that it is within, -1 for none; `calls` are those of modules that run, outermost first.
+    If a call began it, it is over when that is; see note "interrupts". If not, `end` says when, or `lasts_for_node`.
+    `ended` is called when it is found to be over.
+    """
+
+    def __init__(self, began: Call | None, ended: Callable[[Compute], None]) -> None:
+        self.task, self.thread = torch._C._current_graph_task_id(), get_ident()
+        self.calls = [] if began is None else [began]
+        self.with_call, self.is_over = began is not None, False
+        self.functions_running = 0
+        """Functions that `functions` was called for and that have not returned: while there is one, it is under way."""
+        self.functions: Handler | None = None
+        self.operators: Handler | None = None
+        self.compiler: Any = None
+        """Who compiles what is around it; see `compiled`."""
+        self._ended = ended
+        self._until_gone: _Functions | None = None
+        self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
+
+    def runs(self) -> bool:
+        """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
+        if self.is_over or not self.with_call or self.functions_running:
+            return not self.is_over
+        own = self.thread == get_ident()
+        top = sys._getframe(1) if own else sys._current_frames().get(self.thread)
+        for call in reversed(self.calls):  # asked at every function of torch's
+            if call.is_on(top):
+                return True
+        if own:
+            self._ended(self)
+        return False
+
+    def has_ended(self, top: FrameType | None) -> bool:
+        """Whether it is over, asked by its thread, `top` being the top of the stack that counts. Forgets what calls of
+        it an interrupt has ended."""
+        while self.calls and not self.calls[-1].is_on(top):
+            self.calls.pop()
+        if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
+            return self._until_gone not in _get_current_function_mode_stack()
+        return self.with_call and not self.calls
+
+    def is_computing(self, top: FrameType | None) -> bool:
+        """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
+        within = self.task == torch._C._current_graph_task_id() and self.with_call
+        return within and bool(self.calls) and self.calls[-1].is_on(top)
+
+    def is_within_others(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+        """Whether its innermost call is that of `module` by `frame`, and not the one that began it."""
+        return frame is not None and len(self.calls) > 1 and self.calls[-1].is_of(module, frame)
+
+    def enter_functions(self, handler: Handler) -> None:
+        """`handler` is called in the place of torch's functions."""
+        self.functions = handler
+        _Functions(self).__enter__()
+
+    def leave_functions(self) -> None:
+        """`enter_functions` does not count until `enter_functions_again`."""
+        stack = _get_current_function_mode_stack()
+        self._left = [mode for mode in stack if not self._is_own(mode)], stack
+        _exchange_modes(stack, self._left[0])
+
+    def enter_functions_again(self) -> None:
+        """On its thread; nothing happens if what was entered meanwhile has not been left, or if it is over."""
+        (others, before), self._left = self._left, ([], [])
+        if not self.is_over and before and _get_current_function_mode_stack() == others:
+            _exchange_modes(others, before)
+
+    def _is_own(self, mode: TorchFunctionMode) -> bool:
+        return isinstance(mode, _Functions) and mode.is_of(self)
+
+    def enter_operators(self, handler: Handler) -> None:
+        """`handler` is called in the place of operators."""
+        self.operators = handler
+        _Operators(self).__enter__()
+
+    def lasts_for_node(self) -> None:
+        """It is within a node of autograd, at whose end there is no hook: autograd restores what was entered before it
+        by itself, so it is over when what it entered last is gone."""
+        top = _get_current_function_mode_stack()[-1]
+        assert isinstance(top, _Functions)
+        self._until_gone = top
+        _UNTIL_NODES_END.add(self)
+
+    def is_left_behind(self) -> bool:
+        """Of one that lasts for a node: whether the backward that this was in has raised, so that nothing was told."""
+        if self.thread == get_ident():
+            return bool(self.task > torch._C._current_graph_task_id())
+        return self.thread not in sys._current_frames()
+
+    def give_up(self) -> None:
+        """It has ended without a word."""
+        self._ended(self)
+
+    def end(self) -> None:
+        """It is over."""
+        self.is_over = True
+        self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
+        self.calls.clear()
+        forget_what_is_over()
+
+
+_UNTIL_NODES_END: weakref.WeakSet[Compute] = weakref.WeakSet()
+
+
+def forget_backward_that_raised() -> None:
+    """What lasted for the node that raised is over."""
+    for compute in list(_UNTIL_NODES_END):
+        if not compute.is_over and compute.is_left_behind():
+            compute.give_up()
+
+
+class _Functions(TorchFunctionMode):
+    """What is on torch's stack of function modes for a `Compute`."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self._compute = weakref.ref(compute)
+
+    @skipped
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # never true where this runs; see note "compiled functions"
+            if _have_weights(args) or (kwargs and _have_weights(kwargs.values())):
+                torch._dynamo.graph_break("a weight that hetmem manages, in a function that is compiled by itself")
+            return func(*args, **(kwargs or {}))
+        compute = self._compute()
+        if compute is None or not compute.runs() or compute.functions is None:
+            return func(*args, **(kwargs or {}))
+        compiler = _get_compiler()
+        if compiler is not None:
+            exchange(None)
+        compute.functions_running += 1
+        try:
+            return compute.functions(func, types, args, kwargs or {})
+        finally:
+            compute.functions_running -= 1
+            if compiler is not None:
+                exchange(compiler)
+
+    def is_of(self, compute: Compute) -> bool:
+        """Whether it is there for `compute`."""
+        return self._compute() is compute
+
+    def is_over(self) -> bool:
+        """Whether it does nothing any more."""
+        compute = self._compute()
+        return compute is None or compute.is_over
+
+
+def _have_weights(values: Any) -> bool:
+    """Whether a parameter is among `values`, or lists and tuples within; for whoever traces a function."""
+    for value in values:
+        if isinstance(value, torch.nn.Parameter):
+            return True
+        if isinstance(value, (list, tuple)) and _have_weights(value):
+            return True
+    return False
+
+
+class _Operators(TorchDispatchMode):
+    """What is on torch's stack of dispatch modes for a `Compute`."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self._compute = weakref.ref(compute)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        compute = self._compute()
+        if compute is None or not compute.runs() or compute.operators is None:
+            return func(*args, **(kwargs or {}))
+        return compute.operators(func, types, args, kwargs or {})
+
+    def is_over(self) -> bool:
+        """Whether it does nothing any more."""
+        compute = self._compute()
+        return compute is None or compute.is_over
+
+
+class Hook:
+    """What is on autograd's stack of hooks for saved tensors for a `Compute`: what packs, by calling it."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = weakref.ref(compute)
+
+    def is_over(self) -> bool:
+        """Whether it does nothing any more."""
+        compute = self._compute()
+        return compute is None or compute.is_over
+
+
+def forget_what_is_over() -> None:
+    """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode and hooks if they are
+    on top. The one in whose place something is called just now is not there, and comes back after that."""
+    functions, operators = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _Functions) and mode.is_over() for mode in functions):
+        lasting = [mode for mode in functions if not (isinstance(mode, _Functions) and mode.is_over())]
+        _exchange_modes(functions, lasting)
+    while operators and isinstance(operators[-1], _Operators) and operators[-1].is_over():
+        operators.pop().__exit__(None, None, None)
+    while (top := _AUTOGRAD._top_saved_tensors_default_hooks(True)) and isinstance(top[0], Hook) and top[0].is_over():
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
+
+
+def _exchange_modes(before: Sequence[TorchFunctionMode], after: Sequence[TorchFunctionMode]) -> None:
+    """The stack of function modes, `before`, is `after`."""
+    for _ in before:
+        _pop_mode()
+    for mode in after:
+        _push_mode(mode)

@@ -1,0 +1,405 @@
+"""How torch tells the runtime what it uses: module hooks, a function mode, and saved-tensor hooks. No logic of its own.
+
+Modes and saved-tensor hooks are entered by the forward hook of whichever module is called first and left when that
+returns.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hetmem.engine.gradients import GradientSink
+from hetmem.engine.rehome import ResidentShare
+from hetmem.engine.runtime import Runtime
+from hetmem.errors import ManageError
+from hetmem.intercept.compile_regions import Regions
+from hetmem.intercept.dynamo import exchange, hook_forwards, skipped
+from hetmem.intercept.forward_scope import Call, Compute, calling_frame, forget_what_is_over
+from hetmem.intercept.module_hooks import (
+    AfterForward,
+    BeforeForward,
+    BeforeStateDict,
+    Convert,
+    asked_format,
+    hook_conversions,
+)
+from hetmem.intercept.operator_mode import OperatorFaults
+from hetmem.intercept.phases import Segments, in_backward, signature
+from hetmem.intercept.refused_contexts import refuse_a_surrounding
+from hetmem.intercept.saved_tensors import SavedTensors
+from hetmem.intercept.unmanaged import explain, is_of_torch, raised_in_call
+from hetmem.memory.interrupts import HELD_BACK
+
+
+class _OfThread(threading.local):
+    """What computes on this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.here: list[Compute] = []
+
+
+class Interception:
+    """The hooks of one managed module, and what is entered while one of its modules runs.
+
+    Note "recomputation": a checkpoint computes a part of the forward once more, within a node of the backward or
+    before it, when autograd unpacks what it saved. What it calls, a module or any function, is to find weights and
+    inputs as it did within the forward. So modes are entered there, before the first call, whenever the checkpoint
+    was within a forward of the model; a module that is called then is not an outermost one.
+    """
+
+    def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.segments = Segments(runtime)
+        self.gradients = GradientSink(runtime, self.segments)
+        self.share = ResidentShare(runtime, self.gradients)
+        self.gradients.nothing_computes = self._between_nodes
+        self._computes = _OfThread()
+        self._turn = threading.Lock()
+        self._process = os.getpid()
+        self._forward: Compute | None = None
+        """The last one."""
+        self._saved = SavedTensors(runtime, self.segments, self)
+        self._handles: list[Any] = []
+        self.arranged, self.removed = False, False
+        self._regions = Regions(runtime)
+        self._buffers = weakref.WeakMethod(module.buffers)
+        self._model = weakref.ref(module)
+        try:
+            self._install(module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self, module: torch.nn.Module) -> None:
+        """The hooks; those that a module refuses leave the ones before them, for `remove`."""
+        tracing = self._regions.tracing
+        self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
+        reading = BeforeStateDict(self)
+        for part in module.modules():
+            self._handles.append(part.register_state_dict_pre_hook(reading))
+            self._handles.append(part._register_load_state_dict_pre_hook(reading))
+        self._handles += hook_conversions(module.modules(), self)
+        if self.runtime.memory.streams:
+            for managed in self.runtime.parameters:
+                self.gradients.install(managed)
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        self.removed = True
+        self.reset()
+        self.runtime.trailing.pause()
+        self.gradients.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    @skipped
+    def before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """`module` is about to run; the outermost one enters the modes. Returns what to call it with, if not this.
+
+        With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
+        """
+        compiler = exchange(None)
+        compiles = compiler
+        try:
+            frame = calling_frame(module, sys._getframe(2))
+            if compiler is None and self._goes_on(module, frame):
+                return None
+            with HELD_BACK:
+                if self._regions.runs_around(frame):
+                    return None
+                compute, call = self._current(None if frame is None else frame.f_back), Call(module, frame)
+                if compute is not None:
+                    compute.calls.append(call)
+                else:
+                    compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
+                compiles = self._regions.begin(compute, call, module, compiler)
+                return (args, kwargs) if len(compute.calls) == 1 else None
+        except BaseException:
+            compiles = compiler
+            raise
+        finally:
+            exchange(compiles)
+
+    def _goes_on(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+        """Whether the call of `module` by `frame` is a part of what computes, and nothing else: most are. Takes note of
+        it. An interrupt may come in here: a call that is noted and does not run is forgotten."""
+        here = self._here()
+        if not here or frame is None or self._regions.may_begin(module):
+            return False
+        compute = here[-1]
+        if not compute.is_computing(frame.f_back):
+            return False
+        compute.calls.append(Call(module, frame))
+        return True
+
+    def _begin_with(
+        self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
+        """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
+        self.refuse_a_fork("a forward")
+        memory = self.runtime.memory
+        if memory.streams or memory.may_leave_device:
+            self.refuse_a_capture("a forward")
+        refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
+        with self._turn:
+            self._refuse_two_threads()
+            compute = self._begin(call)
+            compute.compiler = compiler
+            if compute.task < 0:
+                self._forward, self._regions.compiler = compute, compiler
+        try:
+            dtype = self.runtime.memory.mixed_precision
+            if dtype is not None:
+                args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            self._enter(compute, module, args, kwargs)
+        except BaseException:
+            self.reset()
+            raise
+        return compute, args, kwargs
+
+    def _enter(self, compute: Compute, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        runtime = self.runtime
+        measured, transformed = runtime.sanitize, False
+        if compute.task < 0:
+            runtime.trailing.pause()
+            transformed = torch._C._functorch.maybe_current_level() is not None
+            with runtime.unwatched():
+                if transformed:
+                    runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
+                runtime.writes.notice_all()
+            for managed in runtime.parameters:
+                if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
+                    self.gradients.install(managed)
+            measured = self.segments.begin_forward(signature(module, args, kwargs))
+        if measured and runtime.memory.device.watched:
+            buffers = self._buffers()
+            with runtime.unwatched():
+                runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
+                runtime.monitor.count("buffers", buffers() if buffers is not None else ())
+            compute.enter_operators(runtime.monitor.__torch_dispatch__)
+            if compute.task < 0:
+                runtime.monitor.transformed = transformed
+        self._enter_modes(compute, stands_by=measured and self.share.may_leave_device)
+
+    def _enter_modes(self, compute: Compute, *, stands_by: bool = False) -> None:
+        """`stands_by`: also if the model is whole on the device, as it may have to leave that."""
+        if not (self.runtime.memory.streams or stands_by):
+            return
+        if compute.task >= 0:
+            self.runtime.trailing.pause()
+            self.runtime.notice_writes_by_hooks()
+        with self.runtime.unwatched():
+            self.runtime.bindings.leave_home()
+        compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
+        self._saved.enter(compute)
+
+    @skipped
+    def after_forward(self, module: torch.nn.Module, output: Any) -> None:
+        """`module` has returned or raised; the outermost one leaves the modes."""
+        compiles = exchange(None)
+        try:
+            frame, error = calling_frame(module, sys._getframe(2)), sys.exc_info()[1]
+            if error is None and self._goes_on_after(module, frame):
+                return
+            with HELD_BACK:
+                if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
+                    explain(error, self._model() or module, self.runtime.bindings.by_id)
+                if self._regions.runs_around(frame):
+                    return
+                compiles = self._regions.end(frame, compiles)
+                compute = self._current(sys._getframe())
+                if compute is None or not compute.calls or not compute.calls[-1].is_made_in(frame):
+                    return
+                compute.calls.pop()
+                if not compute.calls and compute.with_call:
+                    compiles = compute.compiler
+                    self._leave(compute, output)
+        finally:
+            exchange(compiles)
+
+    def _goes_on_after(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+        """Whether the call of `module` by `frame`, which is over, was one of those that `_goes_on` noted."""
+        here = self._here()
+        if not here or self._regions.may_end() or not here[-1].is_within_others(module, frame):
+            return False
+        here[-1].calls.pop()
+        return True
+
+    def _leave(self, compute: Compute, output: Any) -> None:
+        """`compute` is over, as the call that began it is."""
+        measured = compute.operators is not None
+        self._end(compute)
+        self._saved.watch_functions(output, forward_is_over=compute.task < 0)
+        if compute.task < 0:
+            self.runtime.notice_writes_without_versions()
+            if measured:
+                self.runtime.monitor.watch_backward(output)
+
+    # ---- what a backward computes once more ----------------------------------------------------------------------
+
+    def computes(self) -> bool:
+        """Whether a forward, or a part of one, is computed on this thread now."""
+        return self._current(sys._getframe()) is not None
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A checkpoint within a forward of the model computes within, as that did."""
+        if self._current(sys._getframe()) is not None:
+            yield
+            return
+        compute = self._begin(None)
+        try:
+            with HELD_BACK:
+                self._enter_modes(compute)
+            yield
+        finally:
+            with HELD_BACK:
+                self._end(compute)
+
+    def recomputes_until_node_ends(self) -> None:
+        """A function of the user's within a forward is at its backward now, and may compute something once more."""
+        if self._current(sys._getframe()) is None and self.runtime.memory.streams:
+            compute = self._begin(None)
+            self._enter_modes(compute)
+            compute.lasts_for_node()
+
+    def _between_nodes(self) -> None:
+        """A gradient arrives: nothing is computed, unless the whole backward is a part of a forward."""
+        self._current(sys._getframe())
+        if not any(compute.task < 0 for compute in self._here()):
+            self.runtime.bindings.go_home()
+
+    # ---- stretches of compute ------------------------------------------------------------------------------------
+
+    def _here(self) -> list[Compute]:
+        return self._computes.here
+
+    def _current(self, top: FrameType | None) -> Compute | None:
+        """What computes now, by the stack that has `top` on top; what has ended without a hook is forgotten."""
+        here, task = self._here(), torch._C._current_graph_task_id()
+        while here and (here[-1].task > task or here[-1].has_ended(top)):
+            self._end(here[-1])
+        return here[-1] if here and here[-1].task == task else None  # else this backward is within it
+
+    def _refuse_two_threads(self) -> None:
+        """Raise `ManageError` if a forward runs on another thread. Waiting could be for ever: it may be waiting itself,
+        for threads that it has started."""
+        forward = self._forward
+        if forward is None or forward.thread == threading.get_ident() or in_backward():
+            return
+        if forward.runs():
+            raise ManageError(
+                "a forward of this model runs on another thread: hetmem computes one at a time, as a device does; put "
+                "a lock around the calls"
+            )
+
+    def refuse_a_fork(self, what: str) -> None:
+        """Raise `ManageError` if `what` needs threads or memory that this process, a fork, does not have."""
+        if os.getpid() != self._process:
+            raise ManageError(
+                f"{what} in a forked process: the memory and the threads that hold the model are the parent's. Compute "
+                f"there, fork before hetmem.manage, or fork with a copy.deepcopy(model), which is an ordinary one"
+            )
+
+    def refuse_a_capture(self, what: str) -> None:
+        """Raise `ManageError` if `what` is recorded to run again without hetmem."""
+        if self.runtime.memory.device.captures():
+            raise ManageError(
+                f"{what} within torch.cuda.graph: what is replayed would find weights where they were, and moves none. "
+                f"Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
+            )
+
+    def _begin(self, call: Call | None) -> Compute:
+        compute = Compute(call, self._end)
+        self._here().append(compute)
+        return compute
+
+    def _end(self, compute: Compute) -> None:
+        """`compute` is over, and what it has within it."""
+        here = self._here()
+        self._regions.abandon(here[here.index(compute) :] if compute in here else ())
+        while compute in here:
+            here.pop().end()
+        if not any(compute.task < 0 for compute in here):
+            self.runtime.bindings.go_home()
+        if not here:
+            self.runtime.trailing.resume()
+
+    def _forget_interrupted(self) -> None:
+        """See note "interrupts"; the one that was interrupted may have been on another thread."""
+        self._current(sys._getframe())
+        forget_what_is_over()
+        if not self._here() and self._forward is not None and not self._forward.runs():
+            self._regions.abandon([self._forward])
+            self.runtime.bindings.go_home()
+
+    def before_state_dict(self) -> None:
+        """What users read, or write over, is what the last step made."""
+        self._forget_interrupted()
+        self.runtime.traffic.wait_for_updates()
+
+    def before_assignment(self) -> None:
+        """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""
+        raise ManageError(
+            "load_state_dict(assign=True) would put other parameters in the place of those that hetmem manages: leave "
+            "assign=True out, which copies the values, or call hetmem.release(model) first"
+        )
+
+    def not_converted(self, convert: Convert) -> list[torch.Tensor]:
+        """`Module.to` and the like: managed parameters, and their gradients, stay where they are, as they come to the
+        device for operators. Raises `ManageError` where they would get another dtype, or strides."""
+        self._forget_interrupted()
+        for dtype in {managed.chunk.dtype for managed in self.runtime.parameters}:
+            with self.runtime.unwatched(), torch.no_grad():
+                asked = convert(torch.empty(0, dtype=dtype, device=self.runtime.memory.device.torch_device)).dtype
+            if asked != dtype:
+                raise ManageError(
+                    f"parameters of {dtype} that are managed cannot become {asked}: call hetmem.release(model) first, "
+                    f"convert it, and manage it again. To compute in 16 bits with such masters there is "
+                    f"mixed_precision=…"
+                )
+        for dimensions in {len(managed.shape) for managed in self.runtime.parameters} & {4, 5}:
+            with self.runtime.unwatched(), torch.no_grad():
+                layout = asked_format(convert, dimensions, self.runtime.memory.device.torch_device)
+            if layout is None:
+                continue
+            for managed in self.runtime.parameters:
+                if len(managed.shape) == dimensions and not managed.home.is_contiguous(memory_format=layout):
+                    raise ManageError(
+                        f"{managed.name} is managed and cannot become {layout}: call .to(memory_format=…) before "
+                        f"hetmem.manage, or call hetmem.release(model) first, convert it, and manage it again"
+                    )
+        kept = [each for managed in self.runtime.parameters for each in (managed.parameter, managed.parameter.grad)]
+        return [each for each in kept if each is not None]
+
+    def at_rest(self) -> bool:
+        """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
+        self._forget_interrupted()
+        return not self._here() and not in_backward()
+
+    def reset(self) -> None:
+        """No module of the model is running."""
+        here = self._here()
+        if here:
+            self._end(here[0])
+        self._computes = _OfThread()
+        forget_what_is_over()
+        self.runtime.bindings.go_home()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value

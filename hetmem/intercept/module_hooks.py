@@ -1,0 +1,173 @@
+"""Hooks of a module that survive pickling and copying, as hooks of nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from hetmem.intercept.dynamo import Tracing, opaque, skipped
+from hetmem.memory.interrupts import HELD_BACK
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Hooked(Protocol):
+    """Who is told."""
+
+    def before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """`module` is about to run. Returns what to call it with, if not this."""
+
+    def after_forward(self, module: torch.nn.Module, output: Any) -> None:
+        """`module` has returned or raised."""
+
+    def before_state_dict(self) -> None:
+        """Weights are to be read, or written over."""
+
+    def before_assignment(self) -> None:
+        """Other parameters are to take the place of the module's."""
+
+    def not_converted(self, convert: Convert) -> list[torch.Tensor]:
+        """What stays as it is where a module is asked to `convert` its parameters, their gradients and its buffers."""
+
+
+class BeforeForward:
+    """A forward pre-hook. Code that is compiled with it within goes by what `tracing` says, see `compiled`."""
+
+    def __init__(self, hooked: Hooked | None = None, tracing: Tracing | None = None) -> None:
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+        self._tracing = tracing or Tracing()
+
+    @skipped
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if kwargs is None:  # put by somebody into a module of their own, as torch's quantization does
+            return None
+        if self._tracing.region and torch.compiler.is_compiling():
+            return None
+        return self._tell(module, args, kwargs)
+
+    @opaque
+    def _tell(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        hooked = self._hooked()
+        if hooked is not None:
+            return hooked.before_forward(module, args, kwargs)
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class AfterForward:
+    """The forward hook beside it."""
+
+    def __init__(self, hooked: Hooked | None = None, tracing: Tracing | None = None) -> None:
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+        self._tracing = tracing or Tracing()
+
+    @skipped
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not (self._tracing.region and torch.compiler.is_compiling()):
+            self._tell(module, output)
+
+    @opaque
+    def _tell(self, module: torch.nn.Module, output: Any) -> None:
+        hooked = self._hooked()
+        if hooked is not None:
+            hooked.after_forward(module, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class BeforeStateDict:
+    """A pre-hook of state dicts, and of loading them, beside these."""
+
+    def __init__(self, hooked: Hooked | None = None) -> None:
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+
+    @HELD_BACK
+    def __call__(self, *args: Any) -> None:
+        hooked = self._hooked()
+        if hooked is not None:
+            hooked.before_state_dict()
+            if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
+                hooked.before_assignment()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+
+class Conversions:
+    """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. In a
+    copy of the module it is as if it were not there."""
+
+    def __init__(self, module: torch.nn.Module | None, hooked: Hooked | None = None) -> None:
+        self._module = _nothing if module is None else weakref.ref(module)
+        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+
+    def __call__(self, convert: Convert, recurse: bool = True) -> torch.nn.Module:
+        module, hooked = self._module(), self._hooked()
+        assert module is not None, "a copy of a managed module was made without its class's knowing"
+        if hooked is not None and not (isinstance(convert, _AllBut) and convert.hooked is hooked):
+            convert = _AllBut(convert, hooked)  # also for the modules in this one
+        apply: Any = type(module)._apply
+        converted: torch.nn.Module = apply(module, convert) if recurse else apply(module, convert, recurse=False)
+        return converted
+
+    def is_over(self) -> bool:
+        """Whether nobody is told: the module is a copy of one that was managed."""
+        return self._hooked() is None
+
+    def remove(self) -> None:
+        """Take it off."""
+        module = self._module()
+        if module is not None and vars(module).get("_apply") is self:
+            del module._apply
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversions:
+        return type(self)(memo.get(id(self._module())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self._module(),))
+
+
+class _AllBut:
+    """`convert`, but of what `hooked` keeps."""
+
+    def __init__(self, convert: Convert, hooked: Hooked) -> None:
+        self.hooked, self._convert = hooked, convert
+        self._kept = {id(tensor): tensor for tensor in hooked.not_converted(convert)}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if id(tensor) in self._kept else self._convert(tensor)
+
+
+def asked_format(convert: Convert, dimensions: int, device: torch.device) -> torch.memory_format | None:
+    """The memory format that `convert` gives to tensors of 4 or 5 `dimensions`, if it changes theirs."""
+    formats = torch.contiguous_format, (torch.channels_last if dimensions == 4 else torch.channels_last_3d)
+    for before, after in (formats, formats[::-1]):
+        converted = convert(torch.empty((2,) * dimensions, device=device, memory_format=before))
+        if converted.is_contiguous(memory_format=after):
+            return after
+    return None
+
+
+def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iterator[Conversions]:
+    """Tell `hooked` of conversions of `modules`, but of those of which somebody else is told; one after the other."""
+    for module in modules:
+        found = vars(module).get("_apply")
+        if found is None or (isinstance(found, Conversions) and found.is_over()):
+            module._apply = Conversions(module, hooked)  # type: ignore[method-assign]
+            yield vars(module)["_apply"]
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,224 @@
+"""Which segment of a step runs now: told by forwards, gradients and the optimizer, it names segments for the trace."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept.dynamo import uncompiled
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.schedule.trace import STEP
+
+_PASSED_THROUGH = ("hetmem.intercept.backward", "hetmem.intercept.requested_gradients")
+_FORWARDS = 32
+"""Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
+calls no backward, has any number."""
+_MEASUREMENTS = 3
+"""A backward that never came is not waited for (by measuring its forward) more often than this."""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What makes two forwards alike: the module, its mode, and the shapes and dtypes of its inputs."""
+    leaves = tree_leaves((args, kwargs))
+    shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    return ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), shapes)
+
+
+class _Ended:
+    """Settles the backward with `number` once: when autograd calls it at the end, or drops it because that has raised.
+
+    What raised may be kept, or lie in a cycle that the garbage collector finds in the middle of anything, on any
+    thread: in a later backward, or while hetmem itself is at work, where it would wait for what it has not asked for
+    yet. Then nothing is done: who has called it settles, or the next forward, backward or step.
+    """
+
+    def __init__(self, segments: Segments, number: int) -> None:
+        self._segments, self._number = weakref.ref(segments), number
+        self._called = False
+
+    @uncompiled
+    def __call__(self) -> None:
+        self._called = True
+        self._settle()
+
+    @HELD_BACK
+    def _settle(self) -> None:
+        segments = self._segments()
+        if segments is not None and segments.backwards == self._number and segments.in_backward:
+            segments.settle()
+            segments.rest()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
+            segments = self._segments()
+            if segments is not None and segments.thread == threading.get_ident() and not _hetmem_is_at_work():
+                self._settle()
+                if not self._called and not in_backward():
+                    _forget_nodes_that_did_not_run()
+
+
+@uncompiled
+def _forget_nodes_that_did_not_run() -> None:
+    """Let go of the graph of a backward that has raised.
+
+    Autograd keeps the nodes that were ready to run in a queue of the thread, and with them all that is behind them in
+    the graph: what the forward saved, and the model that it is of. It drops them when it looks for the first node of
+    the thread's next backward, and there may be none: so here is one.
+    """
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).backward()
+
+
+def _hetmem_is_at_work() -> bool:
+    """Whether anything of hetmem's called what calls the caller of this, on this thread; every backward goes through
+    `backwards`, which is not at work then."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name.startswith("hetmem.") and name not in _PASSED_THROUGH:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Running:
+    """Backwards that run now, each by the thread that has called it; those within a node of another are left out.
+
+    Note "backwards that raise": autograd tells nobody, and drops what it was to call at the end. A device has a thread
+    of its own for the backward, which may drop that last, some time after the caller has got the error. Until then the
+    next backward would look like a part of the one that has raised, and nobody would wait for its gradients. So a
+    backward is over, too, once none of those that it may be is running; on a thread of autograd's that is any.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._by_thread: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """This thread calls a backward."""
+        self._by_thread[threading.get_ident()] = next(self._numbers)
+
+    def end(self) -> None:
+        """It has returned or raised."""
+        self._by_thread.pop(threading.get_ident(), None)
+
+    def here(self) -> frozenset[int]:
+        """The backwards that the node which runs on this thread may be of."""
+        own = self._by_thread.get(threading.get_ident())
+        return frozenset(self.all() if own is None else (own,))
+
+    def all(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(self._by_thread.values())
+
+
+RUNNING = Running()
+"""Of the process."""
+
+
+class Segments:
+    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._pending: tuple[Hashable, ...] = ()
+        self.in_backward = False
+        self.backwards = 0
+        self.thread = threading.get_ident()
+        """The one that trains."""
+        self._runs: frozenset[int] = frozenset()
+        """The backwards that the last one may be."""
+        self._attempts: dict[Hashable, int] = {}
+        self._watched = False
+        self.backward_began: Callable[[], None] = lambda: None
+        self.backward_ended: Callable[[], None] = lambda: None
+
+    @property
+    def several(self) -> bool:
+        """Whether a backward now may be of several forwards."""
+        return len(self._pending) > 1
+
+    def begin_forward(self, key: Hashable) -> bool:
+        """A forward begins (not one that recomputes within a backward); whether it has to be measured."""
+        self.settle()
+        self.thread = threading.get_ident()
+        tracer = self._runtime.tracer
+        if tracer.key == self._backward_key():
+            self._pending = ()
+        if torch.is_grad_enabled() and len(self._pending) <= _FORWARDS:
+            self._pending = (*self._pending, key)
+        measured = tracer.must_measure(key) or self._runtime.sanitize
+        backward = self._backward_key()
+        if torch.is_grad_enabled() and tracer.must_measure(backward):
+            self._attempts[backward] = self._attempts.get(backward, 0) + 1
+            measured = measured or self._attempts[backward] <= _MEASUREMENTS
+        self._watched = measured
+        self._runtime.begin_segment(key, measured=measured)
+        return measured
+
+    def on_backward(self) -> None:
+        """Something happened within a backward."""
+        if self.in_backward or not in_backward():
+            return
+        self.in_backward, self._runs = True, RUNNING.here()
+        self._runtime.trailing.begin_backward()
+        self._runtime.traffic.carrier.exposed.hide()
+        self.backwards += 1
+        key = self._backward_key()
+        if self._runtime.tracer.key != key:
+            self._runtime.begin_segment(key, measured=self._watched)
+        else:
+            self._runtime.events.begin_segment("backward")  # one more of the same trace
+        with self._runtime.unwatched():
+            self.backward_began()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(_Ended(self, self.backwards))
+
+    def settle_if_raised(self) -> None:
+        """Settle the backward if it has raised: see note "backwards that raise"."""
+        if self.in_backward and self._runs and self._runs.isdisjoint(RUNNING.all()):
+            self.settle()
+            self.rest()
+
+    def settle(self) -> None:
+        """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
+        if self.in_backward:
+            self.in_backward = False
+            self._runtime.trailing.end_backward()
+            try:
+                with self._runtime.unwatched():
+                    self.backward_ended()
+            finally:
+                self._runtime.traffic.carrier.exposed.show()
+                self._runtime.events.end_segment()  # what the user does before the step is no compute
+
+    def rest(self) -> None:
+        """Neither a forward nor a step follows at once: the user may read parameters."""
+        self._runtime.trailing.resume()
+        self._runtime.traffic.carrier.exposed.show()
+
+    def begin_step(self) -> None:
+        """The optimizer's step begins."""
+        self.settle()
+        self._runtime.trailing.pause()
+        self._runtime.traffic.carrier.exposed.hide()
+        self._pending = ()
+        self._runtime.begin_segment(STEP, measured=False)
+
+    def _backward_key(self) -> Hashable:
+        return ("backward", self._pending if len(self._pending) <= _FORWARDS else _FORWARDS)

@@ -1,0 +1,121 @@
+"""Which modules and parameters are managed, and by what. Weak: being managed keeps nothing alive."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hetmem.engine.consumed_gradients import updated_by_another
+from hetmem.engine.forked import refuse_in_child
+from hetmem.errors import ManageError, StoreError
+from hetmem.intercept.interceptor import Interception
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.interrupts import HELD_BACK
+
+_modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
+_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_TRIES = 32
+"""So many transfers may be under way that fail, each of which is told once."""
+
+
+@HELD_BACK
+def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Not every optimizer of torch counts versions when it writes (the fused ones do not): its parameters changed."""
+    if getattr(optimizer, "writes_homes", False):
+        return
+    failed: StoreError | None = None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = of_parameter(parameter)
+            if found is not None:
+                found[0].share.others_update = True
+                failed = _updated(*found) or failed
+                if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):
+                    raise RuntimeError(updated_by_another(found[1].name))
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed
+
+
+def _updated(interception: Interception, managed: ManagedParameter) -> StoreError | None:
+    """`managed` has new values, as all others of the step have, so an error here must not look like one of the step:
+    who repeats that updates twice. What a drive fails in is older or somebody else's, who asks for it again."""
+    failed: StoreError | None = None
+    for _ in range(_TRIES):
+        try:
+            interception.runtime.writes.by_user(managed)
+        except StoreError as error:  # noqa: PERF203 - a few
+            failed = error.with_traceback(None)  # which has this function's variables
+        else:
+            return None
+    return failed
+
+
+_watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)
+
+
+def add(module: torch.nn.Module, interception: Interception) -> None:
+    """`module` is managed by `interception` from now on."""
+    _modules[module] = interception
+    for managed in interception.runtime.parameters:
+        _parameters[managed.parameter] = weakref.ref(interception)  # it holds the parameter
+
+
+def remove(module: torch.nn.Module) -> Interception:
+    """`module` is managed no more; returns what managed it. Raises `ManageError` if nothing did."""
+    interception = of_module(module)
+    del _modules[module]
+    for managed in interception.runtime.parameters:
+        _parameters.pop(managed.parameter, None)
+    return interception
+
+
+def of_module(module: torch.nn.Module) -> Interception:
+    """What manages `module`. Raises `ManageError` if nothing does."""
+    if not isinstance(module, torch.nn.Module):
+        raise ManageError(f"expected a managed torch.nn.Module, got {type(module).__name__}")
+    found = _modules.get(module)
+    if found is None:
+        raise ManageError(
+            f"this {type(module).__name__} is not managed: call hetmem.manage(model, …) first, and pass the module "
+            f"that it returned (not a part of it)"
+        )
+    return found
+
+
+def interceptions() -> list[Interception]:
+    """What manages any module."""
+    return list(_modules.values())
+
+
+def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParameter] | None:
+    """What manages `parameter` and as what; None if nothing does."""
+    reference = _parameters.get(parameter)
+    found: Interception | None = None if reference is None else reference()
+    return None if found is None else (found, found.runtime.bindings.by_id[id(parameter)])
+
+
+def refuse_managed(module: torch.nn.Module) -> None:
+    """Raise `ManageError` if `module`, or a part of it, is managed already."""
+    for name, parameter in module.named_parameters():
+        if parameter in _parameters:
+            raise ManageError(
+                f"{type(module).__name__} is managed already (its parameter {name} is): manage a model once, as a "
+                f"whole, or call hetmem.release on it first"
+            )
+
+
+def _after_fork() -> None:
+    for interception in interceptions():
+        for managed in interception.runtime.parameters:
+            refuse_in_child(managed.parameter)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,206 @@
+"""Bytes between page-locked host memory and a GPU, cast and added on the way: what a `CudaDevice` asks its streams for.
+
+It knows tensors, streams and kernels; not chunks, nor who waits for whom after it. Both ways give the bits of torch's
+operators, but for NaN: one stays a NaN, and a kernel's is the quiet one without a payload.
+
+Note "staging": what is cast goes through two small buffers on the device, a piece at a time, so that nothing is
+allocated once they are there, however large the chunk. A piece is copied on the caller's stream and cast on another
+one, so the copy engine brings the next piece meanwhile. An event of each buffer says when it is free again; only the
+device waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hetmem.base.units import MIB
+from hetmem.cuda.backend import Backend
+from hetmem.cuda.cast import CASTS, cast
+from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
+from hetmem.cuda.segments import Segments
+from hetmem.memory.copy_settings import Way, Ways
+
+PIECE_BYTES = 8 * MIB  # some 150 µs of a link of 53 GB/s, many times what asking for a piece costs the host
+KERNEL_ELEMENTS = 16 << 20  # of one launch: bounds the tables, which are made once for each length
+_BUFFERS = 2
+
+
+class _Buffer:
+    """One staging buffer. `free` is behind its last use, `full` behind the copy into it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.free, self.full = torch.cuda.Event(), torch.cuda.Event()
+
+    def elements(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return self.memory[: numel * dtype.itemsize].view(dtype)
+
+
+class Staging:
+    """Two buffers, taken in turn. They are made on the stream that first uses them and kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[_Buffer] = []
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What it has taken of the device."""
+        return sum(buffer.memory.numel() for buffer in self._buffers)
+
+    def take(self, stream: torch.cuda.Stream) -> _Buffer:
+        """The next buffer; work on `stream`, which is current, comes after its last use from now on."""
+        if not self._buffers:
+            self._buffers = [_Buffer(PIECE_BYTES, self._device) for _ in range(_BUFFERS)]
+            for buffer in self._buffers:  # of memory that this stream may have given back and be still working on
+                buffer.free.record(stream)
+        self._turn = (self._turn + 1) % _BUFFERS
+        buffer = self._buffers[self._turn]
+        stream.wait_event(buffer.free)
+        return buffer
+
+
+class Moves:
+    """The moves of one GPU. Work is asked for on the stream that is current; tensors must stay until it has passed.
+
+    `is_mapped(tensor)`: whether the GPU can reach the host memory of `tensor`. Several threads may use it.
+    """
+
+    def __init__(
+        self, device: torch.device, kernels: Backend, ways: Ways, is_mapped: Callable[[torch.Tensor], bool]
+    ) -> None:
+        self.kernels, self.ways = kernels, ways
+        self._device, self._is_mapped = device, is_mapped
+        self._staging = {"in": Staging(device), "out": Staging(device)}
+        self._casting = torch.cuda.Stream(device)
+        self._segments: dict[int, Segments] = {}
+        self._turn = threading.Lock()  # buffers are shared by all models on this device
+
+    def __str__(self) -> str:
+        """For people: which way is taken, and why."""
+        if not self.kernels.native:
+            return f"copy engine and torch's operators both ways: {self.kernels.reason}"
+        return f"weights by {self.ways.weights.value}, gradients by {self.ways.gradients.value} ({self.ways.source})"
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that staging has taken."""
+        return sum(staging.nbytes for staging in self._staging.values())
+
+    # ---- weights in --------------------------------------------------------------------------------------------
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Host memory `source` to device memory `target`, both 1-D, contiguous and as long; cast if dtypes differ."""
+        if source.dtype is target.dtype:
+            target.copy_(source, non_blocking=True)
+        elif self.ways.weights is Way.KERNEL and self._has_cast(source, target) and self._is_mapped(source):
+            for part in _pieces(source.numel(), KERNEL_ELEMENTS):
+                self._cast(target[part], source[part], self.ways.blocks)
+        else:
+            with self._turn:
+                self._through_staging(target, source)
+
+    def _through_staging(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        copying = torch.cuda.current_stream(self._device)
+        last: _Buffer | None = None
+        try:
+            for part in _pieces(source.numel(), PIECE_BYTES // source.itemsize):
+                buffer = self._staging["in"].take(copying)
+                landed = buffer.elements(source.dtype, part.stop - part.start)
+                landed.copy_(source[part], non_blocking=True)
+                buffer.full.record(copying)
+                self._casting.wait_event(buffer.full)
+                with torch.cuda.stream(self._casting):
+                    if self._has_cast(source, target):
+                        self._cast(target[part], landed)
+                    else:
+                        target[part].copy_(landed)
+                buffer.free.record(self._casting)
+                last = buffer
+        finally:
+            if last is not None:
+                copying.wait_event(last.free)  # casts are in order: what follows on this stream finds all of them done
+
+    def _has_cast(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        return self.kernels.native and (source.dtype, target.dtype) in CASTS
+
+    def _cast(self, target: torch.Tensor, source: torch.Tensor, blocks: int | None = None) -> None:
+        cast(self.kernels, self._whole(source.numel()), source, target, blocks=blocks)
+
+    def _whole(self, numel: int) -> Segments:
+        """The table of one run of `numel` elements. Making one waits for the device: it is kept."""
+        found = self._segments.get(numel)
+        if found is None:
+            found = self._segments[numel] = Segments([(0, 0, numel)], self._device)
+        return found
+
+    # ---- gradients out -----------------------------------------------------------------------------------------
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """`arrived`, on the device, over host memory `target` (dense, of the same shape), or added to it."""
+        if not _lie_alike(target, arrived):
+            self._in_another_order(target, arrived, add=add)
+            return
+        home, gradient = _flat(target), _flat(arrived)
+        if self._has_kernel(home, gradient):
+            self._by_kernel(home, gradient, add=add)
+        elif not add and home.dtype is gradient.dtype:
+            home.copy_(gradient, non_blocking=True)
+        else:
+            with self._turn:
+                self._by_torch(home, gradient, add=add)
+
+    def _has_kernel(self, home: torch.Tensor, gradient: torch.Tensor) -> bool:
+        wanted = self.kernels.native and self.ways.gradients is Way.KERNEL
+        return wanted and (gradient.dtype, home.dtype) in GRADIENTS and self._is_mapped(home)
+
+    def _by_kernel(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+        write = Write.ADD if add else Write.OVERWRITE
+        for part in _pieces(home.numel(), KERNEL_ELEMENTS):
+            whole = self._whole(part.stop - part.start)
+            gradient_out(self.kernels, whole, gradient[part], home[part], write=write, blocks=self.ways.blocks)
+
+    def _by_torch(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+        """Cast and add on the device, so that only copies without a cast cross, which need no host."""
+        stream = torch.cuda.current_stream(self._device)
+        for part in _pieces(home.numel(), PIECE_BYTES // home.itemsize):
+            buffer = self._staging["out"].take(stream)
+            there = buffer.elements(home.dtype, part.stop - part.start)
+            if add:
+                there.copy_(home[part], non_blocking=True)
+                there.add_(gradient[part])
+            else:
+                there.copy_(gradient[part])
+            home[part].copy_(there, non_blocking=True)
+            buffer.free.record(stream)
+
+    def _in_another_order(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """Strides differ, which autograd avoids: through memory of the target's layout, made on the present stream."""
+        there = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=self._device)
+        if add:
+            there.copy_(target, non_blocking=True)
+            there.add_(arrived)
+        else:
+            there.copy_(arrived)
+        target.copy_(there, non_blocking=True)
+
+
+def _pieces(numel: int, most: int) -> Iterator[slice]:
+    for start in range(0, numel, most):
+        yield slice(start, min(start + most, numel))
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether equal elements have equal places. `one`, a home, has no gaps."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    alike = all(size == 1 or here == there for size, here, there in strides)
+    return alike and not other.is_conj() and not other.is_neg()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor as they lie in memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))

@@ -1,0 +1,339 @@
+"""A CUDA GPU behind the interface of the simulated one: torch's allocator, and two streams of its own for copies.
+
+Needs torch with CUDA and nothing else. Importing it starts nothing; making a `CudaDevice` starts the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import resource
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetmem.base.units import format_size, parse_size
+from hetmem.cuda.backend import Backend, backend
+from hetmem.errors import ManageError
+from hetmem.memory import numa
+from hetmem.memory.compute_streams import ComputeStreams
+from hetmem.memory.copy_settings import Ways, load_ways
+from hetmem.memory.cuda_copies import Moves
+from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.host_pool import PIECE_BYTES
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.page_locks import PageLocks
+from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.tensor_views import Memory
+from hetmem.memory.transfer import Copier, Finished, Seen
+from hetmem.schedule.links import Link
+
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")
+_REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
+
+
+class CudaDevice:
+    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's. `ways`: how bytes
+    cross to and from it; None = as `hetmem probe` measured it here, else as is best on most GPUs.
+
+    Raises `ManageError` if torch sees no GPU, or not this one.
+    """
+
+    watched = False
+    SHARE = 0.9
+    """Without a budget: this share of the memory that is free now."""
+
+    def __init__(self, index: int | None = None, memory: int | str | None = None, ways: Ways | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ManageError(
+                "torch sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must list the GPU), or "
+                "use device='sim'"
+            )
+        index = torch.cuda.current_device() if index is None else index
+        if not 0 <= index < torch.cuda.device_count():
+            raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
+        self.torch_device = torch.device("cuda", index)
+        self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
+        self._ways = ways
+        self._page_locks: list[PageLocks] = []
+        self._refused = ""
+        self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
+        self._peak_bytes = self._fragment_bytes = 0
+        _devices.add(self)
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
+
+    @cached_property
+    def node(self) -> int | None:
+        """The NUMA node it hangs on; None where there is one node only, or nobody says."""
+        address = pci_address(self.torch_device)
+        return None if address is None else numa.node_of(address)
+
+    @cached_property
+    def cores(self) -> tuple[int, ...]:
+        """Of its NUMA node."""
+        return () if self.node is None else numa.cores_of(self.node)
+
+    @cached_property
+    def _compute(self) -> ComputeStreams:
+        return ComputeStreams(self.torch_device)
+
+    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
+        """Slots that take memory when they are first used."""
+        return DevicePool(slot_bytes, slots, self.torch_device, self._compute)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Zeroed memory of the GPU, to be used on the current stream."""
+        return self._compute.zeros(nbytes)
+
+    def available_bytes(self) -> int:
+        """Nine tenths of what is free or torch's allocator already has: the budget is this process's, which may be
+        allowed a part of the GPU only."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+        allowed = int(total * fraction(self.torch_device))
+        return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
+
+    def pin(self, host: Mapping) -> Callable[[], None]:
+        """Register `host` with the driver, exactly as long as it is. Returns what undoes it.
+
+        Its pages are populated first, untouched ones on the NUMA node of this GPU; raises `CapacityError` where the
+        machine has too few. Where registering is refused (a limit of locked memory, a container), copies still work,
+        several times slower, and a warning says so.
+        """
+        if self.node is not None:
+            host.prefer_node(self.node)
+        host.populate()
+        with torch.cuda.device(self.torch_device):
+            locks = PageLocks(torch.cuda.cudart(), host, PIECE_BYTES)
+        if locks.error:
+            with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
+                torch.zeros(1, device=self.torch_device)
+            self._refused = (
+                f"the driver refused to page-lock {format_size(host.nbytes - locks.nbytes)} of "
+                f"{format_size(host.nbytes)} of host memory (CUDA error {locks.error}): copies to and from the GPU "
+                f"will be several times slower there. {_locked_memory_advice(host.nbytes)}, or lower Budget(host=…)"
+            )
+            warnings.warn(self._refused, stacklevel=2)
+        self._page_locks.append(locks)
+
+        def unpin() -> None:
+            self._page_locks.remove(locks)
+            locks.end()
+
+        return unpin
+
+    def captures(self) -> bool:
+        """Whether the current stream is in `torch.cuda.graph`."""
+        with torch.cuda.device(self.torch_device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def peak_bytes(self) -> int:
+        """The most that torch's allocator had handed out at one time since the last call, whoever else has asked it
+        meanwhile: there is one peak for all models on a GPU, and each sets it back."""
+        seen = torch.cuda.memory_stats(self.torch_device)
+        peak, fragments = (int(seen.get(f"{what}_bytes.all.peak", 0)) for what in ("allocated", "inactive_split"))
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        for device in list(_devices):
+            if device.torch_device == self.torch_device:
+                device._peak_bytes = max(device._peak_bytes, peak)
+                device._fragment_bytes = max(device._fragment_bytes, fragments)
+        peak, self._peak_bytes = max(peak, self._peak_bytes), 0
+        return peak
+
+    def fragment_bytes(self) -> int:
+        """As torch's allocator says; 0 of another allocator, which says nothing."""
+        return self._fragment_bytes
+
+    @cached_property
+    def moves(self) -> Moves:
+        """How bytes cross; made with the first of them."""
+        ways = self._ways or load_ways(torch.cuda.get_device_name(self.torch_device), driver_version())
+        return Moves(self.torch_device, self._kernels(), ways, self._is_mapped)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current stream; host memory goes through `moves`."""
+        with torch.no_grad():
+            if self._crosses(source, target):
+                self.moves.copy_in(target, source)
+            else:
+                target.copy_(source)
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """On the current stream; what goes to host memory goes through `moves`."""
+        with torch.no_grad():
+            if self._crosses(arrived, target):
+                self.moves.gradient_out(target, arrived, add=add)
+            elif add:
+                target.add_(arrived)
+            else:
+                target.copy_(arrived)
+
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        """By an observer of torch's allocator, which can do no more than look: the allocation fails all the same."""
+        _observe_allocator()
+        self._refusals.append(weakref.WeakMethod(refused))
+
+    def refused(self, asked_bytes: int) -> None:
+        """The allocator has refused `asked_bytes`; told on the thread that asked."""
+        allocated = int(torch.cuda.memory_allocated(self.torch_device))
+        for method in self._refusals:
+            told = method()
+            if told is not None:
+                told(asked_bytes, allocated)
+
+    def remarks(self) -> list[str]:
+        """Of page-locking that was refused, and of kernels that are not here."""
+        found = [f"Host memory is not page-locked: {self._refused}."] if self._refused else []
+        if "moves" in self.__dict__ and not self.moves.kernels.native:
+            found.append(
+                f"Weights and gradients are cast by torch's operators, not by kernels of hetmem: "
+                f"{self.moves.kernels.reason}. pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'."
+            )
+        return found
+
+    def _crosses(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        return source.device != target.device
+
+    def _kernels(self) -> Backend:
+        return backend()
+
+    def _is_mapped(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() in piece for locks in self._page_locks for piece in locks.pieces)
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        """A stream for each direction."""
+        return StreamCopier(CudaStreams(self.torch_device, self._compute), seen, finished)
+
+
+_devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
+
+
+@cache
+def _observe_allocator() -> None:
+    """Once in a process, as torch takes no observer off again. Another allocator than torch's own tells nobody."""
+    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        with contextlib.suppress(RuntimeError):  # of cudaMallocAsync, or a plugin's
+            attach(_refused)
+
+
+def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+    """An error in here would take the place of torch's, which some of torch's own code catches: so there is none."""
+    with contextlib.suppress(Exception):
+        for device in list(_devices):
+            if device.torch_device.index in (index, None):
+                device.refused(asked_bytes)
+
+
+def _locked_memory_advice(nbytes: int) -> str:
+    """What may help where the driver refuses to page-lock `nbytes`; a limit is blamed only where it is too low."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < nbytes:
+        return (
+            f"This process may lock {format_size(limit)}: raise the limit (ulimit -l unlimited; in a container "
+            f"--ulimit memlock=-1)"
+        )
+    return "No limit of this process forbids it: look for the driver's own message (dmesg)"
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Of a GPU, as sysfs names it; None where neither torch nor NVML says it."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "pci_bus_id"):
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    with contextlib.suppress(Exception):  # no NVML, or an error of its own kind
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")).busId
+        text: str = found.decode() if isinstance(found, bytes) else found
+        return text[-12:].lower()  # NVML has eight digits of domain, sysfs four
+    return None
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver, as it names itself; "unknown" where it says it nowhere."""
+    try:
+        return _DRIVER_VERSION.read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+class CudaStreams:
+    """`Streams` of a GPU: a stream for each direction; compute is whatever stream is current when it is asked.
+
+    A program may compute on several. `mark` is behind all that were seen: weights are read by all of them, and what
+    one of them has read must not be overwritten because another is done.
+    """
+
+    def __init__(self, device: torch.device, compute: ComputeStreams) -> None:
+        self._device = device
+        self._compute = compute
+        self._joined: torch.cuda.Stream | None = None
+        self._streams = {link: torch.cuda.Stream(device) for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record(torch.cuda.current_stream(device))
+        self._base.synchronize()
+        self._base_seconds = time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream, or behind all streams where there are several."""
+        event, stream = torch.cuda.Event(), self._compute.current()
+        if len(self._compute.seen) > 1:
+            stream = self._joined = self._joined or torch.cuda.Stream(self._device)
+            for one in self._compute.seen:
+                behind = torch.cuda.Event()
+                behind.record(one)
+                stream.wait_event(behind)
+        event.record(stream)
+        return event
+
+    def enqueue(
+        self, link: Link, after: Sequence[Any], work: Callable[[], None]
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """`work` must ask for nothing that waits for the host."""
+        stream = self._streams[link]
+        start: Any = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            for event in after:
+                stream.wait_event(event)
+            start.hetmem_asked = time.perf_counter()  # torch 2.11 lets events die without telling weak references
+            start.record(stream)
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the device has failed: nothing runs any more
+                    stream.synchronize()  # what was asked for uses memory that its owner is about to let go
+                raise
+            end.record(stream)
+        return start, end
+
+    def order_compute(self, event: torch.cuda.Event) -> None:
+        """The current stream waits; the host does not."""
+        self._compute.current().wait_event(event)
+
+    def passed(self, event: torch.cuda.Event) -> bool:
+        """Ask the driver."""
+        return bool(event.query())
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Block the host."""
+        event.synchronize()
+
+    def when(self, event: torch.cuda.Event) -> float:
+        """From the time that lies between an earlier event and this one on the GPU, whose clock need not go as the
+        host's: no event passes before it is asked for, nor later than now."""
+        milliseconds: float = self._base.elapsed_time(event)
+        seconds = self._base_seconds + milliseconds / 1e3
+        known = min(max(seconds, getattr(event, "hetmem_asked", seconds)), time.perf_counter())
+        if known != seconds or milliseconds > _REBASE_MILLISECONDS:
+            self._base, self._base_seconds = event, known
+        return known

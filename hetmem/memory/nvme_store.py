@@ -1,0 +1,325 @@
+"""The NVMe store: extents of unnamed files, moved by threads with O_DIRECT.
+
+Knows directories, extents and raw bytes. Must not know torch, chunks, slots or when a transfer is worth while.
+
+Each directory holds one file without a name, as long as the whole capacity but sparse: blocks are taken when extents
+are reserved, and the kernel gives all of them back when the process ends, however it ends. Because the length is
+fixed, one shared mapping per file serves every view. The system calls drop the GIL, so Python's threads suffice.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from hetmem.base.config import nvme_timeout_seconds
+from hetmem.base.units import round_down, round_up
+from hetmem.errors import BudgetError, CapacityError, StoreError
+from hetmem.memory.disk_settings import DiskSettings, Requests, settings_for
+from hetmem.memory.mapping import Mapping, address_of
+from hetmem.memory.nvme_file import BLOCK_BYTES, StoreFile, VectoredIo, sized
+from hetmem.memory.nvme_requests import Link
+
+__all__ = ["BLOCK_BYTES", "Extent", "Look", "NvmeStore"]
+
+_LOOKS_AT_ONCE = 8  # per directory: nothing but their latency matters
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Reserved bytes [offset, offset + nbytes) of the store's file number `file`; both multiples of 4096."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A few bytes that are being read."""
+
+    moved: Future[int]
+    memory: memoryview
+    patience_seconds: Callable[[], float]
+
+    def first(self, nbytes: int) -> bytes:
+        """The first `nbytes`, at most as many as the block has left. Raises `StoreError` as a read does, and for a disk
+        that hangs."""
+        while not self.moved.done():
+            wait([self.moved], timeout=self.patience_seconds())
+        self.moved.result()
+        return bytes(self.memory[:nbytes])
+
+
+class NvmeStore:
+    """Disk space in one or more directories, reserved ahead and moved asynchronously.
+
+    All methods may be called from any thread. Transfers of one range are not ordered against each other: wait for a
+    future before touching its memory or its range again. Futures are settled on the store's threads. A store dropped
+    without `close` cleans up too: its threads end once the queued transfers, which hold their file, have run, and each
+    file closes itself when nothing holds it.
+
+    A transfer takes memory aligned to 4096 bytes and a length that is a multiple of it. Anything else is refused with
+    ValueError, on every filesystem: the page cache would take it, at an eighth of the speed with nobody told why.
+
+    Several directories share the load by whole extents, as a view of one must be a single mapping of one file. Extents
+    that are reserved together go round the files, and the next ones begin a file further on: what belongs together
+    (the roles of a chunk) lies on different disks, and so do neighbours.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        capacity_bytes: int,
+        *,
+        threads: int | None = None,
+        request_bytes: int | None = None,
+        timeout_seconds: float | None = None,
+        io: VectoredIo = os,
+    ) -> None:
+        """A store of at most `capacity_bytes` spread over `directories`; no disk space is taken yet.
+
+        At most `threads` requests of at most `request_bytes` run per directory and direction, on threads of their own:
+        a fetch never queues behind write-backs. None: what `hetmem probe` measured for the disk, or a default; see
+        `settings`. `timeout_seconds`: see `patience_seconds`; None = the user's (`config.nvme_timeout_seconds`).
+
+        Warns where there is no O_DIRECT. Raises `BudgetError` for a directory that cannot hold the file and for a
+        capacity below 1, ValueError for the rest; nothing stays open then.
+        """
+        if isinstance(directories, (str, os.PathLike)) or not directories:
+            raise BudgetError(f"the NVMe store needs a sequence of at least one directory, got {directories!r}")
+        if capacity_bytes < 1:
+            raise BudgetError(f"the NVMe store needs a capacity of at least 1 byte, got {capacity_bytes}")
+        if request_bytes is not None and (request_bytes < 1 or request_bytes % BLOCK_BYTES):
+            raise ValueError(f"request_bytes must be a positive multiple of {BLOCK_BYTES}, got {request_bytes}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be greater than 0, got {threads}")
+        self.capacity_bytes = capacity_bytes
+        self.timeout_seconds = nvme_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        self._lock = threading.Lock()  # guards _closed, reservations, and submission against close
+        self._closed = False
+        self._first = 0  # the file that the next extents begin with, other things being equal
+        # Each file owns its descriptors: if one directory fails, those opened before it close themselves.
+        self._files = [StoreFile(os.fspath(path), round_up(capacity_bytes, BLOCK_BYTES)) for path in directories]
+        self.settings = tuple(_settings(file.directory, request_bytes, threads) for file in self._files)
+        """How each directory's disk is asked, and where that is known from."""
+        self._reads = Link("read", io.preadv, [each.read for each in self.settings])
+        self._writes = Link("write", io.pwritev, [each.write for each in self.settings])
+        self._looks = Link("read", io.preadv, [Requests(BLOCK_BYTES, _LOOKS_AT_ONCE)] * len(self._files))
+        _warn_of_buffered(self._files)
+
+    @property
+    def direct(self) -> tuple[bool, ...]:
+        """Whether O_DIRECT works, per directory; where it does not, transfers go through the page cache."""
+        return tuple(file.is_direct for file in self._files)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes reserved so far, rounding included; never above `capacity_bytes`. Zero once closed."""
+        return sum(file.reserved_bytes for file in self._files)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes moved from disk by completed requests."""
+        return self._reads.moved_bytes + self._looks.moved_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes moved to disk by completed requests."""
+        return self._writes.moved_bytes
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds during which at least one read was queued or running."""
+        return self._reads.busy_seconds()
+
+    @property
+    def write_seconds(self) -> float:
+        """Seconds during which at least one write was queued or running."""
+        return self._writes.busy_seconds()
+
+    def reserve(self, nbytes: int) -> Extent:
+        """One extent of `nbytes` rounded up to 4096; see `reserve_many`."""
+        return self.reserve_many([nbytes])[0]
+
+    def reserve_many(self, sizes: Iterable[int]) -> list[Extent]:
+        """One zeroed extent per size, rounded up to 4096, each whole in one file; all of them or none.
+
+        The blocks are allocated now: a full disk is reported before training, not during it. Each extent goes to the
+        file with the fewest reserved bytes, in turn where they are equal, of those whose disks have room for it by what
+        was free when the store was made; where none has, to one on the disk that has most.
+        Raises `CapacityError` when the capacity would be passed, `StoreError` when a disk has no room.
+        """
+        lengths = [round_up(nbytes, BLOCK_BYTES) for nbytes in sizes]
+        if lengths and min(lengths) < BLOCK_BYTES:
+            raise ValueError("an extent needs at least 1 byte")
+        with self._lock:
+            self._check_open()
+            if self.reserved_bytes + sum(lengths) > self.capacity_bytes:
+                room = f"{sized(self.reserved_bytes)} of {sized(self.capacity_bytes)} are reserved"
+                raise CapacityError(f"no room for {sized(sum(lengths))} in the NVMe store: {room}. Raise its budget")
+            ends = [file.reserved_bytes for file in self._files]
+            first = self._first + (len(set(ends)) == 1 and ends[0] > 0)
+            left = self._left(ends)
+            extents = []
+            for nbytes in lengths:
+                enough = min(nbytes, max(left.values()))
+                index = min(
+                    (index for index, file in enumerate(self._files) if left[file.disk] >= enough),
+                    key=lambda file: (ends[file], (file - first) % len(ends)),
+                )
+                extents.append(Extent(index, ends[index], nbytes))
+                ends[index] += nbytes
+                left[self._files[index].disk] -= nbytes
+            self._allocate(ends)
+            self._first = first
+            return extents
+
+    def view(self, extent: Extent) -> memoryview:
+        """The extent as writable memory (a shared file mapping), coherent with completed transfers.
+
+        It stays valid, and keeps its file's disk space, for as long as it lives, even when the store is closed.
+        """
+        with self._lock:
+            file = self._file_of(extent)
+            return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
+
+    def look(self, extent: Extent, offset: int) -> Look:
+        """Begin to read the block with byte `offset` of `extent`: as `read`, but queued behind other looks only."""
+        into = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
+        start = round_down(offset, BLOCK_BYTES)
+        return Look(self._start(self._looks, extent, into, start), into[offset - start :], self.patience_seconds)
+
+    def cache_pages(self, extent: Extent, offsets: Iterable[int]) -> None:
+        """Begin to bring the bytes at `offsets` of `extent` to the page cache, where a view finds them. For many that
+        somebody looks at next: one by one, each would wait for an access of the disk."""
+        starts = {round_down(offset, BLOCK_BYTES) for offset in offsets}
+        with self._lock:
+            file = self._file_of(extent)
+            for start in sorted(starts):
+                self._looks.cache(file, extent.file, extent.offset + start)
+
+    def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
+        """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.
+
+        Raises ValueError before anything starts for a range outside the extent and for what is not aligned. The
+        future fails with `StoreError` (path, offset, bytes, errno) when the disk does, end of file included: then no
+        further request is issued, and `into` holds anything. It is settled only when no request touches `into`.
+        """
+        if into.readonly:
+            raise ValueError("cannot read into read-only memory")
+        return self._start(self._reads, extent, into, offset)
+
+    def write(self, extent: Extent, source: memoryview, offset: int = 0) -> Future[int]:
+        """Write all of `source` to byte `offset` of the extent; otherwise as `read`.
+
+        After a failure the range on disk holds anything; views see all of `source` where the page cache took it, which
+        the error says. Writes are not synced: the store dies with its process.
+        """
+        return self._start(self._writes, extent, source, offset)
+
+    def patience_seconds(self) -> float:
+        """How long to wait before this is asked again: none of the requests under way is overdue until then.
+
+        Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if one has had no answer for `timeout_seconds`.
+        Its transfer goes on: the future is settled, and the memory may be touched, when the disk answers.
+        """
+        return min(link.patience_seconds(self.timeout_seconds) for link in self._links())
+
+    def close(self) -> None:
+        """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent.
+
+        Raises `StoreError` for a request without an answer for `timeout_seconds`, and may be called again.
+        """
+        with self._lock:
+            self._closed = True
+        for link in self._links():
+            link.join(self.timeout_seconds)
+        with self._lock:
+            for file in self._files:
+                file.close()
+            self._files = []  # and with them the mappings that nobody views
+
+    def _links(self) -> tuple[Link, ...]:
+        return self._reads, self._writes, self._looks
+
+    def _start(self, link: Link, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
+        flat = _block_aligned(memory)
+        if offset < 0 or offset % BLOCK_BYTES or offset + flat.nbytes > extent.nbytes:
+            end = offset + flat.nbytes
+            raise ValueError(f"[{offset}, {end}) are not whole blocks within an extent of {extent.nbytes} bytes")
+        with self._lock:
+            return link.start(self._file_of(extent), extent.file, flat, extent.offset + offset)
+
+    def _left(self, ends: Sequence[int]) -> dict[int, int]:
+        """What each disk has left where files end at `ends`, by what it had when the store was made."""
+        left = {file.disk: file.disk_room_bytes for file in reversed(self._files)}
+        for file, end in zip(self._files, ends, strict=True):
+            left[file.disk] -= end
+        return left
+
+    def _allocate(self, ends: list[int]) -> None:
+        try:
+            for file, end in zip(self._files, ends, strict=True):
+                if end > file.reserved_bytes:
+                    file.allocate(end - file.reserved_bytes)
+        except BaseException:
+            for file in self._files:
+                file.trim()
+            raise
+        for file, end in zip(self._files, ends, strict=True):
+            file.reserved_bytes = end
+
+    def _file_of(self, extent: Extent) -> StoreFile:
+        self._check_open()
+        files = self._files
+        if not 0 <= extent.file < len(files) or not (
+            0 <= extent.offset <= extent.offset + extent.nbytes <= files[extent.file].reserved_bytes
+        ):
+            raise ValueError(f"{extent} was not reserved in this store")
+        return files[extent.file]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(errno.EBADF, "the NVMe store is closed")
+
+
+def _block_aligned(memory: memoryview) -> memoryview:
+    """`memory` as flat bytes, if it suits O_DIRECT."""
+    if memory.c_contiguous and memory.nbytes and not (memory.nbytes | address_of(memory)) % BLOCK_BYTES:
+        return memory.cast("B")
+    raise ValueError(
+        f"a transfer needs contiguous memory aligned to {BLOCK_BYTES} bytes and a positive multiple of it in length "
+        f"(take it from a hetmem Mapping), got {memory.nbytes} bytes"
+    )
+
+
+def _settings(directory: str, request_bytes: int | None, threads: int | None) -> DiskSettings:
+    if request_bytes is not None and threads is not None:
+        given = Requests(request_bytes, threads)
+        return DiskSettings(given, given, "given")
+    known = settings_for(directory)
+    read, write = (
+        Requests(request_bytes or each.nbytes, threads or each.threads) for each in (known.read, known.write)
+    )
+    return known if (read, write) == (known.read, known.write) else DiskSettings(read, write, "given")
+
+
+def _warn_of_buffered(files: Sequence[StoreFile]) -> None:
+    slow = [file.directory for file in files if not file.is_direct]
+    if slow:
+        depth = 1
+        while (sys._getframe(depth).f_globals.get("__name__") or "").startswith("hetmem."):
+            depth += 1  # the line to blame is the user's
+        warnings.warn(
+            f"no O_DIRECT in {', '.join(map(repr, slow))}: the NVMe store goes through the page cache, and is several "
+            "times slower. Use a directory on ext4 or xfs",
+            RuntimeWarning,
+            stacklevel=depth + 1,
+        )

@@ -1,0 +1,123 @@
+"""Whether weights, gradients and hyper-parameters still are what updates that began in a backward took them for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hetmem.engine.consumed_gradients import Marks, is_as_it_was
+from hetmem.engine.write_check import Writes
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.optim.overlap import Gradients, advice
+from hetmem.optim.progress import Part, Progress
+from hetmem.optim.update_pass import Passes
+
+if TYPE_CHECKING:
+    from hetmem.optim.optimizer import OffloadedOptimizer
+
+
+class Untouched:
+    """What one optimizer's backward left to its step."""
+
+    def __init__(self, passes: Passes, writes: Writes) -> None:
+        self._passes, self._writes = passes, writes
+        self._waiting: dict[int, tuple[int, Part]] = {}
+        """Gradients that wait, beside streamed ones that are used up: as the backward left them, after how many
+        arrivals."""
+        self._checked = False
+        self._marks, self._shows = Marks(), False
+
+    def see(self, waiting: Iterable[tuple[ManagedParameter, dict[str, Any], int]]) -> None:
+        """The backward is over: `waiting` are parameters with a gradient that nobody has used, their groups, and how
+        many of their gradients have arrived."""
+        for managed, group, count in waiting:
+            if self._waiting.get(id(managed), (-1,))[0] != count:
+                (part,) = self._passes.parts(managed.chunk, [(managed, group)])
+                self._waiting[id(managed)] = count, self._passes.seen(part)
+
+    def show(self, begun: Iterable[Progress]) -> None:
+        """The backward is over: those streamed gradients of `begun` that are used up are shown as that until the step
+        begins."""
+        self._shows = True
+        self._marks.put(part.managed for progress in begun for part in progress.parts)
+
+    def show_no_more(self, begun: Iterable[Progress]) -> None:
+        """The step begins, and finds no gradients of `begun` that are used up."""
+        for progress in begun if self._shows else ():
+            for part in progress.parts:
+                if not is_as_it_was(part.managed.parameter.grad, part.gradient):  # dropped, or zeroed, by the user
+                    progress.disturbed = True
+        self._shows = False
+        self._marks.drop()
+
+    def show_more(self, parameters: Iterable[ManagedParameter]) -> None:
+        """The gradients of `parameters` have been used up just now."""
+        if self._shows:
+            self._marks.put(parameters)
+
+    def check(self, begun: Sequence[Progress], optimizer: OffloadedOptimizer) -> None:
+        """Whatever was updated during backward, with a gradient that others see, must still be as it was then. What a
+        step has seen once, it changes itself: one that is repeated looks no more."""
+        if self._checked:
+            return
+        for _, part in self._waiting.values():
+            if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
+                raise changed([part], optimizer)
+        self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
+        groups = optimizer.groups_by_parameter() if begun else {}
+        for progress in begun:
+            for part in progress.parts:
+                if progress.kept:
+                    kept = part.version == part.gradient._version  # also of one that was written to and is used up
+                elif part.managed.parameter.grad is part.gradient:
+                    kept = self._passes.unscaled([part])
+                else:
+                    kept = optimizer.gradients is Gradients.STREAMED  # it is used up
+                kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
+                written = id(part.managed) in self._writes.noticed or self._writes.changed(part.managed)
+                if not kept or progress.disturbed or written:
+                    raise changed(progress.parts, optimizer)
+        self._checked = True
+
+    def written(self, progress: Progress) -> bool:
+        """Whether somebody was seen to write to weights of `progress`, which is not begun."""
+        return any(self._writes.was_seen(part.managed) for part in progress.parts)
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._waiting.clear()
+        self._checked = self._shows = False
+        self._marks.drop()
+
+
+def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeError:
+    """What is wrong where something of `parts` is not what it was."""
+    names = ", ".join(part.managed.name for part in parts[:3])
+    return RuntimeError(
+        f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
+        f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, change a "
+        f"learning rate behind step() (scheduler.step() too), or set overlap='off'"
+    )
+
+
+def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> RuntimeError:
+    """What is wrong where a gradient of `managed` comes and its update has begun."""
+    return RuntimeError(
+        f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
+        f"either step() was not called after the last backward, or this step has more backwards than any before: "
+        f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). A loss that only "
+        f"goes through the model, as a GAN's generator's does, is such a backward too: requires_grad_(False) on the "
+        f"model for the length of it. To leave a step "
+        f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
+        f"from the weights that are updated"
+    )
+
+
+def half_updated(progress: Progress) -> RuntimeError:
+    """Why a step does not begin where the update of `progress` failed."""
+    names = ", ".join(part.managed.name for part in progress.parts[:3])
+    rest = "call step() again with the gradients that it had, or forget_step(), which does the rest too; without them, "
+    return RuntimeError(
+        f"the update of {names} … failed when some of its elements were one step further than others: "
+        f"{'' if progress.left.ruined else rest}load a checkpoint"
+    )

@@ -1,0 +1,403 @@
+"""A torch optimizer whose states live on hetmem's tiers: what users see of it.
+
+Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, and how it gets here, the runtime's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from hetmem.cpu import total
+from hetmem.cpu.workers import WorkerPool
+from hetmem.engine.reorder import arrange_by_use
+from hetmem.errors import ManageError
+from hetmem.intercept import registry
+from hetmem.intercept.dynamo import uncompiled
+from hetmem.intercept.interceptor import Interception
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.optim.kernel_warmup import compile_ahead
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
+from hetmem.optim.owners import managed_again, no_longer_managed
+from hetmem.optim.progress import refuse_sparse
+from hetmem.optim.rule import Rule
+from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
+from hetmem.optim.state_matching import Places, saved_homes
+from hetmem.optim.states import States
+from hetmem.optim.step import Stepper, Work
+from hetmem.optim.update_placement import check_staging
+
+_SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
+
+
+class OffloadedOptimizer(Optimizer):
+    """Base of hetmem's optimizers: chunk by chunk, states streamed from and to their tier.
+
+    Parameter groups, schedulers, closures, hooks and `state_dict` are torch's own. `state[p]` holds the states' homes.
+    A parameter whose `grad` is None is not touched. Creating it reserves memory for gradients and states.
+
+    `max_grad_norm`: gradients are scaled down where the norm of all of them (L2, summed in float64) is greater, within
+    the pass that updates; `p.grad` stays as it is, and `grad_norm` is the norm of the last step, None without
+    `max_grad_norm` or `loss_scale`. `loss_scale`: "dynamic", a number, or a `LossScale`: gradients are those of
+    `scale(loss)`, and a step whose gradients are not all finite changes nothing. `overlap`: see `Overlap`, `gradients`:
+    see `Gradients`; the bits do not depend on them.
+
+    Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
+    for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
+    update, and its home readable; `step` called again, with the same gradients, does the rest.
+    """
+
+    writes_homes = True
+    """Tells hetmem that it knows what this optimizer writes."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        rule: Rule,
+        *,
+        overlap: str = "off",
+        max_grad_norm: float | None = None,
+        scale: LossScale | float | str | None = None,
+        gradients: str = "visible",
+    ) -> None:
+        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm must be a positive number or None, got {max_grad_norm!r}")
+        self.overlap, self.gradients = choice(Overlap, overlap, "overlap"), choice(Gradients, gradients, "gradients")
+        self.max_grad_norm = max_grad_norm
+        self.loss_scale = loss_scale(scale)
+        check_gradients(self.gradients, self.overlap, needs_all=self.needs_all_gradients)
+        self.grad_norm: float | None = None
+        self.rule = rule
+        self._begin_empty()
+        self._all_at_once = True
+        super().__init__(params, defaults)
+        self._all_at_once = False
+        self._reserve(self.param_groups)
+
+    def _begin_empty(self) -> None:
+        self.token = object()
+        self._all_at_once = False
+        self._workers: WorkerPool | None = None
+        self._steppers: dict[Interception, Stepper] = {}
+        self.states = States()
+        self._numbers: dict[int, int] = {}
+        self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
+
+    # ---- what torch's optimizers have --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """By parameter, its states as tensors at home. Waits until all updates have arrived there.
+
+        Raises `ManageError` in a forked process, which has none of that memory.
+        """
+        for interception in self._steppers:
+            interception.refuse_a_fork("reading optimizer states")
+        self.synchronize()
+        return self.states.shown
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.synchronize()  # updates that are under way are of the states before
+        self.states.shown = value
+
+    @HELD_BACK
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the parameters must be managed, and their gradients and states get homes here."""
+        super().add_param_group(param_group)
+        self._numbers = {}
+        if self._all_at_once:
+            return
+        try:
+            self._reserve(self.param_groups[-1:])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @uncompiled
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns the closure's loss, if there is one.
+
+        Raises `StoreError` if a drive fails (call `step` again: see above), and RuntimeError where gradients or
+        hyper-parameters changed after their update had begun during backward.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self._step()
+        return loss
+
+    @HELD_BACK
+    def _step(self) -> None:
+        self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
+        try:
+            self._step_all()
+        finally:
+            for interception in self._steppers:  # what trails may be another optimizer's
+                interception.segments.rest()
+
+    def _step_all(self) -> None:
+        self._arrange_by_use()
+        for stepper in self._steppers.values():
+            stepper.begin()
+        for interception in self._steppers:
+            interception.share.grow()
+        work = self._work()
+        grad_scale = self._grad_scale(work)
+        try:
+            for stepper, chunks in work.items():
+                if grad_scale is None:
+                    stepper.skip()
+                else:
+                    stepper.update(chunks, grad_scale)
+        except BaseException:
+            for stepper in work:  # those that are done must know too that this step may be tried again
+                stepper.failed = True
+            raise
+        for stepper in work:
+            stepper.end(updated=grad_scale is not None)
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite=grad_scale is not None)
+
+    @uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch."""
+        if not set_to_none:
+            self.synchronize()  # an update that is under way reads them
+        super().zero_grad(set_to_none)
+
+    @HELD_BACK
+    @torch.inference_mode(False)  # where tensors take writes later
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home.
+
+        A state on the `meta` device gets its home only, for the caller to write to. Raises `ManageError`, with nothing
+        changed, if states are of another kind (8-bit moments or not).
+        """
+        self.synchronize()
+        last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
+            self._to_load = []
+
+    @HELD_BACK
+    @torch.inference_mode(False)
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` does for states of another kind; reserve homes, and change nothing else."""
+        saved_homes(state_dict, self.param_groups, self._with_homes)
+
+    def _take_homes_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What torch is to load: it would cast the rest to the parameter's dtype, in memory."""
+        found = saved_homes(state_dict, self.param_groups, self._with_homes)
+        saved = state_dict["state"]
+        self._to_load = [(managed, places, saved[number]) for number, managed, places in found]
+        numbers = {
+            number: {name: None if name in places else value for name, value in saved[number].items()}
+            for number, _, places in found
+        }
+        return {**state_dict, "state": {**saved, **numbers}}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        own = {name: self.__dict__[name] for name in _SETTINGS}
+        return {"defaults": self.defaults, "state": self.states.shown, "param_groups": self.param_groups, **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "_steppers" not in self.__dict__:
+            self._begin_empty()
+        if "state" in state:
+            self.states.shown = state.pop("state")
+        super().__setstate__(state)
+        self.states.renew(self.rule, self.param_groups, self.defaults)
+        for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
+            self._managed(managed.parameter)[0].owners.give_states(managed, [role for role, _ in places.values()], self)
+            self.states.load(managed, places, saved)
+
+    # ---- what hetmem's have beside that ------------------------------------------------------------------------
+
+    @HELD_BACK
+    def synchronize(self) -> None:
+        """Wait until everything is updated and at home, also on NVMe. An error of that is raised here."""
+        for stepper in self._steppers.values():
+            stepper.synchronize()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the present `loss_scale`: what to call `backward` on. Without a `loss_scale`, `loss` itself."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
+
+    # ---- what a checkpoint asks ------------------------------------------------------------------------------------
+
+    @property
+    def half_stepped(self) -> bool:
+        """Whether updates of a step are made that has not ended: during backward, or in a step that failed."""
+        return any(stepper.half_stepped for stepper in self._steppers.values())
+
+    @HELD_BACK
+    def forget_step(self) -> None:
+        """Give up a step that was begun in a backward (`overlap`) or has failed, in place of calling `step`.
+
+        What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
+        gradients too: `zero_grad()`. Raises the error of a transfer that failed, or of an update that cannot be ended.
+        """
+        self.synchronize()
+        try:
+            for stepper in self._steppers.values():
+                stepper.finish_halves()
+        finally:
+            for stepper in self._steppers.values():
+                stepper.forget()
+
+    def beside_states(self) -> dict[str, Any]:
+        """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""
+        scale = None if self.loss_scale is None else self.loss_scale.state_dict()
+        return {"loss_scale": scale, "seed": self.rule.seed}
+
+    def load_beside_states(self, values: dict[str, Any]) -> None:
+        """Go on with those, as far as this optimizer has a loss scale, and leaves anything to chance."""
+        if self.loss_scale is not None and values["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(values["loss_scale"])
+        if self.rule.seed is not None and values["seed"] is not None:
+            self.rule.seed = values["seed"]
+
+    # ---- what the stepper asks ---------------------------------------------------------------------------------
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether the factor of gradients depends on all of them."""
+        return self.max_grad_norm is not None or self.loss_scale is not None
+
+    def expected_scale(self) -> float:
+        """The factor of gradients if nothing is clipped."""
+        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
+
+    def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by its `id`."""
+        return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+    def number_of(self, managed: ManagedParameter) -> int:
+        """The place of `managed` among all parameters of the optimizer, as in `state_dict`."""
+        if not self._numbers:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        return self._numbers[id(managed.parameter)]
+
+    def has_state(self, managed: ManagedParameter, role: Role) -> bool:
+        """See `Owner`."""
+        return self.states.has(managed, role)
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    @HELD_BACK
+    def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Homes for what `groups` keep; which group a chunk is of, if not of several, makes no difference to others."""
+        kept: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
+        checked = [(group, *self._checked(parameter)) for group in groups for parameter in group["params"]]
+        for group, interception, managed in checked:
+            self._stepper(interception).owners.made(managed, self)
+            if managed.parameter.requires_grad:
+                chunks, chunk = kept.setdefault(interception, {}), managed.chunk
+                roles = (*chunks.get(chunk, ()), *self.rule.roles(group, chunk.dtype))
+                chunks[chunk] = tuple(dict.fromkeys(roles))
+        for interception, chunks in kept.items():
+            self._reserve_homes(interception, chunks)
+            compile_ahead(self.rule, interception.runtime.memory, chunks, norm=self.needs_all_gradients)
+
+    def _reserve_homes(self, interception: Interception, kept: dict[Chunk, tuple[Role, ...]]) -> None:
+        check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
+        memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
+        if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
+            memory.set_aside((chunk for chunk in kept if not memory.lends(chunk, Role.GRAD)), Role.GRAD)
+            sink.lends = True
+        elif memory.streams:  # on the device gradients stay autograd's own
+            traffic.ensure_homes(kept, (Role.GRAD,))
+        alike: dict[tuple[Role, ...], list[Chunk]] = {}
+        for chunk, roles in kept.items():
+            check_staging(memory, chunk, len(roles))
+            alike.setdefault(roles, []).append(chunk)
+        for roles, chunks in alike.items():
+            for chunk in chunks:
+                interception.share.before_reserving(chunk, set(roles))
+            traffic.ensure_homes(chunks, roles)
+
+    def _checked(self, parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:
+        """Raises `ManageError` for one that cannot be updated."""
+        found = registry.of_parameter(parameter)
+        if found is None:
+            raise ManageError(
+                f"{self._name()} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "
+                f"hetmem.manage(model, …) before making the optimizer, or use torch's for this one"
+            )
+        if not parameter.dtype.is_floating_point:
+            raise ManageError(f"{self._name()} cannot update {found[1].name} of dtype {parameter.dtype}")
+        return found
+
+    def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
+        """`parameter` and what `group` has it keep, which has homes now."""
+        stepper, managed = self._managed(parameter, loads=True)
+        roles = self.rule.roles(group, managed.chunk.dtype)
+        stepper.ensure_homes(managed.chunk, roles)
+        return managed, roles
+
+    def _work(self) -> dict[Stepper, Work]:
+        work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                stepper, managed = self._managed(parameter)
+                refuse_sparse(managed, type(self).__name__)
+                work.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, group))
+        for stepper, chunks in work.items():
+            stepper.own([managed for members in chunks.values() for managed, _ in members])
+        return work
+
+    def _grad_scale(self, work: dict[Stepper, Work]) -> float | None:
+        """The factor of all gradients; None if they are not all finite and the step is to be skipped."""
+        if not self.needs_all_gradients:
+            return 1.0
+        sums = [sums for stepper, chunks in work.items() for sums in stepper.square_sums(chunks)]
+        unscale = self.expected_scale()
+        self.grad_norm = total(sums) ** 0.5 * unscale
+        if self.loss_scale is not None and self.grad_norm - self.grad_norm != 0:
+            return None
+        return unscale * clip_factor(self.grad_norm, self.max_grad_norm)
+
+    def _arrange_by_use(self) -> None:
+        """Before the first update: chunks in order of use, as the first forward showed it."""
+        for interception in list(self._steppers):
+            if not interception.arranged and interception.runtime.memory.streams:
+                if not any(managed.parameter in self.states.shown for managed in interception.runtime.parameters):
+                    interception.reset()
+                    interception.segments.settle()
+                    arrange_by_use(interception.runtime)
+                interception.arranged = True  # a step that failed before is tried again
+
+    def _managed(self, parameter: torch.Tensor, *, loads: bool = False) -> tuple[Stepper, ManagedParameter]:
+        for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer
+            known = interception.runtime.bindings.by_id.get(id(parameter))
+            if known is not None and not interception.removed:
+                return stepper, known
+        found = registry.of_parameter(parameter)
+        if found is None:
+            raise no_longer_managed(parameter, self._name())
+        interception, managed = found
+        if not loads and interception not in self._steppers and self.states.shown.get(parameter):
+            raise managed_again(managed, self._name())
+        return self._stepper(interception), managed
+
+    def _stepper(self, interception: Interception) -> Stepper:
+        if interception not in self._steppers:
+            if self._workers is None:  # one for all, near the first one's device
+                self._workers = WorkerPool(cores=interception.runtime.memory.device.cores)
+            self._steppers[interception] = Stepper(self, interception, self._workers)
+        return self._steppers[interception]
+
+    def _name(self) -> str:
+        return f"hetmem.{type(self).__name__}"

@@ -1,0 +1,398 @@
+"""One optimizer's steps over one runtime: which chunk is updated when, with which factor, and what is undone again.
+
+Note "overlap": gradients arrive chunk by chunk during backward. A chunk whose gradients are all in is updated while
+backward goes on, if nothing is needed that only the end of backward can tell (the norm of all gradients, whether all
+are finite). Where it is needed, its share is summed up as gradients arrive, and the update follows in `update`; or it
+is made on trial, after its memory was saved, and undone and made again if the factor turns out not to be 1.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetmem.cpu.workers import WorkerPool
+from hetmem.engine.gradients import has_hooks_of_the_user, wait_for_staged_gradients
+from hetmem.intercept.interceptor import Interception
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.tensor_views import Memory
+from hetmem.optim.device_gradients import KeptGradients
+from hetmem.optim.gradient_counts import Arrivals
+from hetmem.optim.mutation_check import Untouched, came_late, changed, half_updated
+from hetmem.optim.overlap import Gradients, Overlap, advice
+from hetmem.optim.owners import ends_with_its_optimizer, owners_of
+from hetmem.optim.progress import Progress, Sums, on_host
+from hetmem.optim.undo import UndoLog
+from hetmem.optim.update_pass import Members, Passes
+from hetmem.optim.update_placement import UpdatePlaces
+from hetmem.optim.update_queue import Updates
+
+if TYPE_CHECKING:
+    from hetmem.optim.optimizer import OffloadedOptimizer
+
+Work = dict[Chunk, Members]
+"""Parameters that have a gradient, and their groups, by chunk."""
+_INDEX = attrgetter("spec.index")
+
+
+class Stepper:
+    """The steps of `optimizer` over the parameters that `interception` manages."""
+
+    def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
+        self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
+        self._interception, self.owners = interception, owners_of(interception)
+        self._runtime = interception.runtime
+        self._kept = KeptGradients(interception.gradients)
+        self._updates = Updates(self._runtime, workers, self._kept)
+        self._places = UpdatePlaces(
+            self._runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
+        )
+        self._passes = Passes(optimizer, interception, workers, self._places, self._kept)
+        self._undo = UndoLog(self._runtime.memory.host_pool)
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
+        self._progress: dict[Chunk, Progress] = {}
+        self._untouched = Untouched(self._passes, self._runtime.writes)
+        self.failed = False
+        """Whether a step raised, and may be tried again with the same gradients."""
+        self._runtime.traffic.pending.workers.add(self._updates)
+        interception.gradients.watchers.add(self)
+
+    @property
+    def _optimizer(self) -> OffloadedOptimizer:
+        """Whoever has dropped it wants no more updates of it: it is held only by those that are begun."""
+        optimizer = self._made_by()
+        assert optimizer is not None
+        return optimizer
+
+    # ---- during backward ---------------------------------------------------------------------------------------
+
+    @property
+    def begins_early(self) -> bool:
+        """See `Watcher`."""
+        return self._optimizer.overlap is not Overlap.OFF
+
+    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
+        """See `Watcher`."""
+        self._arrivals.expect(managed, arrivals)
+
+    def coming(self, managed: ManagedParameter) -> None:
+        """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
+        progress = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
+        if progress is not None and self.failed:
+            self._refuse_halves()
+            self.forget()  # the step that failed is not tried again
+        elif progress is not None and progress.begun:
+            raise came_late(managed, self._optimizer)
+        elif progress is not None:
+            self._drop(managed.chunk)  # its norm is of less than all
+        self._runtime.traffic.wait_for_update(managed.chunk)
+
+    def arrived(self, managed: ManagedParameter) -> None:
+        """A gradient of `managed` is on its way home: perhaps the last one that its chunk waited for."""
+        if not self._arrivals:
+            self._groups = self._optimizer.groups_by_parameter()
+        if id(managed.parameter) not in self._groups:
+            return
+        self._arrivals.count(managed)
+        learned = self._arrivals.learned or self._optimizer.gradients is Gradients.STREAMED
+        if self._optimizer.overlap is not Overlap.OFF and learned and self._complete(managed.chunk):
+            self._begin_early(managed.chunk)
+        self._updates.pump()
+
+    def lost(self, chunk: Chunk) -> None:
+        """See `Watcher`. What is queued of `chunk` waits for its gradients, and nothing of it is begun."""
+        self._updates.forget(chunk)
+        self._drop(chunk)
+
+    def backward_over(self) -> None:
+        """See `Watcher`. Some streamed gradients are used up: whoever clips them is told there and then, and whoever
+        clips the others, by a wrong norm, in the step."""
+        begun = [progress for progress in self._progress.values() if progress.begun]
+        chunks = {progress.chunk for progress in begun}
+        for chunk in self._kept.chunks:
+            if chunk not in chunks:
+                self._kept.bring_home(chunk)  # the user finds them where parameters are
+        for progress in begun:
+            self._passes.see_what_is_left(progress)
+        if begun and self._optimizer.gradients is Gradients.STREAMED:
+            self._untouched.see(self._waiting(chunks))
+            with self._runtime.unwatched(), torch.no_grad():
+                self._untouched.show(begun)
+
+    def used_up(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
+        """See `Watcher`."""
+        if chunk in self._progress:
+            self._untouched.show_more(parameters)
+
+    def _waiting(self, begun: Collection[Chunk]) -> Iterator[tuple[ManagedParameter, dict[str, Any], int]]:
+        """See `Untouched.see`: those in chunks that are not in `begun`."""
+        for managed in self._runtime.parameters:
+            group = self._groups.get(id(managed.parameter))
+            if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
+                yield managed, group, self._arrivals.of(managed)
+
+    def place_on_device(self, chunk: Chunk) -> Memory | None:
+        """See `Watcher`."""
+        return self._places.place_on_device(chunk)
+
+    def recomputed_with(self, managed: ManagedParameter) -> None:
+        """An operator within a backward uses `managed`, which may be updated already."""
+        progress = self._progress.get(managed.chunk)
+        if progress is not None and progress.begun and not self.failed:
+            raise RuntimeError(
+                f"{managed.name} is used by a recomputation within backward after its update had begun (overlap="
+                f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: {advice(self._optimizer)}"
+            )
+
+    # ---- homes that move -------------------------------------------------------------------------------------------
+
+    def updates_on_device(self) -> set[int]:
+        """See `Watcher`."""
+        return self._places.same_on_device(self._optimizer.groups_by_parameter())
+
+    def settle(self) -> None:
+        """See `Watcher`."""
+        self.synchronize()
+
+    def give_device_back(self) -> None:
+        """See `Watcher`."""
+        self._updates.streamed.give_slots_back()
+
+    def may_move(self, chunk: Chunk) -> bool:
+        """See `Watcher`."""
+        self._updates.wait_for(chunk)  # squares of its gradients may be summed up
+        progress = self._progress.get(chunk)
+        self._passes.notice_states(chunk)
+        bound = progress is not None and (progress.saved is not None or bool(progress.left.places))
+        return not bound and not self._optimizer.states.held(chunk)
+
+    def moved(self, chunk: Chunk) -> None:
+        """See `Watcher`."""
+        self._optimizer.states.moved(chunk)
+
+    def _complete(self, chunk: Chunk) -> bool:
+        """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""
+        mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
+        return chunk not in self._progress and all(
+            self._arrivals.complete(m)
+            and not has_hooks_of_the_user(m.parameter)
+            and self.owners.may_begin(m, self._optimizer)
+            for m in mine
+        )
+
+    def _begin_early(self, chunk: Chunk) -> None:
+        self._runtime.writes.notice_counted(chunk)  # what comes after this is refused
+        members = [
+            (m, self._groups[id(m.parameter)])
+            for m in chunk.parameters
+            if id(m.parameter) in self._groups and m.parameter.grad is not None
+        ]
+        progress = self._progress[chunk] = Progress(chunk, self._passes.parts(chunk, members), self._optimizer)
+        self._passes.notice_states(chunk)
+        if not self._optimizer.needs_all_gradients:
+            self._add_update(progress, 1.0)
+            return
+        if self._optimizer.overlap is Overlap.SPECULATIVE:
+            progress.saved = self._undo.make_room(chunk, progress.roles)
+        self._add_sums(progress)
+
+    # ---- within a step -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
+        self._interception.refuse_a_fork("a step")
+        self._interception.refuse_a_capture("a step")
+        self._interception.reset()
+        self._interception.segments.begin_step()
+        self._untouched.show_no_more(progress for progress in self._progress.values() if progress.begun)
+        self._runtime.writes.look_ahead()
+        self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
+        with self._remembering_a_failure():
+            wait_for_staged_gradients(self._runtime, self._runtime.chunks)
+            for progress in self._progress.values():
+                self._passes.notice_before(progress)
+            if not self._trails:
+                self._carry_out()
+        self._places.choose(self._optimizer.groups_by_parameter())
+
+    def own(self, stepped: Iterable[ManagedParameter]) -> None:
+        """`stepped` are this optimizer's. Raises RuntimeError if another one has updated any of them in a backward."""
+        others = (other for other in self._interception.gradients.watchers if other is not self)
+        self.owners.steps(stepped, self._optimizer, others)
+
+    def begun(self) -> Iterable[ManagedParameter]:
+        """See `Watcher`."""
+        return (part.managed for progress in self._progress.values() if progress.begun for part in progress.parts)
+
+    def square_sums(self, chunks: Work) -> list[Sums]:
+        """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
+        with self._remembering_a_failure():
+            self._check_untouched()
+            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
+            for progress in wanted:
+                if not (progress.sums or progress.summing):
+                    self._add_sums(progress)
+            self._carry_out()
+        return on_host([sums for progress in wanted for sums in progress.sums])
+
+    def update(self, chunks: Work, grad_scale: float) -> None:
+        """Update `chunks`; gradients count `grad_scale` times."""
+        with self._remembering_a_failure():
+            self._check_untouched()
+            for chunk in sorted(chunks, key=_INDEX):
+                progress = self._current(chunk, chunks[chunk])
+                if progress.begun and progress.scale != grad_scale:
+                    self._passes.take_back(progress)
+                if progress.left.ruined:
+                    raise half_updated(progress)
+                if not progress.begun or progress.left.places:
+                    self._add_update(progress, grad_scale)
+            if self._trails:
+                self._updates.pump()
+                for progress in self._progress.values():
+                    progress.use_up_gradients()  # behind all that may fail: a step that is repeated needs them
+            else:
+                self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
+
+    def skip(self) -> None:
+        """No update is made: take back what was made on trial."""
+        for progress in self._progress.values():
+            if progress.begun:
+                self._passes.take_back(progress)
+
+    def end(self, *, updated: bool) -> None:
+        """The step is over for all models of the optimizer: nobody will try it again."""
+        self._updates.owe()  # what trails and fails from here on is nobody's to repeat
+        self._end()
+        self._runtime.statistics.steps += updated
+        self._runtime.after_step()
+        if self._trails:
+            self._runtime.trailing.begin()
+
+    def synchronize(self) -> None:
+        """Everything is done and at home, also on NVMe."""
+        self._carry_out(home for chunk in self._runtime.chunks for home in chunk.homes.values())
+        self._runtime.trailing.look_again()
+
+    def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
+        """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""
+        self._interception.share.before_reserving(chunk, set(roles))
+        self._runtime.traffic.ensure_homes([chunk], roles)
+
+    @property
+    def half_stepped(self) -> bool:
+        """Whether a step has begun to change weights and has not ended."""
+        return any(progress.begun for progress in self._progress.values())
+
+    def finish_halves(self) -> None:
+        """No chunk is half updated. Raises RuntimeError where its gradients are not there any more."""
+        halves = [progress for progress in self._progress.values() if progress.left.places]
+        for progress in halves:
+            if progress.left.ruined or not all(part.unwritten for part in progress.parts):
+                raise half_updated(progress)
+            self._add_update(progress, progress.scale)
+        with self._remembering_a_failure():
+            self._carry_out()
+
+    def _refuse_halves(self) -> None:
+        for progress in self._progress.values():
+            if progress.left.places:
+                raise half_updated(progress)
+
+    def forget(self) -> None:
+        """What was done belongs to a step that is not tried again."""
+        self._end()
+
+    @property
+    def _trails(self) -> bool:
+        """Whether updates go on after the step."""
+        return self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams
+
+    def _carry_out(self, homes: Iterable[Home] = ()) -> None:
+        """All that is queued is computed, and `homes` are written. Other states are at home after `synchronize`."""
+        self._updates.finish()
+        self._runtime.traffic.wait_until_written(homes)
+
+    @contextmanager
+    def _remembering_a_failure(self) -> Iterator[None]:
+        """What raises leaves nothing under way, and the next step with the same gradients goes on from there."""
+        try:
+            yield
+        except BaseException:
+            self.failed = True
+            self._updates.cancel()
+            raise
+
+    def _end(self) -> None:
+        self.failed = False
+        self._untouched.forget()
+        for chunk in list(self._progress):
+            self._drop(chunk)
+        self._arrivals.end_step(sees_all=self._runtime.memory.streams)  # on the device they are autograd's own
+
+    def _drop(self, chunk: Chunk) -> None:
+        """Nothing that was prepared for `chunk` counts."""
+        progress = self._progress.pop(chunk, None)
+        if progress is not None and not progress.saving:
+            self._undo.give_back(progress.saved)
+
+    def _current(self, chunk: Chunk, members: Members) -> Progress:
+        """How far `chunk` is; what was begun must have been of what is asked for now."""
+        parts = self._passes.parts(chunk, members)
+        progress = self._progress.get(chunk)
+        if progress is not None and self.failed and not progress.of(parts):
+            self._refuse_halves()
+            self.forget()  # the step that failed is not tried again
+            progress = None
+        untouched = progress is not None and progress.of(parts)
+        if progress is not None and untouched and not progress.begun:
+            untouched = self._passes.unscaled(progress.parts)
+        if progress is None or not (progress.begun or untouched):
+            self._passes.notice(chunk)
+            self._drop(chunk)
+            progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
+        elif not untouched:
+            raise changed(progress.parts, self._optimizer)
+        return progress
+
+    def _check_untouched(self) -> None:
+        self._untouched.check([progress for progress in self._progress.values() if progress.begun], self._optimizer)
+
+    # ---- jobs --------------------------------------------------------------------------------------------------
+
+    def _summed(self, progress: Progress, done: bool) -> None:
+        progress.saving = progress.summing = False
+        dropped = self._progress.get(progress.chunk) is not progress
+        if dropped:
+            self._undo.give_back(progress.saved)
+        if not done:
+            progress.sums = []
+        elif progress.saved is not None and not dropped:
+            if self._untouched.written(progress):  # what was saved is older, and users read what they wrote
+                self._undo.give_back(progress.saved)
+                progress.saved = None
+                self._passes.notice_written(progress.chunk)
+                return
+            self._add_update(progress, self._optimizer.expected_scale())
+
+    def _add_sums(self, progress: Progress) -> None:
+        self._updates.add(self._passes.sums_job(progress, partial(self._summed, progress)))
+        progress.summing = True
+
+    def _add_update(self, progress: Progress, grad_scale: float) -> None:
+        self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+        for part in progress.parts:
+            self.owners.take_states(part.managed, part.roles, self._optimizer)
+        self.ensure_homes(progress.chunk, progress.roles)
+        try:
+            self._updates.add(self._passes.update_job(progress, grad_scale))
+        except BaseException:
+            progress.begun, progress.kept = bool(progress.left.places), False  # nothing of it is queued
+            raise

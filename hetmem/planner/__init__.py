@@ -1,0 +1,240 @@
+"""`hetmem.plan(…)`: from a function that builds a model to a `Plan`, with no memory taken and nothing run.
+
+Traces on `meta`, then asks the pure planner. It moves no data and manages nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hetmem.api import refuse_budget, refuse_precision
+from hetmem.base.config import Budget, Limits
+from hetmem.base.units import parse_size
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
+from hetmem.planner.decide import Variant, decide
+from hetmem.planner.huggingface import hugging_face_call
+from hetmem.planner.meta_results import Results
+from hetmem.planner.model import Builder, Call, checkpointed, divided, joined, trace, trace_real, traced
+from hetmem.planner.plan import Plan, PlanError, plan_of
+from hetmem.planner.profiles import known_profiles, load_profile
+from hetmem.planner.rows import fitting_rows
+from hetmem.planner.search import Setting
+from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Workload
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.placement import Capacities
+
+__all__ = [
+    "Call",
+    "Capacities",
+    "Plan",
+    "PlanError",
+    "hugging_face_call",
+    "known_profiles",
+    "load_profile",
+    "plan",
+    "plan_within",
+    "trace",
+    "trace_real",
+]
+
+DEFAULT_HARDWARE = "h100"
+
+
+def plan(
+    build_model: Builder,
+    batch: Any,
+    budget: Budget | None = None,
+    hardware: HardwareProfile | str | os.PathLike[str] | None = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    mixed_precision: torch.dtype | None = None,
+    chunk_bytes: int | str | None = None,
+    micro_batches: int = 1,
+    checkpointing: bool = False,
+    overlap: str = "off",
+    gradients: str = "visible",
+    real: bool = False,
+) -> Plan:
+    """What training the model that `build_model()` builds will take and how long a step will last.
+
+    `batch` is what the model is called with: a tuple, a dict of keywords or one tensor (shapes count, values do not).
+    `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote (as for `manage`);
+    None: the h100's.
+    `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
+    to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
+    and backwards come before a step. `checkpointing`: activations of every repeated layer are computed again in the
+    backward, for a model that is built without (one that does it by itself is planned as it is). `overlap`,
+    `gradients`: what `hetmem.AdamW` will be made with; "speculative" depends on factors that no plan knows, and is not
+    planned. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and seconds by the simulator
+    with the rates of `hardware`. `real`: run one forward and backward on the processor of this machine, for a model
+    whose control flow depends on values; that takes their time and memory.
+
+    Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
+    takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
+    `chunk_bytes` that `manage` would refuse.
+    A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
+    """
+    refuse_budget(budget)
+    refuse_precision(mixed_precision)
+    if loss is not None and not callable(loss):
+        raise PlanError(f"loss must be a function from the model's output to a scalar, got {loss!r}")
+    asked = DEFAULT_HARDWARE if hardware is None else hardware
+    profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
+    named = None if isinstance(asked, HardwareProfile) else os.fspath(asked)
+    limits = (budget or Budget()).limits()
+    call = Call(build_model, batch, loss, mixed_precision)
+    return plan_within(
+        call,
+        capacities_of(limits, profile),
+        profile,
+        chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
+        micro_batches=micro_batches,
+        checkpointing=checkpointing,
+        overlap=overlap,
+        gradients=gradients,
+        nvme_directories=tuple(str(path) for path in limits.nvme_directories),
+        profile_name=named,
+        real=real,
+    )
+
+
+@torch.inference_mode(False)  # nor under no_grad: a plan is of a backward, too
+def plan_within(
+    call: Call,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    *,
+    chunk_bytes: int | None = None,
+    micro_batches: int = 1,
+    checkpointing: bool = False,
+    overlap: str = "off",
+    gradients: str = "visible",
+    nvme_directories: tuple[str, ...] = (),
+    profile_name: str | None = None,
+    real: bool = False,
+) -> Plan:
+    """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`."""
+    if not (isinstance(micro_batches, int) and micro_batches >= 1):
+        raise PlanError(f"micro_batches must be an int, at least 1, got {micro_batches!r}")
+    if checkpointing not in (True, False):
+        raise PlanError(f"checkpointing must be True or False, got {checkpointing!r}")
+    if checkpointing and real:
+        raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
+    updating = updating_of(overlap, gradients, micro_batches)
+    results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
+    workload = trace_real(call) if real else trace(call, results)
+    activations = {"as written": workload.peak_live_bytes}
+    light = None if real else checkpointed(call, results)
+    if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
+        activations["with checkpointing"] = light.peak_live_bytes
+    if checkpointing:
+        if light is None:
+            raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
+        workload = light
+    decision = decide(
+        workload,
+        capacities,
+        hardware,
+        chunk_bytes=chunk_bytes,
+        micro_batches=micro_batches,
+        updating=updating,
+        variants=[]
+        if real
+        else list(_variants(call, light, workload, micro_batches, results, updating, checkpointing=checkpointing)),
+    )
+    dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
+    made = plan_of(
+        decision,
+        capacities,
+        hardware,
+        activations,
+        nvme_directories,
+        dtype,
+        profile_name,
+        checkpointing=checkpointing,
+    )
+    if made.compute_bound_rows is None:
+        return made
+    if made.compute_bound_rows <= workload.rows:
+        return replace(made, fitting_rows=made.compute_bound_rows)
+    larger = None if real else (checkpointed if checkpointing else traced)(joined(call, 2), results)
+    if larger is None:
+        return made
+    asked = Setting(capacities, chunk_bytes, updating=updating)
+    rows = fitting_rows(workload, larger, made.compute_bound_rows, asked, hardware, micro_batches)
+    return replace(made, fitting_rows=rows)
+
+
+def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
+    """What `hetmem.AdamW` does with those options. Raises `PlanError` for what it would refuse, or no plan knows."""
+    try:
+        when, kept = choice(Overlap, overlap, "overlap"), choice(Gradients, gradients, "gradients")
+        check_gradients(kept, when, needs_all=False)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if when is Overlap.SPECULATIVE:
+        raise PlanError(
+            "overlap='speculative' depends on the factors of gradients, which no plan knows: plan overlap='backward', "
+            "and leave host memory for what an update changes"
+        )
+    if kept is Gradients.STREAMED and micro_batches > 1:
+        raise PlanError(
+            f"streamed gradients are used up within their backward, of which a step has one: expected micro_batches=1, "
+            f"got {micro_batches}; plan that with gradients='visible'"
+        )
+    return Updating(when is not Overlap.OFF, when is Overlap.FORWARD, kept is Gradients.STREAMED)
+
+
+def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
+    """`limits`, with what they do not say taken from the machine."""
+    device, host = limits.device_bytes, limits.host_bytes
+    return Capacities(
+        hardware.device.memory_bytes if device is None else device,
+        hardware.host.memory_bytes if host is None else host,
+        limits.nvme_bytes,
+        limits.device_chunk_bytes,
+        int(hardware.device.allocator_share * (hardware.device.memory_bytes if device is None else device)),
+        limits.home_copies,
+    )
+
+
+_PARTS = (2, 4, 8, 16)
+
+
+def _variants(
+    call: Call,
+    light: Workload | None,
+    workload: Workload,
+    micro_batches: int,
+    results: Results,
+    updating: Updating,
+    *,
+    checkpointing: bool,
+) -> Iterator[Variant]:
+    """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
+    streamed = updating.streamed_gradients
+    visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
+    kept = "checkpoint the activations of every layer (a third more compute)"
+    ways: list[tuple[str, str, Callable[..., Workload | None]]]
+    ways = [("", "divide", checkpointed if checkpointing else traced)]
+    if light is not None and not checkpointing:
+        yield Variant("checkpoint", kept, lambda: light, micro_batches)
+        ways.append((f"{kept}, and ", "divide and checkpoint", checkpointed))
+    for how, kind, of in ways:
+        for parts in _PARTS:
+            if workload.rows % parts == 0:
+                size = f"{parts} micro-batches of {workload.rows // parts}"
+                text = f"{how}split the batch into {size} and accumulate gradients{visible}"
+                made = functools.cache(functools.partial(of, divided(call, parts), results))
+                yield Variant(kind, text, made, micro_batches * parts, streamed)
+        if micro_batches % 2 == 0:
+            text = f"{how}join two micro-batches to one of {2 * workload.rows}"
+            kind = kind.replace("divide", "join")
+            yield Variant(kind, text, functools.partial(of, joined(call, 2), results), micro_batches // 2)

@@ -1,0 +1,247 @@
+"""The answer to "can it be trained here, and how": the best way found, or what is missing, and what to do about it.
+
+`planner` judges one workload; here the same training done differently is compared with it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hetmem.base.units import format_enough, format_seconds
+from hetmem.planner.largest import largest_parameters
+from hetmem.planner.reservation import state_bytes
+from hetmem.planner.search import Candidate, Setting, arranged, first_that_fits, judged, search, tuning, with_streaming
+from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Workload
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import WORTH
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
+    `visible`: gradients are, whatever was asked for.
+
+    Of each `kind` the first one that fits is enough. None: it cannot be done.
+    """
+
+    kind: str
+    advice: str
+    workload: Callable[[], Workload | None]
+    micro_batches: int = 1
+    visible: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A variant that fits: what to do, the forwards and backwards of a step, its seconds, and the most bytes on the
+    device that are not chunks. `streamed`: the seconds are those with states sent to the device for their update."""
+
+    advice: str
+    micro_batches: int
+    step_seconds: float
+    activation_bytes: int
+    streamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The best candidate, or (None) what is missing on which tier; and what to change, cheapest first."""
+
+    workload: Workload
+    micro_batches: int
+    updating: Updating
+    candidate: Candidate | None
+    missing_bytes: dict[str, int]
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    largest_parameters: int
+
+
+def decide(
+    workload: Workload,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    *,
+    chunk_bytes: int | None = None,
+    micro_batches: int = 1,
+    updating: Updating | None = None,
+    variants: Sequence[Variant] = (),
+) -> Decision:
+    """The fastest way to run `workload` within `capacities`, or what is missing.
+
+    `chunk_bytes` fixes the chunk size; None searches. `updating`: as the user's optimizer will. `variants` are compared
+    with it: of a workload that fits only those that could be faster, of one that does not all that may need less of the
+    device.
+    """
+    asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
+    best, refusal = search(workload, asked, hardware, micro_batches)
+    largest = largest_parameters(workload, asked, best, hardware, micro_batches)
+    if best is not None:
+        others = _alternatives(variants, asked, hardware, best.result.seconds)
+        updated = _updated_otherwise(workload, best, asked, hardware, micro_batches)
+        advice = (*tuning(best, asked), *_faster(best, others), *updated)
+        return Decision(workload, micro_batches, asked.updating, best, {}, (), advice, others, largest)
+    assert refusal is not None
+    missing = _missing(workload, asked, hardware, micro_batches)
+    ways = _room_for_homes(workload, asked, {k: v for k, v in missing.items() if k != "device"})
+    device = missing.get("device", 0)
+    found = [(text, _alternatives(variants, room, hardware, None) if device else ()) for text, room in ways]
+    others = found[0][1]
+    streamed = None if "device" in missing else _without_gradients(workload, asked, hardware, micro_batches)
+    advice = tuple(_ways_out(found, device))
+    if streamed is not None:
+        how = _STREAMED[streamed.setting.updating.trails]
+        advice = (f"{how}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *advice)
+    return Decision(workload, micro_batches, asked.updating, None, missing, (str(refusal),), advice, others, largest)
+
+
+def _alternatives(
+    variants: Sequence[Variant], asked: Setting, hardware: HardwareProfile, seconds: float | None
+) -> tuple[Alternative, ...]:
+    """The first variant of each kind that fits, the fastest first; none that computes for `seconds` or more."""
+    found: dict[str, Alternative] = {}
+    for variant in variants:
+        if variant.kind in found or (seconds is None and any(kind in variant.kind for kind in found)):
+            continue  # what fits with one change needs no second one
+        workload = variant.workload()
+        if workload is None:
+            continue
+        least = variant.micro_batches * workload.compute_seconds(hardware.device)
+        if seconds is not None and least >= seconds:
+            continue
+        setting = asked.updated(streamed_gradients=False) if variant.visible else asked
+        candidate = judged(workload, setting, hardware, variant.micro_batches)
+        if isinstance(candidate, Candidate):
+            if seconds is not None:  # else the advice is about what fits, and says nothing of how states are updated
+                candidate = with_streaming(workload, candidate, hardware, variant.micro_batches)
+            result = candidate.result
+            found[variant.kind] = Alternative(
+                variant.advice,
+                variant.micro_batches,
+                result.seconds,
+                result.non_model_peak_bytes,
+                candidate.setting.streamed,
+            )
+    return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
+
+
+def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
+    """What would be worth doing differently although it fits."""
+    for other in others:
+        if other.step_seconds < WORTH * best.result.seconds:
+            alone = other.streamed and not best.setting.streamed  # else `tuning` says so
+            profile = " and give manage the profile of the machine, hardware=…" if alone else ""
+            seconds = f"{format_seconds(other.step_seconds)}, not {format_seconds(best.result.seconds)}"
+            yield f"{other.advice}{profile}: then a step takes {seconds}"
+
+
+def _updated_otherwise(
+    workload: Workload, best: Candidate, asked: Setting, hardware: HardwareProfile, micro_batches: int
+) -> Iterator[str]:
+    """Whether updates that go on behind the backward would be worth it, and giving up gradients, which leaves host
+    memory to what lies on NVMe; by default neither is done."""
+    result, seconds = best.result, best.result.seconds
+    if result.device_updates == 1:
+        return
+    if not asked.updating.overlapped and result.terms["update"] > (1 - WORTH) * seconds:
+        other = judged(workload, best.setting.updated(overlapped=True), hardware, micro_batches)
+        if isinstance(other, Candidate) and other.result.seconds < WORTH * seconds:
+            seconds = other.result.seconds
+            yield (
+                f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
+                f"{format_seconds(seconds)}, not {format_seconds(result.seconds)}"
+            )
+    if result.bytes["nvme_read"]:
+        found = _without_gradients(workload, asked, hardware, micro_batches)
+        if found is not None and found.result.seconds < WORTH * seconds:
+            how = _STREAMED[found.setting.updating.trails]
+            times = f"{format_seconds(found.result.seconds)}, not {format_seconds(result.seconds)}"
+            yield f"{how}: then a step takes {times}"
+
+
+_STREAMED = [
+    f'make hetmem.AdamW(overlap="{overlap}", gradients="streamed"), which keeps no gradients at home'
+    for overlap in ("backward", "forward")
+]
+
+
+def _without_gradients(
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+) -> Candidate | None:
+    """With gradients that live only until their update. They need overlap, and one backward."""
+    if asked.updating.streamed_gradients or micro_batches > 1:
+        return None
+    how = asked.updated(overlapped=True, streamed_gradients=True)
+    found = first_that_fits(workload, how, hardware, micro_batches)
+    return found if isinstance(found, Candidate) else None
+
+
+# ---- what is missing ---------------------------------------------------------------------------------------------
+
+
+def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
+    """Bytes that make it fit when added to each tier named."""
+    added: dict[str, int] = {}
+    for _ in range(24):
+        room = replace(asked, capacities=_larger(asked.capacities, added))
+        refusal = judged(workload, room, hardware, micro_batches, steps=2)
+        if not isinstance(refusal, NoRoom):
+            break
+        tier = refusal.tier.name.lower()
+        added[tier] = added.get(tier, 0) + refusal.missing_bytes
+    return added
+
+
+def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
+    """`capacities` and so many bytes more of each tier."""
+    more = {f"{tier}_bytes": getattr(capacities, f"{tier}_bytes") + nbytes for tier, nbytes in added.items()}
+    if "device" in added:
+        if capacities.device_chunk_bytes is not None:
+            more["device_chunk_bytes"] = capacities.device_chunk_bytes + added["device"]
+        if capacities.device_bytes:  # an allocator leaves a share of it unused
+            share = capacities.device_fragment_bytes / capacities.device_bytes
+            more["device_fragment_bytes"] = int(share * more["device_bytes"])
+    return replace(capacities, **more)
+
+
+def _ways_out(homes: Sequence[tuple[str, Sequence[Alternative]]], device_bytes: int) -> Iterator[str]:
+    """Changes each of which makes it fit, cheapest first; raising the budget comes last. `homes`: ways to have room for
+    homes ("" where that is not missing), each with what then fits on the device, which lacks `device_bytes`."""
+    for at, (room, others) in enumerate(homes):
+        device = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in others]
+        if device_bytes:
+            device.append(f"raise {_by({'device': device_bytes})}")
+        for way in (device if at == 0 else device[:1]) or [""]:
+            yield ", and ".join(part for part in (room, way) if part)
+
+
+def _room_for_homes(workload: Workload, asked: Setting, missing: dict[str, int]) -> Iterator[tuple[str, Setting]]:
+    """Ways to have the bytes that are `missing` in host memory or on NVMe, and `asked` with them."""
+    if missing and asked.capacities.nvme_bytes == 0:
+        capacities = replace(asked.capacities, nvme_bytes=2 * state_bytes(workload))
+        room = replace(asked, capacities=capacities)
+        nbytes = _disk_bytes(workload, room)
+        if nbytes is not None:
+            yield f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", room
+    more = replace(asked, capacities=_larger(asked.capacities, missing))
+    yield (f"raise {_by(missing)}" if missing else ""), more
+
+
+def _by(missing: dict[str, int]) -> str:
+    return " and ".join(f"Budget({tier}=…) by {format_enough(nbytes)}" for tier, nbytes in missing.items())
+
+
+def _disk_bytes(workload: Workload, room: Setting) -> int | None:
+    """What lies on NVMe when there is more than enough of it; None if host memory has no room to stage it."""
+    try:
+        made = arranged(workload, room)
+    except NoRoom:
+        return None
+    sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
+    homeless = sum(nbytes for nbytes in sizes if nbytes > max(made.set_aside, default=0))
+    return sum(made.bytes_by_role(Tier.NVME).values()) + homeless

@@ -1,0 +1,389 @@
+"""Runs one forward and backward of a model and writes down what a managed run would see: on `meta`, or for real.
+
+It stands in for `intercept.interceptor` where there is no memory: parameters are bound to a tensor of their own for each
+operator, so that views that outlive it are seen, and saved weights are asked for again in backward. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hetmem.engine.precision import compute_dtypes, specs
+from hetmem.planner.batches import rows_and_tokens
+from hetmem.planner.meta_results import Cost, Results
+from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
+
+_READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+"""What counts as a use in a managed run although no operator runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What autograd keeps of a parameter."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _OpenPhase:
+    """A phase that is being written."""
+
+    peak_bytes: int
+    matrix: list[tuple[int, int]] = field(default_factory=list)
+    moved_bytes: int = 0
+    operators: int = 0
+    calls: int = 0
+
+    def closed(self) -> Phase:
+        return Phase(Work(tuple(self.matrix), self.moved_bytes, self.operators), self.peak_bytes, self.calls)
+
+
+@dataclass(slots=True)
+class _OpenEvent:
+    """An event that is being written, and its phases so far: one, or two once its operator is over."""
+
+    kind: Kind
+    operator: str
+    parameters: tuple[int, ...]
+    let_go: tuple[int, ...]
+    live_bytes: int
+    phases: list[_OpenPhase]
+    held: list[int] = field(default_factory=list)
+
+    def closed(self) -> Event:
+        during, after = (phase.closed() for phase in self.phases)
+        held, let_go = tuple(self.held), self.let_go
+        return Event(self.kind, self.operator, self.parameters, held, let_go, self.live_bytes, during, after)
+
+
+def trace_step(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    mixed_precision: torch.dtype | None,
+    results: Results,
+) -> Workload:
+    """The workload of `loss_of(model(*args, **kwargs)).backward()`; `model` and the tensors are on one device: `meta`,
+    or one where control flow sees values.
+
+    With `mixed_precision` the float32 parameters of `model` take that dtype for good, as operators would see them.
+    Whatever the model raises is raised here; `results.last` is then the operator that was called last.
+    """
+    return _Tracer(model, mixed_precision, results).run(args, kwargs, loss_of)
+
+
+class _Tracer:
+    """The state of one trace: which storages are parameters' and which are counted, and the events so far."""
+
+    def __init__(self, model: torch.nn.Module, mixed_precision: torch.dtype | None, results: Results) -> None:
+        self.results = results
+        named = dict(model.named_parameters())
+        self._model = model
+        self._parameters = list(named.values())
+        compute = compute_dtypes(model, named, mixed_precision)
+        self._specs = tuple(specs(named, compute))
+        self._mixed = mixed_precision
+        for parameter, dtype in zip(self._parameters, compute, strict=True):
+            parameter.data = parameter.data.to(dtype, copy=True)
+        self.by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._homes = [parameter.data for parameter in self._parameters]
+        self._owners = {self._key(home): index for index, home in enumerate(self._homes)}
+        self._views: Counter[int] = Counter()
+        self._held: set[int] = set()
+        self._let_go: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self.live_bytes = 0
+        self.paused = False
+        self._events: list[_OpenEvent] = []
+        self._dtypes: Counter[str] = Counter()
+        self._uses = _Uses(self)
+        self._depth = 0
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor]) -> Workload:
+        """Forward and backward, watched."""
+        handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
+        ]
+        handles.append(register_module_forward_pre_hook(self._enter))
+        handles.append(register_module_forward_hook(self._leave, always_call=True))
+        buffers = sum(buffer.numel() * buffer.itemsize for buffer in self._model.buffers())
+        if self._mixed is not None:
+            args, kwargs = tree_map(lambda value: _cast(value, self._mixed), (args, kwargs))
+        try:
+            with _Operators(self):
+                self._boundary(Kind.FORWARD, "forward")
+                self.count(tree_leaves((args, kwargs)))
+                self.count(self._model.buffers())
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                    loss = loss_of(self._model(*args, **kwargs))
+                self._boundary(Kind.BACKWARD, "backward")
+                loss.backward()
+                self._boundary(Kind.END, "end of backward")
+        finally:
+            for handle in handles:
+                handle.remove()
+        return Workload(
+            type(self._model).__name__,
+            self._specs,
+            frozenset(i for i, p in enumerate(self._parameters) if p.requires_grad),
+            tuple(home.itemsize for home in self._homes),
+            self._mixed is not None,
+            buffers,
+            tuple(event.closed() for event in self._events),
+            *rows_and_tokens((args, kwargs)),
+            self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
+        )
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        """A module is called: by its caller, or again by a checkpoint's backward, where no mode is left on."""
+        self._depth += 1
+        self.called()
+        if self._depth == 1:
+            self._uses.__enter__()
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._uses.__exit__(None, None, None)
+
+    # ---- uses --------------------------------------------------------------------------------------------------
+
+    def _boundary(self, kind: Kind, operator: str, parameters: tuple[int, ...] = ()) -> None:
+        let_go, self._let_go = tuple(self._let_go), []
+        live = self.live_bytes
+        phases = [_OpenPhase(live)]
+        if kind is not Kind.USE:
+            phases.append(_OpenPhase(live))
+        self._events.append(_OpenEvent(kind, operator, parameters, let_go, live, phases))
+
+    def use(self, operator: str, used: list[int]) -> None:
+        """An operator begins to use the parameters `used`."""
+        self._boundary(Kind.USE, operator, tuple(used))
+
+    def bind(self, used: list[int]) -> None:
+        """For one operator, each of `used` is memory of its own."""
+        for index in used:
+            self._parameters[index].data = self._view(index)
+
+    def rest(self, used: list[int]) -> None:
+        """The operator is over; what it left a view of stays in use."""
+        for index in used:
+            self._parameters[index].data = self._homes[index]
+            self._note_held(index)
+        if len(self._events[-1].phases) == 1:
+            self._events[-1].phases.append(_OpenPhase(self.live_bytes))
+
+    def _note_held(self, index: int) -> None:
+        if self._views[index] and index not in self._held:
+            self._held.add(index)
+            if self._events[-1].parameters:
+                self._events[-1].held.append(index)
+
+    def _view(self, index: int) -> torch.Tensor:
+        paused, self.paused = self.paused, True
+        home = self._homes[index]
+        view = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=home.device)
+        if not home.is_meta:
+            view.copy_(home)
+        self.paused = paused
+        key = self._key(view)
+        self._owners[key] = index
+        self._views[index] += 1
+        weakref.finalize(view.untyped_storage(), self._died, key, index).atexit = False
+        return view
+
+    def _died(self, key: int, index: int) -> None:
+        del self._owners[key]
+        self._views[index] -= 1
+        if not self._views[index] and index in self._held:
+            self._held.remove(index)
+            self._let_go.append(index)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        index = self._owners.get(self._key(tensor)) if tensor.layout is torch.strided else None
+        if index is None:
+            return tensor if tensor.grad_fn is None else tensor.detach()
+        return _Saved(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Saved):
+            return packed  # type: ignore[no-any-return]
+        self._boundary(Kind.SAVED, f"backward of {self._specs[packed.index].name}", (packed.index,))
+        view = self._view(packed.index)
+        self._note_held(packed.index)
+        paused, self.paused = self.paused, True
+        base = view if packed.dtype == view.dtype else view.view(packed.dtype)
+        tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
+        self.paused = paused
+        return tensor
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        index = self.by_id[id(parameter)]
+        parameter.grad = None
+        self._boundary(Kind.GRADIENT, f"gradient of {self._specs[index].name}", (index,))
+
+    # ---- memory and work ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+    def count(self, tensors: Iterable[Any]) -> None:
+        """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                continue
+            key = self._key(tensor)
+            if key in self._sizes or key in self._owners:
+                continue
+            storage = tensor.untyped_storage()
+            self._sizes[key] = storage.nbytes()
+            self.live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._forget, key).atexit = False
+        phase = self._events[-1].phases[-1]
+        phase.peak_bytes = max(phase.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+
+    def called(self) -> None:
+        """A module, or a function of torch within one, is called: a managed run looks at that."""
+        self._events[-1].phases[-1].calls += 1
+
+    def worked(self, cost: Cost) -> None:
+        """Add what an operator did to the current event."""
+        phase = self._events[-1].phases[-1]
+        phase.operators += 1
+        if cost.flops:
+            phase.matrix.append((cost.flops, cost.nbytes))
+            self._dtypes[cost.dtype] += cost.flops
+        else:
+            phase.moved_bytes += cost.nbytes
+
+
+class _Uses(TorchFunctionMode):
+    """Tells the tracer which operators use which parameters."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._answers: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _metadata_only(func):
+            self._tracer.called()
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attention(self._tracer.results, func, *args, **kwargs)
+        if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:
+            return self._answers[id(args[0])][1]
+        used: list[int] = []
+        self._find((*args, *kwargs.values()), used)
+        if not used or _metadata_only(func):
+            result = func(*args, **kwargs)
+            if getattr(func, "__name__", "") in _ASSUMED and isinstance(result, torch.Tensor) and result.is_meta:
+                self._answers[id(result)] = (result, _ASSUMED[func.__name__])
+            return result
+        self._tracer.use(getattr(func, "__name__", str(func)), used)
+        self._tracer.bind(used)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._tracer.rest(used)
+
+    def _find(self, values: Iterable[Any], used: list[int]) -> None:
+        for value in values:
+            index = self._tracer.by_id.get(id(value))
+            if index is not None:
+                if index not in used:
+                    used.append(index)
+            elif type(value) in (list, tuple):
+                self._find(value, used)
+
+
+_ASSUMED = {"all": True, "any": False}
+"""Where a model asks whether something holds for its data, which has no values here, nothing is out of the ordinary."""
+
+
+def _metadata_only(func: Any) -> bool:
+    """Whether `func` asks a tensor for something that is no element of it."""
+    if func in _READS:
+        return False
+    name = getattr(func, "__name__", "")
+    return name in ("__get__", "__set__") or name in _QUESTIONS
+
+
+_QUESTIONS = frozenset(
+    "size dim stride numel nelement ndimension is_contiguous storage_offset get_device register_hook __hash__ __len__ "
+    "register_post_accumulate_grad_hook requires_grad_ is_same_size retain_grad is_floating_point is_complex".split()
+)
+
+
+class _Operators(TorchDispatchMode):
+    """Tells the tracer what every operator makes and costs."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._tracer.paused:
+            return func(*args, **(kwargs or {}))
+        result, cost = self._tracer.results.of(func, args, kwargs or {})
+        self._tracer.count((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
+        if cost is not None:
+            self._tracer.worked(cost)
+        return result
+
+
+def _attention(
+    results: Results,
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as devices run it: `meta` would take the path that keeps the whole matrix of scores."""
+    fused = dropout_p == 0.0 or (query.is_meta and results.fuses_dropout)
+    plain = fused and query.dim() == 4 and query.shape[-1] == value.shape[-1]
+    if not plain or (attn_mask is not None and attn_mask.requires_grad):
+        result: torch.Tensor = func(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value

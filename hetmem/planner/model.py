@@ -1,0 +1,212 @@
+"""From what the user passes to a workload: builds the model on `meta`, calls it, says what to do where that fails."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from hetmem.intercept.module_building import as_written
+from hetmem.planner.batches import rows_of
+from hetmem.planner.meta_results import Results
+from hetmem.planner.meta_trace import trace_step
+from hetmem.planner.plan import PlanError
+from hetmem.planner.real_memory import RefuseRealMemory
+from hetmem.planner.workload import Workload
+
+Builder = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model to be built, and how it is called."""
+
+    build_model: Builder
+    batch: Any
+    loss: Callable[[Any], torch.Tensor] | None = None
+    mixed_precision: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch, Mapping):  # as tokenizers return one: no dict, and torch sees no tensors in it
+            object.__setattr__(self, "batch", dict(self.batch))
+
+
+def trace(call: Call, results: Results | None = None) -> Workload:
+    """The workload of one forward and backward. `results`: what other traces have learned. Raises `PlanError`."""
+    return _run(call, _build(call.build_model), results)
+
+
+def trace_real(call: Call) -> Workload:
+    """As `trace`, by one forward and backward on this machine's processor, for control flow that depends on values.
+
+    Takes the memory of that, with parameters as operators see them. Tensors of the batch without values are zeros.
+    """
+    return _run(call, _build(call.build_model, "cpu"), None, "cpu")
+
+
+def traced(call: Call, results: Results | None = None) -> Workload | None:
+    """As `trace`; None if the model refuses the call."""
+    try:
+        return trace(call, results)
+    except PlanError:
+        return None
+
+
+def checkpointed(call: Call, results: Results | None = None) -> Workload | None:
+    """The same with every repeated layer checkpointed; None if the model has no repeated layers or refuses it."""
+    model = _build(call.build_model)
+    layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) > 1 for layer in part]
+    if not layers or len({type(layer) for layer in layers}) == len(layers):
+        return None
+    for layer in layers:
+        layer.forward = functools.partial(
+            checkpoint,
+            _Recomputed(layer.forward),
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
+        )
+    try:
+        return _run(call, model, results)
+    except PlanError:
+        return None
+
+
+class _Recomputed(nn.Module):
+    """A layer's forward as a module, which is what a trace watches also when a backward calls it again."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own."""
+        return self._forward(*args, **kwargs)
+
+
+def divided(call: Call, parts: int) -> Call:
+    """The same call with a batch of one `parts`-th of the rows."""
+    return _with_rows(call, lambda tensor: tensor[: tensor.shape[0] // parts])
+
+
+def joined(call: Call, parts: int) -> Call:
+    """The same call with a batch of `parts` times the rows."""
+    return _with_rows(call, lambda tensor: tensor.to("meta").repeat(parts, *[1] * (tensor.dim() - 1)))
+
+
+def _with_rows(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """`change` what has as many rows as the batch."""
+    rows = rows_of(call.batch, 0)
+    return replace(
+        call,
+        batch=tree_map(lambda leaf: change(leaf) if _has_rows(leaf) and leaf.shape[0] == rows else leaf, call.batch),
+    )
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _build(build_model: Builder, device: str = "meta") -> nn.Module:
+    if isinstance(build_model, nn.Module) or not callable(build_model):
+        raise PlanError(
+            f"expected a function that builds the model, got {type(build_model).__name__}: pass `lambda: Model(…)`, so "
+            f"that it can be built without memory"
+        )
+    try:
+        with torch.device(device), RefuseRealMemory() if device == "meta" else nullcontext():
+            model = as_written(build_model)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"the model cannot be built on the {device} device: {type(error).__name__}: {error}. There, tensors have "
+            f"shapes and no values: build it without reading files or looking at values (initialise under `if not "
+            f"tensor.is_meta`, load weights afterwards)"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"the builder must return a torch.nn.Module, got {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise PlanError(f"{type(model).__name__} has no parameters, so there is nothing to plan")
+    return model.to(device)
+
+
+def _run(call: Call, model: nn.Module, results: Results | None, device: str = "meta") -> Workload:
+    args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
+    made, results = call.loss, results or Results()
+    loss_of = default_loss if made is None else lambda output: _scalar(made(output))
+    try:
+        return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"{type(error).__name__}: {error}. {_hint(error, results.last, model, args, kwargs)}"
+        ) from error
+
+
+def _on(value: Any, device: str) -> Any:
+    """A tensor on `device`, beside the user's; what was on `meta` is zeros elsewhere."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    there = torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.detach().to(device)
+    return there.detach().requires_grad_(value.requires_grad)
+
+
+def _hint(error: Exception, operator: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if "meta" in str(error).lower():
+        return (
+            f"{type(model).__name__} looks at values while it runs ({operator}, called in {_place(error)}), and "
+            f"planning has none: trace one real step with real=True (--real), which takes the memory of a forward and "
+            f"backward on this machine; or plan a variant whose control flow depends on shapes only (for experts: a "
+            f"fixed capacity, or a batched implementation)"
+        )
+    shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return (
+        f"{type(model).__name__} refused a batch of {len(args)} arguments, keywords {sorted(kwargs)} and shapes "
+        f"{shapes}: pass what the model is called with, a tuple, a dict of keywords or one tensor"
+    )
+
+
+def _place(error: Exception) -> str:
+    """The line of the user's that `error` came through last."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "torch"
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`batch` as positional and keyword arguments."""
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """`.loss` of the output, or the output if it is a scalar. Raises `PlanError` for anything else."""
+    return _scalar(output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output))
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    """`loss`, if it can be differentiated."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        raise PlanError(
+            "the loss does not depend on any parameter that requires a gradient, so there is nothing to train: are all "
+            "of them frozen (requires_grad_(False)), or is the loss detached?"
+        )
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise PlanError(
+        f"expected a scalar loss, or an output with one in `.loss`, got {what}: pass loss=, a function from the output "
+        f"to the scalar that is differentiated (--loss MODULE:FUNCTION)"
+    )

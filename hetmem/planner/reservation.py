@@ -1,0 +1,257 @@
+"""What `manage` and the optimizer will reserve for a model within a budget: chunks, slots, staging and homes.
+
+Chunks, slots and staging are `placement.survey`'s, as in a run; homes and the order of use are the pure counterpart of
+`engine.build` and `engine.reorder` (a test holds them to each other). Sizes in, an `Arrangement` or a
+reasoned refusal out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hetmem.base.units import format_size, round_down, round_up
+from hetmem.errors import BudgetError
+from hetmem.planner.workload import Workload
+from hetmem.schedule.gradient_buffers import set_aside
+from hetmem.schedule.layout import ChunkSpec, build_layout, used_ends
+from hetmem.schedule.placement import PAGE_BYTES, Capacities, Ground, NoRoom, Room, place, place_copies, survey
+from hetmem.schedule.resident_share import Candidate, choose
+from hetmem.schedule.trace import Tier
+
+ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
+"""In the order in which they get homes: the most traffic per byte first. Chunks may do without "compute"."""
+
+_OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
+"""What cannot be done without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Where the roles of the chunks of `ground` live. `homes[role][chunk]` is a tier; roles a chunk lacks are absent.
+
+    `numels[chunk]` elements of a chunk move; parameter i lies in `chunk_of[i]` and has `elements[i]`. `left`: what
+    homes leave of host memory and NVMe. Gradients of `lent` chunks have no home of their own: as they arrive they get
+    one of those that are `set_aside` in host memory, of so many bytes each, until their update has read them.
+    """
+
+    ground: Ground
+    homes: Mapping[str, Mapping[int, Tier]]
+    numels: tuple[int, ...]
+    chunk_of: tuple[int, ...]
+    elements: tuple[int, ...]
+    left: Room
+    lent: frozenset[int] = frozenset()
+    set_aside: tuple[int, ...] = ()
+
+    def role_bytes(self, chunk: int, role: str) -> int:
+        """Bytes of `role` of `chunk` that move."""
+        return self.numels[chunk] * self.ground.role_itemsize(chunk, role)
+
+    def bytes_by_role(self, tier: Tier) -> dict[str, int]:
+        """Bytes of homes on `tier` by role, and of the staging ring; roles without any are left out."""
+        found = {
+            role: sum(self.ground.home_bytes(chunk, role) for chunk, at in homes.items() if at is tier)
+            for role, homes in self.homes.items()
+        }
+        if tier is Tier.HOST:
+            found["grad"] = found.get("grad", 0) + sum(self.set_aside) - sum(map(self._gradient_bytes, self.lent))
+            found["staging"] = self.ground.staging_slots * self.ground.staging_slot_bytes
+        return {role: nbytes for role, nbytes in found.items() if nbytes}
+
+    def _gradient_bytes(self, chunk: int) -> int:
+        return self.ground.home_bytes(chunk, "grad")
+
+
+def arrange(
+    workload: Workload, capacities: Capacities, chunk_bytes: int | None = None, *, streamed_gradients: bool = False
+) -> Arrangement:
+    """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
+    Raises `NoRoom` where the run would raise `BudgetError`."""
+    ground = survey(
+        workload.parameters,
+        workload.compute_itemsizes,
+        workload.trainable,
+        capacities,
+        copies=workload.mixed_precision,
+        chunk_bytes=chunk_bytes,
+    )
+    roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
+    lends = streamed_gradients and not ground.resident
+    homes, left, places = _homes(ground, capacities, roles, lends=lends)
+    return Arrangement(
+        ground,
+        homes,
+        used_ends(ground.layout),
+        tuple(placement.chunk for placement in ground.layout.placements),
+        tuple(spec.numel for spec in workload.parameters),
+        left,
+        frozenset(homes["grad"]) if lends else frozenset(),
+        places,
+    )
+
+
+def state_bytes(workload: Workload, *, streamed_gradients: bool = False) -> int:
+    """Bytes of parameters, gradients and two optimizer states, without waste; without gradients if they are streamed,
+    which then take a few chunks' room."""
+    roles = len(_OWN) - streamed_gradients
+    return sum(
+        spec.numel * spec.itemsize * (roles if index in workload.trainable else 1)
+        for index, spec in enumerate(workload.parameters)
+    )
+
+
+def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
+    """The chunks as they are from the first update on: parameters in the order in which the forward used them."""
+    ground = arrangement.ground
+    if ground.resident and not workload.mixed_precision:
+        return arrangement
+    rank = {index: at for at, index in enumerate(workload.first_uses())}
+    numels, chunk_of = list(arrangement.numels), list(arrangement.chunk_of)
+    chunks = list(ground.chunks)
+    groups: dict[str, list[ChunkSpec]] = {}
+    for chunk in ground.chunks:
+        if chunk.span == 1 and chunk.index in arrangement.homes["grad"]:
+            groups.setdefault(chunk.group, []).append(chunk)
+    for own in groups.values():
+        order = sorted((index for chunk in own for index in chunk.parameters), key=rank.__getitem__)
+        layout = build_layout([workload.parameters[i] for i in order], ground.layout.chunk_elements)
+        together = [{order[index] for index in chunk.parameters} for chunk in layout.chunks]
+        if len(layout.chunks) > len(own) or together == [set(chunk.parameters) for chunk in own]:
+            continue
+        for chunk in own:
+            numels[chunk.index] = 0
+            chunks[chunk.index] = replace(chunk, parameters=(), used_elements=0)
+        for new, old, end in zip(layout.chunks, own, used_ends(layout), strict=False):
+            numels[old.index] = end
+            members = tuple(order[index] for index in new.parameters)
+            chunks[old.index] = replace(old, parameters=members, used_elements=new.used_elements)
+        for placement in layout.placements:
+            chunk_of[order[placement.parameter]] = own[placement.chunk].index
+    return replace(
+        arrangement,
+        ground=replace(ground, layout=replace(ground.layout, chunks=tuple(chunks))),
+        numels=tuple(numels),
+        chunk_of=tuple(chunk_of),
+    )
+
+
+def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> list[int]:
+    """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see `schedule.resident_share`."""
+    homes, chunks = arrangement.homes, arrangement.ground.chunks
+    free = [
+        chunk
+        for chunk in homes["exp_avg"]
+        if homes["param"][chunk] is not Tier.DEVICE and workload.trainable & set(chunks[chunk].parameters)
+    ]
+    return [free[at] for at in choose([_candidate(arrangement, chunk) for chunk in free], idle)]
+
+
+def _candidate(arrangement: Arrangement, chunk: int) -> Candidate:
+    at = {role: tiers[chunk] for role, tiers in arrangement.homes.items() if chunk in tiers}
+    sizes = {role: arrangement.ground.home_bytes(chunk, role) for role in at}
+    return Candidate(sum(sizes.values()), sum(sizes[role] for role in at if at[role] is Tier.NVME))
+
+
+def moved(arrangement: Arrangement, chunks: Sequence[int]) -> Arrangement:
+    """The homes of `chunks` are on the device."""
+    homes = {role: {**at, **{c: Tier.DEVICE for c in chunks if c in at}} for role, at in arrangement.homes.items()}
+    return replace(arrangement, homes=homes, lent=arrangement.lent.difference(chunks))
+
+
+def check_device(workload: Workload, arrangement: Arrangement, capacities: Capacities) -> None:
+    """Raise `NoRoom` if some operator alone needs more than the device has; the quick part of a rehearsal."""
+    ground = arrangement.ground
+    needed, held, name, slots = 0, set[int](), "", 0
+    for event in workload.events:
+        held = held - set(event.let_go) | set(event.held)
+        chunks = {arrangement.chunk_of[parameter] for parameter in held.union(event.parameters)}
+        spans = 0 if ground.resident else sum(ground.chunks[chunk].span for chunk in chunks)
+        most = event.peak_bytes + spans * ground.slot_bytes
+        if most > needed:
+            needed, name, slots = most, event.operator, spans
+    if needed > capacities.device_bytes:
+        copies = f", and {slots} slots of {format_size(ground.slot_bytes)}" if slots else ""
+        raise NoRoom(
+            f"{name} needs {format_size(needed)} of the device at once: activations and other tensors{copies}",
+            Tier.DEVICE,
+            needed - capacities.device_bytes,
+        )
+
+
+def _homes(
+    ground: Ground, capacities: Capacities, roles: Sequence[str], *, lends: bool
+) -> tuple[dict[str, dict[int, Tier]], Room, tuple[int, ...]]:
+    """Homes by role and chunk, what they leave, and the bytes of each home that is set aside, if gradients are lent
+    those."""
+    chunks = ground.chunks
+    sizes = {chunk.index: ground.home_bytes(chunk.index, "param") for chunk in chunks}
+    copy_sizes = {chunk.index: ground.home_bytes(chunk.index, "compute") for chunk in chunks}
+    owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in _OWN}
+    if ground.resident:
+        on_device = {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
+        return on_device, Room(round_down(capacities.host_bytes, PAGE_BYTES), 0), ()
+    staging_bytes = ground.staging_slots * ground.staging_slot_bytes
+    host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
+    room = Room(host, capacities.nvme_bytes if ground.uses_nvme else 0)
+    homes: dict[str, dict[int, Tier]] = {}
+    short, places = False, tuple[int, ...]()
+    for role in _OWN:
+        if role == "grad" and lends:
+            homes[role] = dict.fromkeys(owners[role], Tier.HOST)
+            places = set_aside((sizes[chunk] for chunk in owners[role]), room.host_bytes)
+            room = replace(room, host_bytes=room.host_bytes - sum(places))
+            continue
+        try:
+            tiers = place([sizes[chunk] for chunk in owners[role]], room, role)
+        except BudgetError:
+            tiers, short = [], True
+        homes[role] = dict(zip(owners[role], tiers, strict=False))
+        room = _left(room, homes[role], sizes)
+        if role == "param":
+            homes["compute"] = {} if short else _copies(ground, homes["param"], room)
+            room = _left(room, homes["compute"], copy_sizes)
+    if short:
+        fewer = sum(sizes[index] for index in owners["grad"]) - sum(places) if lends else 0
+        missing = ground.state_bytes - fewer + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
+        missing += sum(copy_sizes[index] for index in homes["compute"])
+        where = Tier.HOST
+        if ground.uses_nvme:  # where chunks do not fill host memory to the last byte, a little more than the difference
+            ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
+            there, _, _ = _homes(ground, ample, roles, lends=lends)
+            needed = (ground.home_bytes(c, role) for role, at in there.items() for c in at if at[c] is Tier.NVME)
+            where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
+        raise NoRoom(
+            f"the states take {format_size(ground.state_bytes - fewer)} beside staging", where, max(1, missing)
+        )
+    return homes, room, places
+
+
+def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:
+    """Gradients of `chunk`, which was lent a home, have one for good. Raises `NoRoom`."""
+    nbytes, left = arrangement.ground.home_bytes(chunk, "grad"), arrangement.left
+    try:
+        (tier,) = place([nbytes], left, "gradients that find no home to be lent")
+    except BudgetError as error:
+        nvme = arrangement.ground.uses_nvme
+        missing = nbytes - (left.nvme_bytes if nvme else left.host_bytes)
+        raise NoRoom(str(error), Tier.NVME if nvme else Tier.HOST, missing) from error
+    homes = {**arrangement.homes, "grad": {**arrangement.homes["grad"], chunk: tier}}
+    return replace(
+        arrangement, homes=homes, left=_left(left, {chunk: tier}, {chunk: nbytes}), lent=arrangement.lent - {chunk}
+    )
+
+
+def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int, Tier]:
+    """Homes of 16-bit copies, beside those of `params`."""
+    wanted = [chunk.index for chunk in ground.chunks if chunk.index in ground.copied]
+    sizes = [ground.home_bytes(chunk, "compute") for chunk in wanted]
+    tiers = place_copies(sizes, [params[chunk] for chunk in wanted], room)
+    return {chunk: tier for chunk, tier in zip(wanted, tiers, strict=True) if tier is not None}
+
+
+def _left(room: Room, homes: Mapping[int, Tier], sizes: Mapping[int, int]) -> Room:
+    """What `homes` leave of `room`."""
+    host = sum(round_up(sizes[chunk], PAGE_BYTES) for chunk, tier in homes.items() if tier is Tier.HOST)
+    nvme = sum(sizes[chunk] for chunk, tier in homes.items() if tier is Tier.NVME)
+    return Room(room.host_bytes - host, room.nvme_bytes - nvme)

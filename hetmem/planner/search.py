@@ -1,0 +1,275 @@
+"""Searches what a run can be told to do, with the simulator as the judge, and says what is missing if nothing fits.
+
+Only what `manage` and `hetmem.AdamW` do today is planned: homes in host memory, then on NVMe, in the order of roles;
+the update where the states live, or on the device with states sent there; everything on the device if it fits there, or
+what a step leaves room for. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from hetmem.base.units import format_seconds, round_up
+from hetmem.planner.reservation import Arrangement, arrange, check_device
+from hetmem.planner.result import StepResult
+from hetmem.planner.step_program import rehearse
+from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Workload
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
+from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.update_split import WORTH
+
+MAXIMUM_SLOTS = 8192
+"""Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more
+or lie elsewhere, which makes steps up to an eighth longer; so it is done only where the time would be felt."""
+
+MOST_WASTE = 0.02
+"""Of all chunks' bytes; a chunk size that wastes more is no choice unless the default one wastes as much."""
+
+_CHEAP = 0.99
+"""The same for what costs nothing else, as a prefetch distance: a hundredth is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself."""
+
+    capacities: Capacities
+    chunk_bytes: int | None
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    updating: Updating = field(default_factory=Updating)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the run knows the machine, and so may send states to the device for their update."""
+        return self.updating.streamed_states
+
+    def updated(self, **how: bool) -> Setting:
+        """The same, but for what `how` says of its `updating`."""
+        return replace(self, updating=replace(self.updating, **how))
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """The same step with the states of a `share` of the parameters sent to the device for their update, and without."""
+
+    share: float
+    step_seconds: float
+    host_step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run, judged. `simulated` is what was rehearsed: `arrangement`, or a coarser cut of it. `streaming`:
+    how the two ways to update compare, of which the better one was taken; None where a run would send no states."""
+
+    setting: Setting
+    arrangement: Arrangement
+    simulated: Arrangement
+    result: StepResult
+    streaming: Streaming | None = None
+
+
+def search(
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+) -> tuple[Candidate | None, NoRoom | None]:
+    """The best candidate, or why even `asked` as it is was refused.
+
+    One thing after the other is varied, each time from the best so far, so that what goes well together is found.
+    """
+    best = first_that_fits(workload, asked, hardware, micro_batches)
+    if isinstance(best, NoRoom):
+        return None, best
+    for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches, _shares):
+        for setting, worth in vary(workload, best, asked):
+            found = judged(workload, setting, hardware, micro_batches)
+            if isinstance(found, Candidate) and found.result.seconds < worth * best.result.seconds:
+                best = found
+    return with_streaming(workload, best, hardware, micro_batches), None
+
+
+def with_streaming(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Candidate:
+    """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
+    waits for, whoever updates them; a device to which the host itself copies has no link with time of its own."""
+    ground, result = best.arrangement.ground, best.result
+    if ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller:
+        return best
+    if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
+        return best
+    found = judged(workload, best.setting.updated(streamed_states=True), hardware, micro_batches)
+    if not isinstance(found, Candidate) or not found.result.streamed_updates:
+        return best
+    both = Streaming(found.result.streamed_updates, found.result.seconds, result.seconds)
+    return replace(found if found.result.seconds < WORTH * result.seconds else best, streaming=both)
+
+
+def first_that_fits(
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
+) -> Candidate | NoRoom:
+    """`asked`, or what fits where that does not: all on the device, smaller chunks. The first refusal if none does."""
+    refusal = None
+    for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
+        found = judged(workload, setting, hardware, micro_batches, steps=steps)
+        if isinstance(found, Candidate):
+            return found
+        refusal = refusal or found
+    assert refusal is not None
+    return refusal
+
+
+def judge(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
+) -> Candidate:
+    """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
+    capacities = setting.capacities
+    arrangement = arranged(workload, setting)
+    simulated = _coarser(workload, setting, arrangement)
+    check_device(workload, simulated, capacities)
+    result = rehearse(
+        workload,
+        simulated,
+        capacities,
+        hardware,
+        micro_batches=micro_batches,
+        prefetch=setting.prefetch,
+        updating=setting.updating,
+        steps=steps,
+    )
+    return Candidate(setting, arrangement, simulated, result)
+
+
+def judged(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
+) -> Candidate | NoRoom:
+    """`judge` with the refusal as a value."""
+    try:
+        return judge(workload, setting, hardware, micro_batches, steps=steps)
+    except NoRoom as refusal:
+        return refusal
+
+
+# ---- what is varied ----------------------------------------------------------------------------------------------
+
+Variations = Iterator[tuple[Setting, float]]
+"""Settings, and the part of the best time that each must not exceed to be worth it."""
+
+
+def _whole(asked: Setting) -> Iterator[Setting]:
+    """Everything on the device, for where nothing else has room for it."""
+    if asked.capacities.device_chunk_bytes is None:
+        yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
+
+
+def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
+    """For where the largest chunk with its neighbours does not fit on the device."""
+    if asked.chunk_bytes is None:
+        itemsize = max(spec.itemsize for spec in workload.parameters)
+        size = round_up(max((1, *(spec.numel for spec in workload.parameters))), PAGE_ELEMENTS) * itemsize
+        for parts in (1, 4, 16):
+            yield replace(asked, chunk_bytes=round_up(size // parts, PAGE_ELEMENTS * itemsize))
+
+
+def _on_the_device(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """The whole model stays there, though that takes more than the usual share of it."""
+    capacities, ground = best.setting.capacities, best.arrangement.ground
+    if not ground.resident and capacities.device_chunk_bytes is None and ground.whole_bytes <= capacities.device_bytes:
+        whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
+        yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes), WORTH
+
+
+def _copies(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """16-bit copies at home, or none of them."""
+    if not best.arrangement.ground.resident and asked.capacities.home_copies is None and workload.mixed_precision:
+        other = replace(best.setting.capacities, home_copies=not best.arrangement.homes["compute"])
+        yield replace(best.setting, capacities=other), WORTH
+
+
+def _chunk_sizes(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """Chunks of about half and of about twice the size, of those with little waste."""
+    ground = best.arrangement.ground
+    if not ground.resident and asked.chunk_bytes is None:
+        for factor in (0.5, 2.0):
+            nbytes = chunk_bytes_near(workload, ground.staging_slot_bytes, factor)
+            waste = build_layout(workload.parameters, nbytes // ground.itemsize).waste
+            if waste <= max(MOST_WASTE, ground.layout.waste):
+                yield replace(best.setting, chunk_bytes=nbytes), WORTH
+
+
+def _prefetches(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """Copies are fetched farther ahead of their use."""
+    if not best.arrangement.ground.resident and any(best.result.bytes.values()):
+        yield replace(best.setting, prefetch=FARTHER), _CHEAP
+
+
+def _shares(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+    """Fewer homes on the device than it has room for: what lives there is updated there, in the step, while updates by
+    the host may be hidden behind compute, or the host is the faster of the two."""
+    ground = best.arrangement.ground
+    homes = sum(nbytes for roles in best.result.moved_bytes.values() for nbytes in roles.values())
+    if homes and asked.capacities.device_chunk_bytes is None and not ground.resident:
+        copies = ground.slot_bytes * sum(chunk.span for chunk in ground.chunks)
+        for part in (0.0, 0.5):
+            cap = copies + int(part * homes)
+            yield replace(best.setting, capacities=replace(best.setting.capacities, device_chunk_bytes=cap)), _CHEAP
+
+
+def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
+    """The size with the least waste that is nearer to `factor` times `nbytes` than to any other power of two of it."""
+    itemsize = max(spec.itemsize for spec in workload.parameters)
+    wanted = max(PAGE_ELEMENTS, round_up(int(factor * nbytes) // itemsize, PAGE_ELEMENTS))
+    lower, upper = max(PAGE_ELEMENTS, int(0.75 * wanted)), int(1.35 * wanted) + PAGE_ELEMENTS
+    elements = search_chunk_elements(
+        workload.parameters, minimum_elements=lower, maximum_elements=upper, target_elements=wanted
+    )
+    return elements * itemsize
+
+
+def arranged(workload: Workload, setting: Setting) -> Arrangement:
+    """What a run as told by `setting` reserves."""
+    streamed = setting.updating.streamed_gradients
+    return arrange(workload, setting.capacities, setting.chunk_bytes, streamed_gradients=streamed)
+
+
+def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> Arrangement:
+    """`arrangement`, or one with larger chunks if it has too many to be rehearsed quickly."""
+    total = sum(chunk.span for chunk in arrangement.ground.chunks)
+    factor = math.ceil(total / MAXIMUM_SLOTS)
+    if factor == 1:
+        return arrangement
+    size = chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor)
+    try:
+        return arranged(workload, replace(setting, chunk_bytes=size))
+    except NoRoom:  # there is little of some tier: then larger chunks have no place
+        return arrangement
+
+
+def tuning(best: Candidate, asked: Setting) -> tuple[str, ...]:
+    """What the plan sets that is not the default, as one would set it without the plan."""
+    advice = []
+    found = best.setting.capacities
+    if found.device_chunk_bytes != asked.capacities.device_chunk_bytes:
+        why = (
+            "then the whole model stays on the device"
+            if best.arrangement.ground.resident
+            else "then the device updates less of the model and the host more, which is faster"
+        )
+        advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): {why}")
+    if found.home_copies is not asked.capacities.home_copies:
+        advice.append(f"set Budget(home_copies={found.home_copies})")
+    if best.setting.chunk_bytes is not None and best.setting.chunk_bytes != asked.chunk_bytes:
+        advice.append(f"set chunk_bytes={best.setting.chunk_bytes}")
+    if best.setting.prefetch != asked.prefetch:
+        ahead = best.setting.prefetch
+        advice.append(f"run this plan (manage(plan=…)): it prefetches {ahead.uses_ahead} uses ahead")
+    if best.setting.streamed and best.streaming is not None:
+        both = best.streaming
+        advice.append(
+            f"give manage the profile of the machine, hardware=…: the states of {both.share:.0%} of the parameters "
+            f"are sent to the device for their update, and a step takes {format_seconds(both.step_seconds)}, not "
+            f"{format_seconds(both.host_step_seconds)}"
+        )
+    return tuple(advice)

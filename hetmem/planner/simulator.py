@@ -1,0 +1,370 @@
+"""A training run on a clock: what `Residency` decides, carried out by links that are numbers.
+
+The same state machine that runs on a real machine is driven through the same calls, in the order in which
+`engine.traffic`, `engine.runtime` and `optim.adamw` make them, so a prediction and a run share one policy. Pure and
+deterministic: no clock but its own. What it does not know: arithmetic, threads that compete for cores, an operating
+system.
+
+Note "time": one thread trains; its time is `now`. A link is a queue: a transfer starts when the one before is over. An
+end is noticed only when the thread looks (where the real one does too), and what follows from it starts then.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from hetmem.planner.link_queue import LinkQueue
+from hetmem.schedule.commands import Command, Drop, Fetch, Write
+from hetmem.schedule.copies import LOADING, VALID, WAITING, Block
+from hetmem.schedule.hardware import HardwareProfile, Rate
+from hetmem.schedule.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
+from hetmem.schedule.policy import EvictionPolicy
+from hetmem.schedule.prefetch import Prefetch
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import DEVICE, HOST, Tier
+
+
+class Worker(Protocol):
+    """Does something behind everything else; see `engine.pending.Worker`."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+
+    def hasten(self, block: int) -> None:
+        """Somebody waits for `block`: if it is to be worked on, that comes first."""
+
+    def give_way(self) -> bool:
+        """Let go of memory that is held but not worked with yet; False if there is none."""
+        ...
+
+
+class SimulatedTraffic:
+    """`engine.traffic` with a clock in place of threads. `sizes[block]` are the bytes that a transfer of it moves.
+
+    `on_device`: blocks whose home is on the device, so that a copy is a cast there.
+    """
+
+    def __init__(
+        self,
+        slots: dict[Tier, int],
+        hardware: HardwareProfile,
+        policy: EvictionPolicy | None = None,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        ahead = prefetch or Prefetch()
+        self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
+        self.sizes: list[int] = []
+        self.now = 0.0
+        self.stall_seconds = 0.0
+        self.events = 0
+        self.host_to_device = LinkQueue(hardware.host_to_device)
+        self.device_to_host = LinkQueue(hardware.device_to_host)
+        self._share_the_link(hardware.both_ways_bytes_per_second)
+        self.nvme_read = LinkQueue(hardware.nvme_read)
+        self.nvme_write = LinkQueue(hardware.nvme_write)
+        self._share_the_disk(hardware.nvme_both_ways_bytes_per_second)
+        self._transfer_seconds = hardware.thread.transfer_seconds
+        self.on_device: set[int] = set()
+        self._near: int | None = None
+        self._cast = Rate(hardware.device.bytes_per_second)
+        self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
+        self._sent = 0
+        self.worker: Worker | None = None
+        self._gradients = 0
+        self._gradient_ends: deque[tuple[float, int]] = deque()
+        self._gradient_bytes = 0
+        self._commands: deque[tuple[Fetch | Write, bool]] = deque()
+        self._executing = False
+
+    @property
+    def links(self) -> dict[str, LinkQueue]:
+        """The links by name, that of `Link`."""
+        return {
+            Link.HOST_TO_DEVICE.value: self.host_to_device,
+            Link.DEVICE_TO_HOST.value: self.device_to_host,
+            Link.NVME_READ.value: self.nvme_read,
+            Link.NVME_WRITE.value: self.nvme_write,
+        }
+
+    def _share_the_link(self, both_ways: float) -> None:
+        """Where the two directions together reach less than each alone would add up to."""
+        up, down = self.host_to_device, self.device_to_host
+        if both_ways < up.rate.bytes_per_second + down.rate.bytes_per_second:
+            least = 0.1 * both_ways  # a direction is never shut out
+            up.beside = (down, max(least, both_ways - down.rate.bytes_per_second))
+            down.beside = (up, max(least, both_ways - up.rate.bytes_per_second))
+
+    def _share_the_disk(self, both_ways: float) -> None:
+        """A disk that takes requests one at a time needs for both directions the sum of what each takes alone, or more
+        where it does not like to change; one with an engine for each no more than the slower one."""
+        if both_ways:
+            queues = self.nvme_read, self.nvme_write
+            alone, together = sum(1 / queue.rate.bytes_per_second for queue in queues), 2 / both_ways
+            for queue, other in (queues, queues[::-1]):
+                hidden = max(0.0, alone - together) * other.rate.bytes_per_second
+                queue.beside = other, min(1.0, hidden) * queue.rate.bytes_per_second
+                queue.mixed = max(1.0, together / alone)
+
+    def add(self, block: Block, nbytes: int) -> int:
+        """Register `block`; returns its number."""
+        self.sizes.append(nbytes)
+        return self.residency.add(block)
+
+    # ---- copies ------------------------------------------------------------------------------------------------
+
+    def acquire(self, block: int, tier: Tier, *, load: bool = True) -> None:
+        """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
+        self.events += 1
+        residency = self.residency
+        if residency.acquire_again(block, tier) is not None:
+            return
+        commands = residency.acquire(block, tier, load=load)
+        if commands:
+            self.execute(commands, urgent=block)
+        state = residency.state
+        if self.worker is not None and state(block, tier) is not VALID:
+            self.worker.hasten(block)
+        while state(block, tier) is not VALID:
+            if not self.go_on():
+                raise residency.withdraw(block, tier)
+
+    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
+        """One use less."""
+        self.events += 1
+        commands = self.residency.release(block, tier, dirty=dirty)
+        if commands:
+            self.execute(commands)
+
+    def open_staged(self, block: int, *, load: bool) -> None:
+        """Use `block`, whose home is on NVMe, in host memory."""
+        self.residency.reach((block,), HOST)
+        self.acquire(block, HOST, load=load)
+        while self.residency.writing(block):
+            self.wait_for_one()
+
+    def ask(self, block: int, *, load: bool) -> None:
+        """Begin what `open_staged` does, and do not wait."""
+        self.residency.reach((block,), HOST)
+        self.events += 1
+        self.execute(self.residency.acquire(block, HOST, load=load))
+
+    def unask(self, block: int) -> None:
+        """Take `ask` back."""
+        if self.residency.state(block, HOST) is WAITING:
+            self.residency.withdraw(block, HOST)
+        else:
+            self.release(block, HOST)
+
+    def wait_until_written(self, blocks: Iterable[int]) -> None:
+        """Write the dirty ones among `blocks` to NVMe, and wait for that."""
+        blocks = list(blocks)
+        for block in blocks:
+            self.execute(self.residency.settle(block))
+        for block in blocks:
+            while self.residency.dirty(block):
+                self.wait_for_one()
+
+    def begin_update(self, operand: int | None, *, keep_copy: bool) -> bool:
+        """The home of `operand` will be written: until `end_update` nothing is fetched from there. The device copy is
+        given up unless `keep_copy`; whether there is one."""
+        if operand is None:
+            return False
+        self.residency.suspend(operand)
+        while self.residency.state(operand, DEVICE) is LOADING:
+            self.wait_for_one()
+        found = self.residency.state(operand, DEVICE) is VALID
+        if found and not keep_copy:
+            self.execute(self.residency.invalidate(operand, DEVICE))
+        return found
+
+    def end_update(self, operand: int | None, *, renew: bool, near: bool = False) -> None:
+        """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again, made of what is
+        there already if that is `near`."""
+        if operand is not None:
+            self._near = operand if near else None
+            self.execute(self.residency.resume(operand))
+            if renew:
+                self.execute(self.residency.prefetch(operand, DEVICE))
+            self._near = None
+
+    def copy_beside(self, link: LinkQueue, nbytes: int, done: Callable[[], None], then_seconds: float = 0.0) -> None:
+        """Send `nbytes` that are no block's over `link`; `done` is called when they are there and what is computed
+        behind them in their stream has taken `then_seconds`."""
+        self.now += self._transfer_seconds
+        link.free_at = link.send(self.now, nbytes) + then_seconds
+        self.later(link.free_at, done)
+
+    def move_in(self, block: int, home: Block, nbytes: int) -> None:
+        """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
+        self.execute(self.residency.settle(block))
+        self.drain()
+        for tier in (HOST, DEVICE):
+            self.execute(self.residency.invalidate(block, tier))
+        self.residency.blocks[block] = home
+        self.on_device.add(block)
+        self.host_to_device.load.bytes += nbytes
+        self.now += self.host_to_device.rate.seconds(nbytes) if nbytes else 0.0
+
+    def rehome(self, block: int, tier: Tier) -> None:
+        """The home of `block`, which has no copy, lies on `tier`."""
+        self.residency.blocks[block] = replace(self.residency.blocks[block], home=tier)
+
+    def forget_copies(self) -> None:
+        """Drop every copy on every tier."""
+        self.drain()
+        for tier in (DEVICE, HOST):
+            for block in self.residency.resident(tier):
+                self.execute(self.residency.invalidate(block, tier))
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def send_home(self, nbytes: int) -> None:
+        """A gradient goes home while the thread waits."""
+        seconds = self.device_to_host.rate.seconds(nbytes)
+        self.device_to_host.load.bytes += nbytes
+        self.device_to_host.load.seconds += seconds
+        self.now += seconds
+
+    def send_gradient(self, nbytes: int, device_bytes: int, arrived: Callable[[], None] = lambda: None) -> None:
+        """A gradient goes home behind the backward; until then it takes `device_bytes`, and then it has `arrived`."""
+        if nbytes < SMALL_BYTES and not self._gradients and self.device_to_host.rate.by_the_caller:
+            self.send_home(nbytes)
+            arrived()
+            return
+        self._gradients += 1
+        self.now += self._transfer_seconds
+        end = self.device_to_host.send(self.now, nbytes)
+        self._gradient_ends.append((end, device_bytes))
+        self._gradient_bytes += device_bytes
+        self.later(end, partial(self._gradient_arrived, arrived))
+        while self._gradients > GRADIENTS_IN_FLIGHT:
+            self.wait_for_one()
+
+    def _gradient_arrived(self, arrived: Callable[[], None]) -> None:
+        self._gradients -= 1
+        arrived()
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that have not left the device yet."""
+        while self._gradient_ends and self._gradient_ends[0][0] <= self.now:
+            self._gradient_bytes -= self._gradient_ends.popleft()[1]
+        return self._gradient_bytes
+
+    @property
+    def gradients_under_way(self) -> bool:
+        """Whether any gradient is on its way."""
+        return self._gradients > 0
+
+    def wait_for_gradients(self) -> None:
+        """Every gradient is at home."""
+        while self._gradients:
+            self.wait_for_one()
+
+    # ---- carrying commands out ---------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take note of what has ended meanwhile."""
+        while self._ends and self._ends[0][0] <= self.now:
+            self._note(heapq.heappop(self._ends)[2])
+        if self.worker is not None:
+            self.worker.pump()
+
+    def under_way(self, digits: int) -> tuple[tuple[float, object], ...]:
+        """What has not ended, and in how many seconds, with so many `digits`, each does."""
+        ends = sorted(self._ends)
+        return tuple(
+            (round(end - self.now, digits), (type(what), what.block) if isinstance(what, tuple) else type(what))
+            for end, _, what in ends
+        )
+
+    def busy(self) -> bool:
+        """Whether anything is under way that `wait_for_one` can wait for."""
+        return bool(self._ends)
+
+    def go_on(self) -> bool:
+        """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
+        if self.worker is not None:
+            self.worker.pump()
+        if self._ends:
+            self.wait_for_one()
+            return True
+        return self.make_way()
+
+    def pump(self) -> None:
+        """Have the worker go on."""
+        if self.worker is not None:
+            self.worker.pump()
+
+    def make_way(self) -> bool:
+        """Have the worker give memory up; False if it has none."""
+        return self.worker is not None and self.worker.give_way()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight."""
+        while self.residency.in_flight():
+            self.wait_for_one()
+
+    def wait_for_one(self) -> None:
+        """Wait until one transfer has ended."""
+        end, _, command = heapq.heappop(self._ends)
+        if end > self.now:
+            self.stall_seconds += end - self.now
+            self.now = end
+        self._note(command)
+
+    def execute(self, commands: Sequence[Command], urgent: int | None = None) -> None:
+        """Start `commands` in order; what follows from one that is done at once goes behind the others."""
+        waiting = self._commands
+        for command in commands:
+            if isinstance(command, Drop):
+                self.events += 1  # is done by being decided
+            else:
+                waiting.append((command, command.block == urgent))
+        if self._executing or not waiting:
+            return
+        self._executing = True
+        while waiting:
+            self._carry_out(*waiting.popleft())
+        self._executing = False
+
+    def later(self, end: float, what: Fetch | Write | Callable[[], None]) -> None:
+        """`what` is over at `end`: a command, or something to be called then."""
+        self._sent += 1
+        heapq.heappush(self._ends, (end, self._sent, what))
+
+    def _note(self, what: Fetch | Write | Callable[[], None]) -> None:
+        self.events += 1
+        if isinstance(what, tuple):  # a command
+            commands = self.residency.done(what)
+            if commands:
+                self.execute(commands)
+        else:
+            what()
+
+    def _carry_out(self, command: Fetch | Write, urgent: bool) -> None:
+        self.events += 1
+        if isinstance(command, Write):
+            link = self.nvme_write
+        else:
+            link = self.host_to_device if command.target is DEVICE else self.nvme_read
+        block = command.block
+        nbytes = self.sizes[block]
+        if block in self.on_device or block == self._near:
+            self.now += self._cast.seconds(nbytes)
+            self.execute(self.residency.done(command))
+            return
+        if urgent and link is self.host_to_device and link.rate.by_the_caller:
+            seconds = link.rate.seconds(nbytes)
+            link.load.bytes += nbytes
+            link.load.seconds += seconds
+            self.stall_seconds += seconds
+            self.now += seconds
+            self.execute(self.residency.done(command))
+            return
+        self.now += self._transfer_seconds
+        self.later(link.send(self.now, nbytes), command)

@@ -1,0 +1,395 @@
+"""A few training steps of a workload in an arrangement, rehearsed on the simulator: times, peaks and what binds.
+
+It is the program of a run (forward, backward, gradients, optimizer) written as calls of `SimulatedTraffic`; the
+counterpart of `engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import product
+from operator import sub
+
+from hetmem.errors import CapacityError
+from hetmem.planner.repetition import micro_batches, reading_of, state_of
+from hetmem.planner.reservation import ROLES, Arrangement, by_first_use, moved, to_the_device
+from hetmem.planner.result import StepResult
+from hetmem.planner.simulated_device_updates import StreamedUpdates, crossing, facts_of, fits
+from hetmem.planner.simulated_gradients import GradientSink
+from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
+from hetmem.planner.simulated_updates import Staged, Update, Updates
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Event, Kind, Phase, Workload
+from hetmem.schedule.copies import Block
+from hetmem.schedule.hardware import HardwareProfile, ThreadCosts
+from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
+from hetmem.schedule.prefetch import Prefetch
+from hetmem.schedule.streamed_share import SLOTS, StreamedShare
+from hetmem.schedule.trace import STEP, Tier
+from hetmem.schedule.update_split import UPDATE_BYTES
+
+
+class Rehearsal:
+    """A run in the making. `step()` is one optimizer step; the steps before the last learn what comes next.
+
+    `updating`: see there. An `arrangement` with gradients that are lent homes is for streamed ones.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        arrangement: Arrangement,
+        capacities: Capacities,
+        hardware: HardwareProfile,
+        *,
+        micro_batches: int = 1,
+        prefetch: Prefetch | None = None,
+        updating: Updating | None = None,
+    ) -> None:
+        self._workload, self._arrangement = workload, arrangement
+        self._hardware, self._micro_batches = hardware, micro_batches
+        ground = arrangement.ground
+        self._traffic = SimulatedTraffic(
+            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, prefetch=prefetch
+        )
+        self._blocks: dict[tuple[str, int], int] = {}
+        self._register()
+        there = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
+        self._notes = Notes(self._traffic, capacities, ground, there)
+        self._seconds = [
+            tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
+            for event in workload.events
+        ]
+        self._used: dict[int, tuple[list[tuple[int, int]], tuple[int, ...]]] = {}
+        self._held: dict[int, int] = {}
+        self._gone: list[int] = []
+        self._gradients = workload.gradients()
+        self._usual = {number: micro_batches * count for number, count in self._gradients.items()}
+        self._how = updating or Updating()
+        self._begun: set[int] = set()
+        self._streamed = StreamedUpdates(self._traffic, self._notes)
+        awaited = None if self._how.overlapped else self._members
+        self._sink = GradientSink(
+            self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, arrangement.set_aside, awaited
+        )
+        self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
+        able = self._how.streamed_states and not (ground.resident or ground.uses_nvme)
+        self._share = StreamedShare(hardware, self._streamed) if able else None
+        self._costs = hardware.thread if self._blocks else ThreadCosts()
+        self._moved: dict[str, dict[str, int]] = {}
+        self._steps = 0
+
+    def _register(self) -> None:
+        """Blocks in the order in which the run registers them."""
+        arrangement = self._arrangement
+        for role in ROLES:
+            for chunk, tier in arrangement.homes.get(role, {}).items():
+                if arrangement.ground.device_slots:
+                    home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
+                    block = Block(f"{role} of chunk {chunk}", home, arrangement.ground.chunks[chunk].span)
+                    number = self._traffic.add(block, arrangement.role_bytes(chunk, role))
+                    self._blocks[role, chunk] = number
+                    if tier is Tier.DEVICE:
+                        self._traffic.on_device.add(number)
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """As it is now: homes move to the device once a step has shown what is idle there."""
+        return self._arrangement
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """One step. Raises `NoRoom` where the run would be out of device memory."""
+        traffic = self._traffic
+        before, events = reading_of(traffic), traffic.events
+        self._updates.seconds = 0.0
+        self._sink.begin_step()
+        self._begun.clear()
+        self._streamed.begun.clear()
+        try:
+            compute, more = micro_batches(self._micro_batches, traffic, self._micro_batch, self._left_out, self._state)
+            self._rearrange()
+            self._optimize()
+        except CapacityError as error:
+            raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
+        self._steps += 1
+        self._notes.peaks.note(self._notes.chunk_bytes(), 0)
+        seconds, stalled, *rest = map(sub, reading_of(traffic), before)
+        return StepResult(
+            seconds + more,
+            stalled,
+            {"compute": compute, "update": self._updates.seconds, **dict(zip(traffic.links, rest[4:8], strict=True))},
+            {name: int(nbytes) for name, nbytes in zip(traffic.links, rest[:4], strict=True)},
+            self._notes.peaks.device,
+            self._notes.peaks.chunk,
+            self._notes.peaks.other,
+            int(rest[8] + rest[9]),
+            int(rest[10]),
+            traffic.events - events,
+            {tier: dict(roles) for tier, roles in self._moved.items()},
+            self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
+            self._part_of(self._streamed.begun),
+            SLOTS * self._streamed.slot_bytes,
+            {tier.name.lower(): nbytes for tier, nbytes in self._sink.new_bytes.items()},
+        )
+
+    def _micro_batch(self) -> None:
+        for index, event in enumerate(self._workload.events):
+            self._event(index, event)
+
+    def _left_out(self, micro_batches: int) -> None:
+        """So many of them are not rehearsed; their gradients have arrived."""
+        for parameter, count in self._gradients.items():
+            self._sink.arrivals[parameter] += micro_batches * count
+
+    def _state(self) -> Hashable | None:
+        """What a micro-batch leaves to the next one; None while updates are under way, which few of them meet."""
+        return state_of(self._traffic, self._held.values()) if self._updates.idle else None
+
+    def _part_of(self, chunks: set[int]) -> float:
+        """The share of the trained elements that lie in `chunks`."""
+        elements, chunk_of = self._arrangement.elements, self._arrangement.chunk_of
+        trained = {index: elements[index] for index in self._workload.trainable}
+        return sum(n for index, n in trained.items() if chunk_of[index] in chunks) / max(1, sum(trained.values()))
+
+    def _event(self, index: int, event: Event) -> None:
+        self._gone += event.let_go
+        match event.kind:
+            case Kind.FORWARD:
+                self._notes.begin(FORWARD)
+            case Kind.BACKWARD:
+                self._notes.begin(BACKWARD)
+                self._sink.begin_backward()
+            case Kind.USE | Kind.SAVED if self._blocks:
+                self._use(index, event)
+                return
+            case Kind.GRADIENT:
+                self._traffic.now += self._costs.gradient_seconds
+                self._send(event.parameters[0])
+                self._arrived(event.parameters[0])
+            case Kind.END:
+                self._arrive()
+        self._phase(event.during, self._seconds[index][0])
+        self._phase(event.after, self._seconds[index][1])
+
+    def _use(self, index: int, event: Event) -> None:
+        self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
+        for parameter in self._gone:
+            block = self._held.pop(parameter, None)
+            if block is not None:
+                self._traffic.release(block, Tier.DEVICE)
+        self._gone.clear()
+        used, blocks = self._used.get(index) or self._look_up(index, event)
+        self._notes.moment(event.operator, blocks, event.live_bytes)
+        new = used if event.kind is Kind.USE else [(p, block) for p, block in used if p not in self._held]
+        for _, block in new:
+            self._notes.acquire(block, event.live_bytes)
+        self._phase(event.during, self._seconds[index][0])
+        for parameter, block in new:
+            if parameter in event.held and parameter not in self._held:
+                self._held[parameter] = block
+            else:
+                self._traffic.release(block, Tier.DEVICE)
+        self._phase(event.after, self._seconds[index][1])
+
+    def _look_up(self, index: int, event: Event) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+        """The parameters and blocks that `event` uses, and its blocks alone; kept while the arrangement is."""
+        used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
+        self._used[index] = found = used, tuple(dict.fromkeys(block for _, block in used))
+        return found
+
+    def _operand(self, chunk: int) -> tuple[str, int]:
+        """The role of `chunk` that copies on the device are fetched from."""
+        return ("compute" if chunk in self._arrangement.homes.get("compute", {}) else "param"), chunk
+
+    def _phase(self, phase: Phase, seconds: float) -> None:
+        self._notes.grew(phase.peak_bytes)
+        self._traffic.now += seconds + phase.calls * self._costs.call_seconds
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def _send(self, parameter: int) -> None:
+        """A gradient leaves autograd."""
+        device_bytes = self._arrangement.elements[parameter] * self._workload.compute_itemsizes[parameter]
+        if not self._arrangement.ground.resident:
+            self._arrangement = self._sink.send(self._arrangement, parameter, device_bytes)
+        elif not self._blocks and parameter not in self._sink.arrivals:
+            self._notes.kept_bytes += device_bytes * (self._steps == 0)
+
+    def _arrived(self, parameter: int) -> None:
+        """Perhaps it is the last one that its chunk waited for."""
+        arrivals = self._sink.arrivals
+        arrivals[parameter] += 1
+        chunk = self._arrangement.chunk_of[parameter]
+        if self._how.overlapped and self._blocks and (self._steps or self._how.streamed_gradients):
+            members = self._members(chunk)
+            if all(member in self._usual and arrivals[member] == self._usual[member] for member in members):
+                self._begin(chunk, members, in_backward=True)
+            self._updates.pump()
+
+    def _arrive(self) -> None:
+        """Every gradient is at home."""
+        if self._blocks:
+            self._traffic.wait_for_gradients()
+            self._traffic.wait_until_written(self._on_nvme("grad"))
+            self._arrangement = self._sink.bring_home(self._arrangement, self._begun)
+
+    def _on_nvme(self, role: str) -> list[int]:
+        homes = self._arrangement.homes.get(role, {})
+        return [self._blocks[role, chunk] for chunk, tier in homes.items() if tier is Tier.NVME]
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------
+
+    def _rearrange(self) -> None:
+        """Before the first update chunks are filled in order of use."""
+        if self._steps or self._begun or not self._blocks:
+            return
+        arrangement = by_first_use(self._arrangement, self._workload)
+        if arrangement.chunk_of == self._arrangement.chunk_of:
+            return
+        for block in self._held.values():
+            self._traffic.release(block, Tier.DEVICE)
+        self._held.clear()
+        self._traffic.forget_copies()
+        self._arrangement = arrangement
+        self._used.clear()
+        for (role, chunk), block in self._blocks.items():
+            self._traffic.sizes[block] = arrangement.role_bytes(chunk, role)
+        self._notes.forget()
+
+    def _fill_idle(self) -> None:
+        """As `engine.rehome`."""
+        arrangement = self._arrangement
+        if arrangement.ground.resident or not self._blocks or not self._notes.knows_a_backward():
+            return
+        chosen = to_the_device(arrangement, self._workload, self._notes.idle_bytes())
+        if chosen:
+            self._synchronize()
+        chosen = [chunk for chunk in chosen if not self._sink.waits(chunk)]
+        for chunk, (role, homes) in product(chosen, arrangement.homes.items()):
+            if chunk in homes:
+                home = Block(f"{role} of chunk {chunk}", Tier.HOST, arrangement.ground.chunks[chunk].span)
+                lent = role == "grad" and chunk in arrangement.lent
+                fresh = self._steps == 0 and chunk not in self._begun and role in ("exp_avg", "exp_avg_sq")
+                nbytes = arrangement.ground.home_bytes(chunk, role)
+                self._traffic.move_in(
+                    self._blocks[role, chunk], home, 0 if lent or fresh else arrangement.role_bytes(chunk, role)
+                )
+                self._notes.home_bytes += nbytes
+                if lent:  # it leaves no place
+                    self._sink.new_bytes[Tier.DEVICE] += nbytes
+                    continue
+                left = self._moved.setdefault(homes[chunk].name.lower(), {})
+                left[role] = left.get(role, 0) + nbytes
+        self._arrangement = moved(arrangement, chosen)
+        self._used.clear()
+
+    def _choose_streamed(self) -> None:
+        """As `optim.update_placement`."""
+        if self._share is not None and self._notes.knows_a_backward():
+            sent_home = self._traffic.device_to_host.load.bytes - self._streamed.sent_home_bytes
+            sent_home += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
+            stay = self._how.streamed_gradients
+            self._share.look(
+                sent_home,
+                self._notes.home_bytes,
+                lambda: facts_of(self._arrangement, self._workload, gradients_stay=stay),
+            )
+
+    def _comes_there(self, chunk: int) -> bool:
+        """Whether updates of the whole of `chunk` are made on the device, with its states sent there."""
+        if self._share is None or chunk not in self._share.chosen or not self._streamed.slot_bytes:
+            return False
+        return fits(self._arrangement, self._workload, chunk)
+
+    def _members(self, chunk: int) -> set[int]:
+        """The parameters of `chunk` that an update changes."""
+        return set(self._arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
+
+    def _optimize(self) -> None:
+        self._notes.begin(STEP)
+        if not self._how.trails:
+            self._updates.finish()
+        self._choose_streamed()
+        self._fill_idle()
+        for chunk in sorted(self._arrangement.homes["exp_avg"]):
+            members = self._members(chunk)
+            if members and chunk not in self._begun:
+                self._begin(chunk, members, in_backward=False)
+        if self._how.trails:
+            self._updates.pump()
+        else:
+            self._updates.finish()
+            self._traffic.wait_until_written(self._on_nvme("param"))
+        self._notes.end()
+
+    def _synchronize(self) -> None:
+        """Updates that trail are over, and everything is at home."""
+        if self._how.trails:
+            self._updates.finish()
+            for role in self._arrangement.homes:
+                self._traffic.wait_until_written(self._on_nvme(role))
+
+    def _begin(self, chunk: int, members: set[int], *, in_backward: bool) -> None:
+        """Queue the update of `members` of `chunk`."""
+        self._begun.add(chunk)
+        homes, ground, hardware = self._arrangement.homes, self._arrangement.ground, self._hardware
+        copies, here = chunk in homes.get("compute", {}), homes["param"][chunk] is Tier.DEVICE
+        nbytes = UPDATE_BYTES * ground.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
+        nbytes *= sum(self._arrangement.elements[index] for index in members)
+        whole = len(members) == len(ground.chunks[chunk].parameters)
+        cast = self._workload.mixed_precision and not copies and whole and not (in_backward or self._how.trails)
+        by_the_caller = hardware.host_to_device.by_the_caller
+        streams = self._comes_there(chunk) and self._usual.keys() >= members
+        self._traffic.now += len(members) * hardware.thread.queue_seconds
+        on_device = here and not by_the_caller
+        update = Update(
+            chunk,
+            self._blocks.get(self._operand(chunk)),
+            tuple(self._staged(chunk, whole=whole)),
+            len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
+            0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
+            nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
+            keeps_copy=cast and (here or by_the_caller) and not streams,
+            ready=lambda: not self._sink.arriving(chunk),
+            done=lambda: self._sink.retire(chunk),
+            crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
+        )
+        self._updates.add(update)
+        if update.had_copy and update.keeps_copy and not here:  # the update writes it, and its bytes cross the link
+            self._traffic.host_to_device.load.bytes += self._arrangement.numels[chunk] * ground.compute_itemsize
+
+    def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
+        """What the update of `chunk` opens; `whole`: of all its parameters."""
+        homes = self._arrangement.homes
+        for role in ROLES:
+            if homes.get(role, {}).get(chunk) is Tier.NVME:
+                fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
+                written = role == "compute" and whole
+                yield Staged(self._blocks[role, chunk], not (fresh or written), role != "grad")
+
+
+def rehearse(
+    workload: Workload,
+    arrangement: Arrangement,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    *,
+    micro_batches: int = 1,
+    prefetch: Prefetch | None = None,
+    updating: Updating | None = None,
+    steps: int = 4,
+) -> StepResult:
+    """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`.
+
+    Updates that trail behind a step delay the next one, which leaves fewer behind it, and so on: steps are long and
+    short by turns at first. So with such updates there are more, and what the last ones take in the mean counts.
+    """
+    run = Rehearsal(
+        workload, arrangement, capacities, hardware, micro_batches=micro_batches, prefetch=prefetch, updating=updating
+    )
+    if updating is not None and updating.trails:
+        return StepResult.mean([run.step() for _ in range(2 * steps)][-steps:]).steady()
+    return [run.step() for _ in range(steps)][-1].steady()

@@ -1,0 +1,127 @@
+"""What one forward and backward of a model does, before anything is placed: uses, gradients, live bytes and work.
+
+Pure data, made by tracing on `meta`. Parameters are numbers (indices into `parameters`), never tensors; chunks and
+tiers enter later, so one workload serves every candidate of a plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from hetmem.schedule.hardware import DeviceProfile
+from hetmem.schedule.layout import ParameterSpec
+
+
+class Kind(Enum):
+    """What an event of a workload is."""
+
+    FORWARD = auto()  # a forward begins
+    BACKWARD = auto()  # the backward begins
+    USE = auto()  # an operator uses parameters
+    SAVED = auto()  # autograd asks for a parameter that it saved
+    GRADIENT = auto()  # the gradient of a parameter has been made
+    END = auto()  # the backward is over
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What operators do: (flops, bytes) of each matrix operator, the bytes of all others, and how many there are."""
+
+    matrix: tuple[tuple[int, int], ...] = ()
+    moved_bytes: int = 0
+    operators: int = 0
+
+    def seconds(self, device: DeviceProfile, dtype: str) -> float:
+        """How long `device` takes: each matrix operator at its roofline, everything else at the memory's rate."""
+        rate, bandwidth = device.flops_per_second(dtype), device.bytes_per_second
+        matrix = sum(max(flops / rate, nbytes / bandwidth) for flops, nbytes in self.matrix)
+        return matrix + self.moved_bytes / bandwidth + self.operators * device.operator_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A run of operators: what they do, the most bytes that are not parameters meanwhile, and the calls of functions
+    and modules in a forward that make them."""
+
+    work: Work
+    peak_bytes: int
+    calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One boundary, with `during` (the operator that uses the parameters) and `after` (all until the next boundary).
+
+    `let_go`: parameters whose last view died since the boundary before, so that nobody uses them any more. `held`:
+    those of `parameters` that are still used after the operator. `live_bytes` is what is not parameters at the
+    boundary.
+    """
+
+    kind: Kind
+    operator: str
+    parameters: tuple[int, ...]
+    held: tuple[int, ...]
+    let_go: tuple[int, ...]
+    live_bytes: int
+    during: Phase
+    after: Phase
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are not parameters up to the next boundary."""
+        return max(self.during.peak_bytes, self.after.peak_bytes)
+
+    def seconds(self, device: DeviceProfile, dtype: str) -> float:
+        """How long `device` computes up to the next boundary."""
+        return self.during.work.seconds(device, dtype) + self.after.work.seconds(device, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One training step but for the optimizer. `compute_itemsizes[i]` is what parameter i takes on the device.
+
+    `rows` is the batch size and `tokens` what throughput counts (elements of the largest integer input, or rows);
+    `dtype` is that of most matrix work. `events` cover one micro-batch.
+    """
+
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    trainable: frozenset[int]
+    compute_itemsizes: tuple[int, ...]
+    mixed_precision: bool
+    buffer_bytes: int
+    events: tuple[Event, ...]
+    rows: int
+    tokens: int
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(spec.numel for spec in self.parameters)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all matrix operators."""
+        phases = (phase for event in self.events for phase in (event.during, event.after))
+        return sum(flops for phase in phases for flops, _ in phase.work.matrix)
+
+    @property
+    def peak_live_bytes(self) -> int:
+        """The most that is not parameters at one time."""
+        return max((event.peak_bytes for event in self.events), default=0)
+
+    def gradients(self) -> Counter[int]:
+        """How often a gradient of each parameter is made."""
+        return Counter(event.parameters[0] for event in self.events if event.kind is Kind.GRADIENT)
+
+    def compute_seconds(self, device: DeviceProfile) -> float:
+        """How long `device` computes for one micro-batch when nothing keeps it waiting."""
+        return sum(event.seconds(device, self.dtype) for event in self.events)
+
+    def first_uses(self) -> list[int]:
+        """The parameters in order of first use in the forward; those never used come last, as registered."""
+        order = dict.fromkeys(i for event in self.events if event.kind is Kind.USE for i in event.parameters)
+        return [*order, *(i for i in range(len(self.parameters)) if i not in order)]

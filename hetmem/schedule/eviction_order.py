@@ -1,0 +1,99 @@
+"""Blocks in the order in which they are given up, kept up to date by saying what has changed. Pure.
+
+Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between
+two questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to
+put one of a few thousand in, or to take it out, moves a few KiB, and to read from the end on costs what is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from hetmem.schedule.trace import NEVER
+
+NOTHING = -2 * NEVER
+"""Less than any rank begins with."""
+
+Rank = tuple[int, ...]
+"""The greatest is given up first. Its last number is the block, the one before tells copies of equal rank apart."""
+
+
+class Order:
+    """The blocks of `copies` by `rank(block)`; those without one (None) may not be given up.
+
+    Whoever changes what `rank` depends on must say so with `touch`. A question costs O(log blocks) comparisons for each
+    block that was touched since the last one.
+    """
+
+    def __init__(self, copies: Mapping[int, object], rank: Callable[[int], Rank | None]) -> None:
+        self._copies = copies
+        self._rank = rank
+        self._rank_of: dict[int, Rank] = {}
+        self._ranks: list[Rank] = []
+        self._touched: set[int] = set()
+        self.touch: Callable[[Iterable[int]], None] = self._touched.update
+        """The ranks of so many blocks may have changed."""
+        self._outdated = False
+        self.gained = NEVER
+        """The greatest number that a rank begins with which is new since this was last set to `NOTHING`."""
+
+    def renew(self) -> None:
+        """Every rank may have changed."""
+        self._outdated = True
+
+    def ranks(self) -> Sequence[Rank]:
+        """All ranks, the greatest last, as they are until the next `touch`."""
+        if self._outdated:
+            found = map(self._rank, self._copies)
+            self._rank_of = {rank[-1]: rank for rank in found if rank is not None}
+            self._ranks = sorted(self._rank_of.values())
+            self._outdated = False
+            self._touched.clear()
+            self.gained = NEVER
+        elif self._touched:
+            self._update()
+        return self._ranks
+
+    def at_least(self, least: int) -> Sequence[Rank]:
+        """The ranks that do not begin with less than `least`, the greatest first."""
+        ranks = self.ranks()
+        return ranks[bisect_left(ranks, (least,)) :][::-1]
+
+    def _update(self) -> None:
+        ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
+        known = rank_of.get
+        for block in self._touched:
+            rank, before = rank_now(block), known(block)
+            if before is not None:
+                if rank == before:
+                    continue
+                del ranks[bisect_left(ranks, before)]
+                if rank is None:
+                    del rank_of[block]
+            if rank is not None:
+                insort(ranks, rank)
+                rank_of[block] = rank
+                if rank[0] > self.gained:
+                    self.gained = rank[0]
+        self._touched.clear()
+
+    def first(
+        self, slots: int, span: Callable[[int], int], least: int = NOTHING, spared: Collection[int] = ()
+    ) -> list[int]:
+        """The first blocks that take `slots` slots together, all there are if they do not suffice.
+
+        Without those whose rank begins with less than `least`, and without `spared`.
+        """
+        ranks = self.ranks() if self._touched or self._outdated else self._ranks
+        if slots == 1 and ranks and ranks[-1][0] >= least and ranks[-1][-1] not in spared:
+            return [ranks[-1][-1]]  # as the loop would, most often
+        chosen: list[int] = []
+        for rank in reversed(ranks):
+            if slots <= 0 or rank[0] < least:
+                break
+            block = rank[-1]
+            if block not in spared:
+                chosen.append(block)
+                slots -= span(block)
+        return chosen

@@ -1,0 +1,159 @@
+"""The books: every copy on every cached tier, what is in flight between them, and what a command changes there.
+
+It makes all commands. When to give one, and what for, is not its business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hetmem.errors import StateError
+from hetmem.schedule.cache import Cache
+from hetmem.schedule.commands import Command, Counts, Drop, Fetch, Write
+from hetmem.schedule.copies import LOADING, STALE, VALID, Block, Copy
+from hetmem.schedule.policy import EvictionPolicy
+from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
+
+
+class Ledger:
+    """`caches` by tier, `in_flight` commands without an answer, and the last events of every block for error messages.
+    `tick` is the number of the present use.
+
+    A `Fetch` or `Write` that is begun ends with one `done` or `failed`; a `Drop` is complete at once. A staged copy is
+    in use while the device is fed from it.
+    """
+
+    def __init__(self, slots: dict[Tier, int], policy: EvictionPolicy) -> None:
+        self.blocks: list[Block] = []
+        self.counts = Counts()
+        device = Cache(DEVICE, slots.get(DEVICE, 0), self.blocks, policy)
+        host = Cache(HOST, slots.get(HOST, 0), self.blocks, policy, nearer=device)
+        self.caches = (device, host)
+        self.in_flight = 0
+        self.tick = 0
+        self._history: list[deque[tuple[int, str, Tier | None]]] = []
+
+    def add(self, block: Block) -> int:
+        """Register `block`; returns its number."""
+        self.blocks.append(block)
+        self._history.append(deque(maxlen=24))
+        return len(self.blocks) - 1
+
+    def note(self, block: int, what: str, tier: Tier | None = None) -> None:
+        """Remember that `what` happened to `block`, for `illegal`. What happens most often is noted on the spot."""
+        self._history[block].append((self.tick, what, tier))
+
+    def illegal(self, block: int, tier: Tier, event: str) -> StateError:
+        """The error that `event` on the copy of `block` on `tier` is, with what went before."""
+        copy = self.caches[tier].copies.get(block)
+        notes = ((tick, f"{what} {at.name}" if at is not None else what) for tick, what, at in self._history[block])
+        history = "; ".join(f"{tick}: {what}" for tick, what in notes)
+        return StateError(f"{self.blocks[block].label}: {event} on {tier.name}, copy is {copy}; history: {history}")
+
+    # ---- commands ----------------------------------------------------------------------------------------------
+
+    def place(self, block: int, tier: Tier, copy: Copy, slot: int) -> None:
+        """`copy` of `block` lies in the free slots from `slot` on."""
+        copy.slot = slot
+        self.caches[tier].slots.take(slot, self.blocks[block].span, block)
+
+    def let_overwrite(self, copy: Copy) -> None:
+        """`copy`, which has a place, is VALID for users who will overwrite what is there."""
+        copy.fetched = self.tick
+        copy.waiting = 0
+        copy.state = VALID
+
+    def fetch(self, block: int, source: Tier, tier: Tier, copy: Copy, commands: list[Command]) -> None:
+        """Fill `copy` of `block` on `tier`, which has a place, from `source`."""
+        copy.fetched = self.tick
+        copy.waiting = 0
+        copy.state = LOADING
+        copy.load = True
+        self.in_flight += 1
+        cache = self.caches[tier]
+        cache.loading += 1
+        cache.turned()
+        self.counts.fetches[tier] += 1
+        if source is HOST and self.blocks[block].home is NVME:  # it is in use while the device is fed from it
+            staging = self.caches[HOST]
+            staging.copies[block].uses += 1
+            staging.touch(block)
+        self._history[block].append((self.tick, "fetch to", tier))
+        commands.append(Fetch(block, source, tier, copy.slot))
+
+    def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
+        """Write `copy`, the dirty one of `block` in HOST staging, home."""
+        copy.writing = True
+        self.in_flight += 1
+        staging = self.caches[HOST]
+        staging.writing[block] = copy
+        staging.touch(block)
+        self.counts.writes += 1
+        self.note(block, "write")
+        commands.append(Write(block, copy.slot))
+
+    def drop(self, block: int, tier: Tier, commands: list[Command]) -> None:
+        """Forget the copy of `block` on `tier`; raises `StateError` if that loses what was changed."""
+        cache = self.caches[tier]
+        copy = cache.copies[block]
+        if copy.dirty:
+            raise self.illegal(block, tier, "dropping a dirty copy")
+        cache.remove(block)
+        if copy.slot >= 0:
+            cache.slots.give(copy.slot, self.blocks[block].span)
+            commands.append(Drop(block, tier, copy.slot))
+        self._history[block].append((self.tick, "dropped on", tier))
+
+    def evict(self, block: int, tier: Tier, commands: list[Command]) -> None:
+        """Drop a copy that would be of use, for another one's sake."""
+        self.counts.evictions[tier] += 1
+        self.drop(block, tier, commands)
+
+    # ---- answers -----------------------------------------------------------------------------------------------
+
+    def done(self, command: Fetch | Write) -> None:
+        """`command` was carried out: what it wrote is clean, what it fetched is VALID."""
+        copy = self._answered(command, "done")
+        if type(command) is Fetch:
+            copy.state = VALID
+            self._history[command.block].append((self.tick, "valid on", command.target))
+        else:
+            copy.dirty = False
+            self.note(command.block, "written")
+
+    def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
+        """`command` failed: what it should have written stays dirty. What it should have fetched is dropped, or STALE
+        while it is in use."""
+        copy = self._answered(command, "failed")
+        if isinstance(command, Write):
+            self.note(command.block, "write failed")
+            return
+        self.note(command.block, "fetch failed")
+        copy.state = STALE
+        if copy.uses == 0:
+            self.drop(command.block, command.target, commands)
+
+    def _answered(self, command: Fetch | Write, event: str) -> Copy:
+        """The copy that `command` moved, which is not in flight any more."""
+        block = command.block
+        fetched = command if isinstance(command, Fetch) else None
+        tier = HOST if fetched is None else fetched.target
+        cache = self.caches[tier]
+        copy = cache.copies.get(block)
+        in_flight = copy is not None and (copy.writing if fetched is None else copy.state is LOADING)
+        if copy is None or not in_flight or copy.slot != command.slot:
+            raise self.illegal(block, tier, f"{command} {event}")
+        self.in_flight -= 1
+        if fetched is None:
+            copy.writing = False
+            del cache.writing[block]
+        else:
+            cache.loading -= 1
+            cache.turned()
+            if fetched.source is HOST and self.blocks[block].home is NVME:
+                staging = self.caches[HOST]
+                staging.copies[block].uses -= 1
+                staging.touch(block)
+        if not copy.uses:  # or it may not be given up, as before
+            cache.touch(block)
+        return copy

@@ -1,0 +1,282 @@
+"""How a model lies within a budget: chunks, slots, the staging ring, and which tier each block gets its home on.
+
+Pure: sizes and capacities in; numbers, tiers or a reasoned refusal out. A run and a plan of it both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hetmem.base.units import format_size, round_down
+from hetmem.errors import BudgetError
+from hetmem.schedule.layout import PAGE_ELEMENTS, ChunkSpec, Layout, ParameterSpec, build_layout, search_chunk_elements
+from hetmem.schedule.trace import Tier
+
+STAGED_ROLES = 4
+"""Parameter, gradient and two optimizer states of one chunk are in staging together while it is updated."""
+
+_HOST_PER_STAGING = 4
+"""Slots of host memory for each one of staging beyond the least, so that homes have room."""
+
+COPY_BYTES = 2
+"""Of an element of a 16-bit copy."""
+
+MINIMUM_CHUNK_ELEMENTS = 256 * 1024
+PAGE_BYTES = 4096
+
+DEVICE_SHARE = 0.5
+"""A model is kept whole on the device if its states take at most this share of it: the rest is for activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacities:
+    """A budget in bytes: hard limits. `device_chunk_bytes` caps what chunks take of the device (None: all of it).
+    `home_copies`: whether 16-bit copies have homes; None: where host memory has room for them beside gradients and the
+    three states that an optimizer of torch's keeps at most."""
+
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int = 0
+    device_chunk_bytes: int | None = None
+    device_fragment_bytes: int = 0
+    """What an allocator of the device leaves unused."""
+    home_copies: bool | None = None
+
+    @property
+    def chunk_cap_bytes(self) -> int:
+        """The most that chunks may take of the device."""
+        return self.device_bytes if self.device_chunk_bytes is None else self.device_chunk_bytes
+
+
+class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, and says which
+    """The budget is too small by `missing_bytes` on `tier`."""
+
+    def __init__(self, message: str, tier: Tier, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.missing_bytes = missing_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What is settled before any home is: see `survey`. `trainable` are the numbers of chunks, and `copied` of those
+    whose 16-bit copies are to have homes: see `place_copies`."""
+
+    layout: Layout
+    itemsize: int
+    compute_itemsize: int
+    trainable: frozenset[int]
+    state_bytes: int
+    whole_bytes: int
+    resident: bool
+    device_slots: int
+    uses_nvme: bool
+    staging_slots: int
+    copied: frozenset[int]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot on the device."""
+        return self.layout.chunk_elements * self.compute_itemsize
+
+    @property
+    def staging_slot_bytes(self) -> int:
+        """Bytes of a slot of the staging ring."""
+        return self.layout.chunk_elements * self.itemsize
+
+    @property
+    def chunks(self) -> tuple[ChunkSpec, ...]:
+        """The chunks, by number."""
+        return self.layout.chunks
+
+    def home_bytes(self, chunk: int, role: str) -> int:
+        """Bytes that a home of `role` of `chunk` takes."""
+        return self.chunks[chunk].span * self.layout.chunk_elements * self.role_itemsize(chunk, role)
+
+    def role_itemsize(self, chunk: int, role: str) -> int:
+        """Bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy."""
+        return COPY_BYTES if role == "compute" else self.chunks[chunk].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes still free on the tiers that can hold homes."""
+
+    host_bytes: int
+    nvme_bytes: int
+
+
+def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
+    """A tier for each block of `sizes` bytes, in order: HOST while there is room, then NVMe.
+
+    Callers place the roles in order of traffic per byte (parameters, gradients, states), so what is used most often
+    comes to lie nearest. Raises `BudgetError` naming the bytes that are missing.
+    """
+    host, nvme = room.host_bytes, room.nvme_bytes
+    tiers = []
+    for size in sizes:
+        if size <= host:
+            tiers.append(Tier.HOST)
+            host -= size
+        else:
+            tiers.append(Tier.NVME)
+            nvme -= size
+    if nvme < 0:
+        raise BudgetError(
+            f"the budget has no place for {what}: {format_size(sum(sizes))} needed, {format_size(room.host_bytes)} of "
+            f"host memory and {format_size(room.nvme_bytes)} of NVMe are left, so {format_size(-nvme)} are missing; "
+            f"raise Budget(host=…), or Budget(nvme=…, nvme_dir=…)"
+        )
+    return tiers
+
+
+def place_copies(sizes: Sequence[int], beside: Sequence[Tier], room: Room) -> list[Tier | None]:
+    """A tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST while there is
+    room, then NVMe if the parameters are there too. None: no copy; on a slower tier than the parameters it is no gain.
+    """
+    host, nvme = room.host_bytes, room.nvme_bytes
+    tiers: list[Tier | None] = []
+    for size, tier in zip(sizes, beside, strict=True):
+        if tier is not Tier.DEVICE and size <= host:
+            tiers.append(Tier.HOST)
+            host -= size
+        elif tier is Tier.NVME and size <= nvme:
+            tiers.append(Tier.NVME)
+            nvme -= size
+        else:
+            tiers.append(None)
+    return tiers
+
+
+def fits_device(state_bytes: int, device_bytes: int, device_chunk_bytes: int | None) -> bool:
+    """Whether everything (parameters, gradients, states) stays on the device for good."""
+    allowed = DEVICE_SHARE * device_bytes if device_chunk_bytes is None else device_chunk_bytes
+    return state_bytes <= allowed
+
+
+def staging_slots(spans: Sequence[int], host_slots: int, roles: int = STAGED_ROLES) -> int:
+    """How many slots of host memory form the staging ring, given that not everything has its home in host memory.
+
+    The least holds one chunk's update at a time; twice that lets the next one be read meanwhile, three times also the
+    last one be written. Never more than a quarter of the host's slots beyond the least.
+    """
+    largest = roles * max(spans, default=1)
+    return max(largest, min(3 * largest, host_slots // _HOST_PER_STAGING))
+
+
+def slots_for_staging(slots: int) -> int:
+    """How many slots of host memory there must be for a staging ring of so many `slots`."""
+    return _HOST_PER_STAGING * slots
+
+
+def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize: int, itemsize: int, nvme: bool) -> int:
+    """An upper bound of the chunk size: at least 16 slots on the device, and with NVMe a staging ring that takes at
+    most a quarter of host memory."""
+    bound = device_bytes // (16 * compute_itemsize)
+    if nvme:
+        bound = min(bound, host_bytes // (4 * 3 * STAGED_ROLES * itemsize))
+    return bound
+
+
+def survey(
+    specs: Sequence[ParameterSpec],
+    compute_itemsizes: Sequence[int],
+    trainable: Collection[int],
+    capacities: Capacities,
+    *,
+    copies: bool,
+    chunk_bytes: int | None,
+) -> Ground:
+    """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
+
+    `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
+    = searched. Raises `NoRoom`, which says the tier, the bytes that are missing and the parameter that needs them.
+    """
+    itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
+    cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
+    upper = largest_chunk_elements(cap, host_bytes, compute_itemsize, itemsize, capacities.nvme_bytes > 0)
+    elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
+    layout = build_layout(specs, elements)
+    with_states = frozenset(chunk.index for chunk in layout.chunks if set(trainable) & set(chunk.parameters))
+    states = sum(
+        chunk.span * elements * chunk.itemsize * (STAGED_ROLES if chunk.index in with_states else 1)
+        for chunk in layout.chunks
+    )
+    slot_bytes = elements * compute_itemsize
+    total = sum(chunk.span for chunk in layout.chunks)
+    whole = states + (total * slot_bytes if copies else 0)
+    resident = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes)
+    if not resident:
+        _check_device(layout, slot_bytes, cap, specs)
+    uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
+    cast = [chunk for chunk in layout.chunks if compute_itemsizes[chunk.parameters[0]] < chunk.itemsize]
+    room = host_bytes - states - sum(chunk.span * elements * COPY_BYTES for chunk in cast)
+    room -= sum(chunk.span * elements * chunk.itemsize for chunk in layout.chunks if chunk.index in with_states)
+    copied = not resident and (room >= 0 if capacities.home_copies is None else capacities.home_copies)
+    roles = STAGED_ROLES + (copied and bool(cast))
+    staging = _staging(layout, elements * itemsize, host_bytes, specs, roles) if uses_nvme else 0
+    return Ground(
+        layout,
+        itemsize,
+        compute_itemsize,
+        with_states,
+        states,
+        whole,
+        resident,
+        total * copies if resident else min(cap // slot_bytes, total),
+        uses_nvme,
+        staging,
+        frozenset(chunk.index for chunk in cast if copied),
+    )
+
+
+def _chunk_elements(specs: Sequence[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:
+    if chunk_bytes is not None:
+        least = PAGE_ELEMENTS * itemsize
+        if chunk_bytes < least:
+            raise BudgetError(
+                f"chunk_bytes must be at least {format_size(least)} ({least} bytes: {PAGE_ELEMENTS} elements of "
+                f"{itemsize} bytes, of which a chunk has a multiple), got {chunk_bytes}"
+            )
+        return round_down(chunk_bytes // itemsize, PAGE_ELEMENTS)
+    upper = max(PAGE_ELEMENTS, upper)
+    lower = min(MINIMUM_CHUNK_ELEMENTS, upper // 4)
+    return search_chunk_elements(specs, minimum_elements=max(PAGE_ELEMENTS, lower), maximum_elements=upper)
+
+
+def _largest(layout: Layout, specs: Sequence[ParameterSpec]) -> tuple[int, str]:
+    """The span of the largest chunk, and the name of the parameter that makes it so."""
+    largest = max(layout.chunks, key=lambda chunk: chunk.span)
+    return largest.span, specs[max(largest.parameters, key=lambda index: specs[index].numel)].name
+
+
+def _check_device(layout: Layout, slot_bytes: int, cap: int, specs: Sequence[ParameterSpec]) -> None:
+    span, name = _largest(layout, specs)
+    needed = span * slot_bytes
+    if needed > cap:
+        raise NoRoom(
+            f"the device budget is below the minimum: chunks may take {format_size(cap)} ({cap} bytes) of the device, "
+            f"the chunk of {name} alone needs {format_size(needed)} ({needed} bytes); raise Budget(device=…), or set a "
+            f"smaller chunk_bytes",
+            Tier.DEVICE,
+            needed - cap,
+        )
+
+
+def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec], roles: int) -> int:
+    """The slots of the staging ring, which holds `roles` of a chunk at least."""
+    host = round_down(host_bytes, PAGE_BYTES)
+    slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes, roles)
+    needed = slots * slot_bytes
+    if needed > host:
+        span, name = _largest(layout, specs)
+        raise NoRoom(
+            f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
+            f"between NVMe and the device needs {format_size(needed)} ({needed} bytes) for the largest chunk, that of "
+            f"{name}: {span} slot(s) of {format_size(slot_bytes)} in {roles} roles; raise Budget(host=…), or set a "
+            f"smaller chunk_bytes",
+            Tier.HOST,
+            needed - host,
+        )
+    return slots

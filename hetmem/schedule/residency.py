@@ -1,0 +1,312 @@
+"""Where every block is: one pure state machine that turns events into commands.
+
+It decides on numbers, never on tensors: it does no I/O, takes no locks, and the same events give the same commands.
+Every public method is an event; what it returns must be carried out in order. A `Drop` is complete at once; every
+`Fetch` and `Write` is answered by exactly one `done` or `failed`.
+
+Note "copies": a block has one home that always holds a place for it. A copy on a faster tier is a cache of it. A
+dirty copy (only in HOST staging) is newer than its home until its `Write` is done, and keeps its slot until then,
+so nothing is ever read from a home that a write is still on its way to.
+
+    ABSENT -> WAITING (wanted, no slot or source yet) -> LOADING (in flight) -> VALID -> STALE (superseded, in use)
+
+Here is what a use, an answer or a change of a home means for copies. `Supply` decides what comes in next and what
+gives way, `Ledger` keeps the books and makes the commands, `Cache` knows one tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetmem.errors import CapacityError
+from hetmem.schedule.commands import Command, Fetch, Write
+from hetmem.schedule.copies import LOADING, STALE, VALID, WAITING, Block, Copy, CopyState
+from hetmem.schedule.ledger import Ledger
+from hetmem.schedule.policy import EvictionPolicy, NextUse
+from hetmem.schedule.supply import Supply
+from hetmem.schedule.trace import DEVICE, HOST, Schedule, Tier
+
+
+class Residency:
+    """Owner of one fact: which tier holds which copy of which block, in which slot.
+
+    `slots` is the number of slots per cached tier; it is a hard capacity, loads in flight included. `lookahead` is
+    how many uses ahead of the schedule's position blocks are prefetched, at most `in_flight` at once per tier.
+    """
+
+    def __init__(
+        self,
+        slots: dict[Tier, int],
+        policy: EvictionPolicy | None = None,
+        *,
+        lookahead: int = 8,
+        in_flight: int = 2,
+    ) -> None:
+        self._ledger = Ledger(slots, policy or NextUse())
+        self._supply = Supply(self._ledger, lookahead, in_flight)
+        self._caches = self._ledger.caches
+        self.blocks = self._ledger.blocks
+        self.counts = self._ledger.counts
+
+    # ---- facts -------------------------------------------------------------------------------------------------
+
+    def add(self, block: Block) -> int:
+        """Register `block`; returns its number."""
+        return self._ledger.add(block)
+
+    def state(self, block: int, tier: Tier) -> CopyState | None:
+        """The state of the copy of `block` on `tier`; None if there is none."""
+        copy = self._caches[tier].copies.get(block)
+        return copy.state if copy else None
+
+    def slot(self, block: int, tier: Tier) -> int:
+        """The first slot of the VALID copy of `block` on `tier`."""
+        copy = self._caches[tier].copies.get(block)
+        if copy is None or copy.state is not VALID:
+            raise self._ledger.illegal(block, tier, "slot asked for")
+        return copy.slot
+
+    def place(self, block: int, tier: Tier) -> int:
+        """The first slot of the copy of `block` on `tier` that is VALID, or that something in flight makes so."""
+        copy = self._caches[tier].copies.get(block)
+        if copy is None or copy.state not in (VALID, LOADING):
+            raise self._ledger.illegal(block, tier, "place asked for")
+        return copy.slot
+
+    def slot_taken(self, block: int, tier: Tier) -> int:
+        """The first slot of the copy of `block` on `tier`, in whatever state; -1 if it has none."""
+        copy = self._caches[tier].copies.get(block)
+        return -1 if copy is None else copy.slot
+
+    def dirty(self, block: int) -> bool:
+        """Whether the HOST copy of `block` is newer than its home."""
+        copy = self._caches[HOST].copies.get(block)
+        return copy is not None and copy.dirty
+
+    def uses(self, block: int, tier: Tier) -> int:
+        """The use count of the copy of `block` on `tier`; 0 if there is none."""
+        copy = self._caches[tier].copies.get(block)
+        return copy.uses if copy else 0
+
+    def resident(self, tier: Tier) -> list[int]:
+        """The blocks with a copy (of any state) on `tier`, oldest request first."""
+        return list(self._caches[tier].copies)
+
+    def writing(self, block: int) -> bool:
+        """Whether the HOST copy of `block` is on its way home, so that it must not be changed."""
+        copy = self._caches[HOST].copies.get(block)
+        return copy is not None and copy.writing
+
+    def free_slots(self, tier: Tier) -> list[int]:
+        """The slots, or the first ones of places, of `tier` that nobody has."""
+        return self._caches[tier].slots.free()
+
+    def allowed_slots(self, tier: Tier) -> int:
+        """How many slots of `tier` may be taken now."""
+        return self._caches[tier].limit
+
+    def used_slots(self, tier: Tier) -> int:
+        """Slots taken on `tier`, loads in flight included."""
+        return self._caches[tier].slots.used
+
+    def in_flight(self) -> int:
+        """Commands not yet answered."""
+        return self._ledger.in_flight
+
+    # ---- events ------------------------------------------------------------------------------------------------
+
+    def reach(self, blocks: tuple[int, ...], tier: Tier) -> None:
+        """A use of `blocks` at once begins on `tier`: each is acquired next. Says where in the schedule that is."""
+        self._caches[tier].reach(blocks)
+
+    def acquire(self, block: int, tier: Tier, *, load: bool = True) -> list[Command]:
+        """Use `block` on `tier`: one more use, and commands that bring it there. It is there once its state is VALID.
+
+        `load=False` says that the whole copy will be overwritten, so nothing is fetched into an absent one. A copy
+        that is WAITING although nothing is in flight cannot be had: `withdraw` the use.
+        """
+        commands: list[Command] = []
+        ledger, cache = self._ledger, self._caches[tier]
+        ledger.tick += 1
+        self.counts.acquires += 1
+        cache.meet(block)
+        copy = cache.copies.get(block)
+        if copy is not None and copy.state is VALID:
+            copy.uses += 1
+            copy.last_use = ledger.tick
+            self._supply.prefetch(cache, commands)
+            return commands
+        self.counts.faults[tier] += load
+        if copy is None:
+            copy = cache.add(block, Copy(WAITING, load=load))
+        elif copy.state is STALE:
+            copy.state = WAITING
+            copy.load = load
+            cache.touch(block)
+            cache.turned()
+        copy.uses += 1
+        copy.last_use = ledger.tick
+        if copy.state is WAITING:
+            copy.waiting += 1
+            copy.load = copy.load or load
+            self._supply.request(block, tier)
+        self._supply.serve(commands)
+        self._supply.prefetch(cache, commands)
+        return commands
+
+    def acquire_again(self, block: int, tier: Tier) -> int | None:
+        """`acquire` of what is there, where nothing is to be begun for it: the first slot of the copy. None, and the
+        use does not count, where `acquire` is to be asked; most uses are of the first kind."""
+        cache = self._caches[tier]
+        copy = cache.copies.get(block)
+        if copy is None or copy.state is not VALID:
+            return None
+        cache.meet(block)
+        if not self._supply.at_rest(cache):
+            return None
+        ledger = self._ledger
+        ledger.tick = copy.last_use = ledger.tick + 1
+        self.counts.acquires += 1
+        copy.uses += 1
+        return copy.slot
+
+    def withdraw(self, block: int, tier: Tier) -> CapacityError:
+        """Take one waiting use of `block` back and say why it cannot be had: for a request that is still WAITING
+        although nothing is in flight any more."""
+        copy = self._caches[tier].copies.get(block)
+        if copy is None or copy.waiting <= 0:
+            raise self._ledger.illegal(block, tier, "withdraw")
+        return self._supply.withdraw(block, tier)
+
+    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
+        """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
+        cache = self._caches[tier]
+        copy = cache.copies.get(block)
+        if copy is None or copy.uses <= copy.waiting:
+            raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
+        if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
+            raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
+        copy.uses = uses = copy.uses - 1
+        if not uses:
+            cache.touch(block)
+        if dirty:
+            copy.dirty = copy.load = True
+            self._ledger.note(block, "dirty")
+        commands: list[Command] = []
+        if not uses and (copy.state is STALE or not copy.load):
+            self._ledger.drop(block, tier, commands)
+        self._supply.go_on(cache, commands)
+        return commands
+
+    def settle(self, block: int) -> list[Command]:
+        """Start to write the HOST copy home if it is dirty; it stays VALID meanwhile and is clean when that is done."""
+        commands: list[Command] = []
+        copy = self._caches[HOST].copies.get(block)
+        if copy is not None and copy.dirty and not copy.writing:
+            self._ledger.write(block, copy, commands)
+        return commands
+
+    def invalidate(self, block: int, tier: Tier) -> list[Command]:
+        """The copy of `block` on `tier` is superseded: an idle one is dropped, one in use turns STALE."""
+        cache = self._caches[tier]
+        copy = cache.copies.get(block)
+        if copy is None:
+            return []
+        if copy.dirty or copy.state in (LOADING, WAITING):
+            raise self._ledger.illegal(block, tier, "invalidate")
+        commands: list[Command] = []
+        if copy.uses == 0:
+            self._ledger.drop(block, tier, commands)
+            self._supply.serve(commands)
+        else:
+            copy.state = STALE
+            cache.turned()
+            self._ledger.note(block, "stale on", tier)
+        return commands
+
+    def limit(self, tier: Tier, slots: int) -> list[Command]:
+        """From now on at most `slots` slots of `tier`. What is idle beyond it is given up at once; copies in use and
+        loads in flight stay, and are given up as soon as they may be."""
+        cache = self._caches[tier]
+        cache.set_limit(slots)
+        commands: list[Command] = []
+        self._supply.trim(cache, commands)
+        self._supply.serve(commands)
+        return commands
+
+    def expect(self, tier: Tier, schedule: Schedule) -> list[Command]:
+        """`schedule` is what comes next on `tier`; prefetching starts."""
+        return self.expect_all({tier: schedule})
+
+    def expect_all(self, schedules: Mapping[Tier, Schedule]) -> list[Command]:
+        """As `expect` for each tier, of all before anything begins: what both use is compared by one clock."""
+        for tier, schedule in schedules.items():
+            self._caches[tier].expect(schedule)
+        commands: list[Command] = []
+        for tier in schedules:
+            self._supply.prefetch(self._caches[tier], commands)
+        return commands
+
+    def suspend(self, block: int) -> None:
+        """The home of `block` is being rewritten: until `resume` nothing brings it to the device."""
+        self._supply.suspend(block)
+
+    def resume(self, block: int) -> list[Command]:
+        """The home of `block` can be read again: what waited for it goes on."""
+        self._supply.resume(block)
+        commands: list[Command] = []
+        self._supply.serve(commands)
+        self._supply.prefetch(self._caches[DEVICE], commands)
+        return commands
+
+    def prefetch(self, block: int, tier: Tier) -> list[Command]:
+        """Bring `block` to `tier` without using it, if that harms nothing more urgent."""
+        commands: list[Command] = []
+        self._supply.prefetch_block(block, tier, commands)
+        return commands
+
+    def done(self, command: Fetch | Write) -> list[Command]:
+        """`command` was carried out."""
+        self._ledger.done(command)
+        commands: list[Command] = []
+        supply, (device, host) = self._supply, self._caches
+        if device.slots.used > device.limit:
+            supply.trim(device, commands)
+        if host.slots.used > host.limit:
+            supply.trim(host, commands)
+        supply.serve(commands)
+        supply.prefetch(device, commands)
+        supply.prefetch(host, commands)
+        return commands
+
+    def failed(self, command: Fetch | Write) -> list[Command]:
+        """`command` failed: the source is as it was, and a failed write leaves its copy dirty. A failed fetch leaves
+        no copy, or a STALE one until its uses are released (somebody may look at the slot)."""
+        commands: list[Command] = []
+        self._ledger.failed(command, commands)
+        if isinstance(command, Fetch):
+            for cache in self._caches:
+                self._supply.trim(cache, commands)
+        self._supply.serve(commands)
+        return commands
+
+    # ---- invariants --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `AssertionError` if an invariant of the state machine does not hold (for tests and `sanitize`)."""
+        for cache in self._caches:
+            tier = cache.tier
+            taken = sum(self.blocks[block].span for block, copy in cache.copies.items() if copy.slot >= 0)
+            assert taken == cache.slots.used <= cache.slots.count, "slots and copies disagree"
+            for block, copy in cache.copies.items():
+                label, home, span = self.blocks[block].label, self.blocks[block].home, self.blocks[block].span
+                assert copy.uses >= copy.waiting >= 0, f"{label} has a wrong use count"
+                assert home > tier, f"{label} is cached at or above its home"
+                assert not copy.dirty or (tier is HOST and copy.state is VALID), "a copy is dirty that cannot be"
+                assert not copy.writing or copy.dirty, "a clean copy is written"
+                if copy.slot >= 0:
+                    assert cache.slots.has(block, copy.slot, span), "a slot has another owner"
+                else:
+                    assert copy.uses == copy.waiting, "a copy without a slot is in use"
+                waits = self._supply.requested(block, tier)
+                assert waits == (copy.state is WAITING) == (copy.waiting > 0), "a wait is lost"

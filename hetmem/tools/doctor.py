@@ -1,0 +1,114 @@
+"""`hetmem doctor`: what of hetmem works on this machine, and how to mend the rest. Looks, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+import hetmem
+from hetmem.base.units import MIB, format_size
+from hetmem.cpu import kernel_name
+from hetmem.cuda.backend import backend
+from hetmem.errors import BudgetError
+from hetmem.memory.copy_settings import load_ways
+from hetmem.memory.cuda_device import driver_version
+from hetmem.memory.free_memory import free_host_bytes
+from hetmem.memory.nvme_store import NvmeStore
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. `well` is False where something that was asked for does not work; `advice` mends it."""
+
+    what: str
+    found: str
+    well: bool = True
+    advice: str = ""
+
+    def __str__(self) -> str:
+        lines = f"{'ok  ' if self.well else 'FAIL'} {self.what:<14} {self.found}"
+        return f"{lines}\n{'':20}{self.advice}" if self.advice else lines
+
+
+def examine(nvme_directory: str | None = None) -> list[Finding]:
+    """Everything that hetmem needs or can use, the drive of `nvme_directory` too if it is given."""
+    directory = [] if nvme_directory is None else [_drive(nvme_directory)]
+    return [_versions(), _gpu(), _kernels(), _host_kernel(), _host_memory(), *_locked_memory(), *directory]
+
+
+def _versions() -> Finding:
+    python = ".".join(map(str, sys.version_info[:3]))
+    well = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
+    return Finding(
+        "versions",
+        f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}",
+        well,
+        "" if well else "torch >= 2.11 is needed",
+    )
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        built = "a build without CUDA" if torch.version.cuda is None else f"a build for CUDA {torch.version.cuda}"
+        advice = "models run on the simulated accelerator; for a GPU: its driver, and a CUDA build of torch"
+        return Finding("GPU", f"none that torch sees ({built})", advice=advice)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    free, total = torch.cuda.mem_get_info()
+    return Finding("GPU", f"{', '.join(names)}; {format_size(free)} of {format_size(total)} free")
+
+
+def _kernels() -> Finding:
+    here = backend()
+    if here.native:
+        ways = load_ways(torch.cuda.get_device_name(), driver_version())
+        crossing = f"weights by {ways.weights.value}, gradients by {ways.gradients.value} ({ways.source})"
+        return Finding("GPU kernels", f"{here.reason}; {crossing}")
+    advice = "" if not torch.cuda.is_available() else "pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'"
+    return Finding("GPU kernels", f"torch in their stead: {here.reason}", advice=advice)
+
+
+def _host_kernel() -> Finding:
+    name = kernel_name()
+    advice = "" if name == "numba" else "the update takes torch's kernel, with the same bits and more passes"
+    return Finding("host update", name, advice=advice)
+
+
+def _host_memory() -> Finding:
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = free_host_bytes()
+    least = ", within the limit of a control group" if free < memory.available else ""
+    return Finding("host", f"{format_size(free)} of {format_size(memory.total)} free{least}, {cores} cores")
+
+
+def _locked_memory() -> Iterator[Finding]:
+    """Page-locked memory is registered with the GPU's driver, which a low limit makes fail."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if torch.cuda.is_available() and limit != resource.RLIM_INFINITY:
+        advice = "if copies are slow: ulimit -l unlimited, or in a container --ulimit memlock=-1"
+        yield Finding("locked memory", f"at most {format_size(limit)}", advice=advice)
+
+
+def _drive(directory: str) -> Finding:
+    """A small file is made there, as a managed model would, and is gone again."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is said below
+            store = NvmeStore([Path(directory)], 2 * MIB)
+    except BudgetError as error:
+        return Finding("drive", directory, False, str(error))
+    direct, settings = all(store.direct), store.settings[0]
+    store.close()
+    status = os.statvfs(directory)
+    free = format_size(status.f_bavail * status.f_frsize)
+    how = "O_DIRECT" if direct else "buffered I/O, as this filesystem has no O_DIRECT"
+    advice = "" if direct else "use a directory on ext4 or xfs: buffered writes take twice as long and more"
+    return Finding("drive", f"{directory}: {free} free, {how}; {settings}", advice=advice)

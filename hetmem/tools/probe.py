@@ -1,0 +1,255 @@
+"""Measures this machine for the planner, in about a minute: memory, disk, links and, if there is one, the GPU.
+
+Everything measured goes through what training uses: the optimizer's kernel, the NVMe store, torch's copies. It decides
+nothing and leaves no file behind.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hetmem.base.units import MIB
+from hetmem.cpu import AdamWStep, adamw
+from hetmem.cpu.workers import WorkerPool, usable_cores
+from hetmem.engine.homes import ALLOCATOR_SHARE
+from hetmem.memory import disk_settings
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.nvme_store import Extent, NvmeStore
+from hetmem.schedule.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
+from hetmem.schedule.update_split import UPDATE_BYTES
+from hetmem.tools.measuring import ordinary_torch
+from hetmem.tools.overheads import measure
+
+_COPY_BYTES = 256 * MIB
+_UPDATE_ELEMENTS = 16 << 20
+_DISK_BYTES = 256 * MIB
+_BOTH_WAYS_BYTES = 4 * MIB
+_DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 2), (4 * MIB, 4), (4 * MIB, 8), (16 * MIB, 1), (16 * MIB, 2), (16 * MIB, 4))
+
+
+@ordinary_torch()
+def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> HardwareProfile:
+    """A profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
+
+    Without a GPU the device is the simulated one, and its rates are those of this machine's cores. `quick` measures on
+    a sixteenth of the bytes: for tests and demonstrations. Otherwise the best way to ask the disk is kept in the cache
+    directory, and every later NVMe store on that disk takes it. Raises `BudgetError` if the directory cannot be
+    written to.
+    """
+    scale = 16 if quick else 1
+    host = _host(scale)
+    directory = Path(nvme_dir or tempfile.gettempdir())
+    samples = _disk(directory, _DISK_BYTES // scale)
+    best_read = max(sample.read_bytes_per_second for sample in samples)
+    best_write = max(sample.write_bytes_per_second for sample in samples)
+    latency = _seconds_of_a_small_read(directory)
+    kept = {} if quick else {"disk_samples": _keep(directory, samples)}
+    at_once = _disk_both_ways(directory, _DISK_BYTES // scale)
+    device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
+    measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
+    return HardwareProfile(
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"simulated on {host.cores} cores",
+        device,
+        host,
+        to_device,
+        to_host,
+        Rate(best_read, latency),
+        Rate(best_write, latency),
+        both,
+        {"all": measured, **kept},
+        tuple(samples),
+        ThreadCosts() if torch.cuda.is_available() else measure(),
+        at_once,
+    )
+
+
+def seconds(work: Callable[[], object], rounds: int = 5) -> float:
+    """The median of `rounds` runs of `work`, after one that is not counted."""
+    work()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+# ---- the host ----------------------------------------------------------------------------------------------------
+
+
+def _host(scale: int) -> HostProfile:
+    import psutil
+
+    nbytes = _COPY_BYTES // scale
+    source, target = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
+    copy = nbytes / seconds(lambda: target.copy_(source))
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    total = int(psutil.virtual_memory().total)
+    return HostProfile(total, usable_cores(), copy, _update_rate(_UPDATE_ELEMENTS // scale), nodes)
+
+
+def _update_rate(elements: int) -> float:
+    """Bytes per second of the optimizer's own kernel, all traffic counted."""
+    pool = WorkerPool()
+    param, gradient, first, second = (torch.full((elements,), 1e-3) for _ in range(4))
+    hyper = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3, False)
+    try:
+        return UPDATE_BYTES * elements / seconds(lambda: adamw(pool, hyper, param, gradient, first, second))
+    finally:
+        pool.close()
+
+
+# ---- the disk ----------------------------------------------------------------------------------------------------
+
+
+def _disk(directory: Path, nbytes: int) -> list[DiskSample]:
+    samples = []
+    for block, depth in _DISK_POINTS:
+        block = min(block, nbytes // depth)
+        store = NvmeStore([directory], nbytes, threads=depth, request_bytes=block)
+        try:
+            extents = store.reserve_many([block * depth] * (nbytes // (block * depth)))
+            memory = Mapping(nbytes)
+            parts = [memory.buffer(index * block * depth, block * depth) for index in range(len(extents))]
+            written = seconds(lambda: _settle(store.write, extents, parts), 3)  # noqa: B023 - called at once
+            read = seconds(lambda: _settle(store.read, extents, parts), 3)  # noqa: B023 - called at once
+        finally:
+            store.close()
+        samples.append(DiskSample(block, depth, nbytes / read, nbytes / written))
+    return samples
+
+
+def _disk_both_ways(directory: Path, nbytes: int) -> float:
+    """Bytes per second of reads and writes together, as many of each, asked for as a run does."""
+    block = min(_BOTH_WAYS_BYTES, nbytes // 2)
+    store = NvmeStore([directory], nbytes)
+    try:
+        extents, memory = store.reserve_many([block] * (nbytes // block)), Mapping(nbytes)
+        parts = [memory.buffer(index * block, block) for index in range(len(extents))]
+        _settle(store.write, extents, parts)
+
+        def both() -> None:
+            moves = (store.read, store.write) * len(extents)
+            for future in [move(*what) for move, what in zip(moves, zip(extents, parts, strict=True), strict=False)]:
+                future.result()
+
+        return nbytes / seconds(both, 3)
+    finally:
+        store.close()
+
+
+def _keep(directory: Path, samples: list[DiskSample]) -> str:
+    """Let later stores ask the disk as was best here; says so."""
+    settings, path = disk_settings.remember(os.fspath(directory), samples)
+    return f"best: {settings}; " + (f"kept in {path}" if path else "not kept, as the cache cannot be written to")
+
+
+def _settle(move: Callable[[Extent, memoryview], Future[int]], extents: list[Extent], parts: list[memoryview]) -> None:
+    """Move all parts, as many at once as the store has threads."""
+    for future in [move(extent, part) for extent, part in zip(extents, parts, strict=True)]:
+        future.result()
+
+
+def _seconds_of_a_small_read(directory: Path) -> float:
+    store = NvmeStore([directory], 4096, threads=1)
+    try:
+        extent, memory = store.reserve(4096), Mapping(4096).buffer(0, 4096)
+        store.write(extent, memory).result()
+        return seconds(lambda: store.read(extent, memory).result(), 15)
+    finally:
+        store.close()
+
+
+# ---- the device --------------------------------------------------------------------------------------------------
+
+
+def _simulated(scale: int, host: HostProfile) -> tuple[DeviceProfile, Rate, Rate, float]:
+    """The cores of this machine, as the device that operators run on."""
+    flops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        side, taken = 64, 0.0
+        while side < 2048 and taken < 0.05:  # a core without instructions for a dtype may be a thousand times slower
+            side *= 2
+            left, right = torch.randn(side, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
+            taken = seconds(lambda: left @ right, 3)  # noqa: B023 - called at once
+        flops[str(dtype).removeprefix("torch.")] = 2 * side**3 / taken
+    numbers = torch.randn(_COPY_BYTES // scale // 16)
+    bandwidth = 2 * numbers.nbytes / seconds(lambda: torch.mul(numbers, 2.0))
+    few = torch.randn(16)
+    launch = seconds(lambda: [few.add(1.0) for _ in range(1000)]) / 1000
+    link = Rate(host.copy_bytes_per_second, 0.0, by_the_caller=True)
+    return DeviceProfile(host.memory_bytes, bandwidth, flops, launch), link, link, link.bytes_per_second
+
+
+def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
+    """The first GPU: its links from pinned memory, its memory, its matrix rates."""
+    nbytes = _COPY_BYTES // scale
+    pinned = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def move(*, up: bool, down: bool) -> None:
+        with torch.cuda.stream(streams[0]):
+            if up:
+                device[0].copy_(pinned[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            if down:
+                pinned[1].copy_(device[1], non_blocking=True)
+        torch.cuda.synchronize()
+
+    def small() -> None:
+        device[0][:16].copy_(pinned[0][:16], non_blocking=True)
+        torch.cuda.synchronize()
+
+    latency = seconds(small, 50)
+    up = nbytes / seconds(lambda: move(up=True, down=False))
+    down = nbytes / seconds(lambda: move(up=False, down=True))
+    both = 2 * nbytes / seconds(lambda: move(up=True, down=True))
+
+    def copy() -> None:
+        device[1].copy_(device[0])
+        torch.cuda.synchronize()
+
+    bandwidth = 2 * nbytes / seconds(copy)
+    flops = {
+        str(t).removeprefix("torch."): _matrix_rate(t, scale) for t in (torch.bfloat16, torch.float16, torch.float32)
+    }
+    launch = _launch_seconds()
+    memory = int(torch.cuda.get_device_properties(0).total_memory)
+    return (
+        DeviceProfile(memory, bandwidth, flops, launch, ALLOCATOR_SHARE),
+        Rate(up, latency),
+        Rate(down, latency),
+        both,
+    )
+
+
+def _matrix_rate(dtype: torch.dtype, scale: int) -> float:
+    side = 8192 if scale == 1 else 2048
+    left = torch.randn(side, side, device="cuda", dtype=dtype)
+
+    def multiply() -> None:
+        torch.mm(left, left)
+        torch.cuda.synchronize()
+
+    return 2 * side**3 / seconds(multiply)
+
+
+def _launch_seconds() -> float:
+    few = torch.zeros(16, device="cuda")
+
+    def many() -> None:
+        for _ in range(1000):
+            few.add_(1.0)
+        torch.cuda.synchronize()
+
+    return seconds(many) / 1000
