@@ -129,7 +129,8 @@ class GradientSink:
             watcher.lost(chunk)
 
     def is_there(self, chunk: Chunk) -> None:
-        """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in `schedule.gradient_completion`."""
+        """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in
+        `schedule.gradient_completion`."""
         traffic = self.runtime.traffic
         if chunk in self._complete and not traffic.gradients.arriving(chunk):
             traffic.settle([chunk.homes[Role.GRAD]])

@@ -36,7 +36,7 @@ class Worker(Protocol):
 
 
 class Pending:
-    """Commands that `residency` gave and `carrier` has begun, and jobs, which are no commands."""
+    """Commands that `residency` gave and `executor` has begun, and jobs, which are no commands."""
 
     def __init__(self, residency: Residency, engine: TransferEngine, carrier: Carrier) -> None:
         self._residency, self._engine, self._carrier = residency, engine, carrier

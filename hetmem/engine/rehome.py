@@ -1,7 +1,8 @@
 """The resident share: homes move to device memory that nothing else uses, and back when something else needs it.
 
-`schedule.resident_share` says how much is idle and which chunks move. A chunk moves with all its roles: then its gradients stay on
-the device, its update is made there, and its copy is a cast there. The place that each home had stays reserved.
+`schedule.resident_share` says how much is idle and which chunks move. A chunk moves with all its roles: then its
+gradients stay on the device, its update is made there, and its copy is a cast there. The place that each home had stays
+reserved.
 """
 
 from __future__ import annotations

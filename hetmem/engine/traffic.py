@@ -1,6 +1,6 @@
 """Brings blocks to tiers by what `schedule.residency` decides, and waits where it must.
 
-It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `carrier`.
+It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `executor`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOADING = (CopyState.WAITING, CopyState.LOADING)
 
 
 class Traffic:
-    """Every copy between tiers. `residency` says what, `carrier` does it; here is when, and who waits for it."""
+    """Every copy between tiers. `residency` says what, `executor` does it; here is when, and who waits for it."""
 
     def __init__(
         self,

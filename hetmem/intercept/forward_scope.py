@@ -85,7 +85,7 @@ class Compute:
         self.functions: Handler | None = None
         self.operators: Handler | None = None
         self.compiler: Any = None
-        """Who compiles what is around it; see `compiled`."""
+        """Who compiles what is around it; see `dynamo`."""
         self._ended = ended
         self._until_gone: _Functions | None = None
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])

@@ -152,7 +152,8 @@ class OperatorFaults:
         return [self._by_id[id(parameter)] for parameter in module.parameters() if id(parameter) in self._by_id]
 
     def begin_region(self, name: str, used: list[ManagedParameter]) -> Any:
-        """`used` are bound until `end_region` is called with what this returns; see note "regions" in `regions`."""
+        """`used` are bound until `end_region` is called with what this returns; see note "regions" in
+        `compile_regions`."""
         if in_backward():
             self._gradients.recompute_with(used)
         if used:

@@ -159,7 +159,7 @@ class CudaDevice:
         return Moves(self.torch_device, self._kernels(), ways, self._is_mapped)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On the current stream; host memory goes through `moves`."""
+        """On the current stream; host memory goes through `cuda_copies`."""
         with torch.no_grad():
             if self._crosses(source, target):
                 self.moves.copy_in(target, source)
@@ -167,7 +167,7 @@ class CudaDevice:
                 target.copy_(source)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """On the current stream; what goes to host memory goes through `moves`."""
+        """On the current stream; what goes to host memory goes through `cuda_copies`."""
         with torch.no_grad():
             if self._crosses(arrived, target):
                 self.moves.gradient_out(target, arrived, add=add)

@@ -1,7 +1,7 @@
 """Moving bytes between tiers behind compute; counts bytes and busy seconds per link.
 
 It carries out what it is told, in order per link, and reports each job done or failed once. It decides nothing. How
-bytes cross between host and device is the device's: on threads (`ThreadCopier`), or on streams (`memory.stream_copier`).
+bytes cross between host and device is the device's: on threads (`ThreadCopier`), or on streams (`StreamCopier`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Updates on the device of chunks that live in host memory: states are brought there, updated, and sent home.
 
-It knows jobs, slots on the device and the two directions of the link; which chunks come here is `places`'s, and which
-gradients are here already `kept`'s.
+It knows jobs, slots on the device and the two directions of the link; which chunks come here is
+`update_placement`'s, and which gradients are here already `device_gradients`'s.
 
 Note "streamed": parameter and states of a chunk are copied into a slot, and its gradients into a place beside it if
 they are not in one, and the kernel runs behind them on the same stream, so that compute waits for neither. When both

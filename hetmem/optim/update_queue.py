@@ -61,7 +61,7 @@ class Job:
     keeps_copy: bool = False
     left: Left = field(default_factory=Left)
     streamed: Callable[[Job], Update] | None = None
-    """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
+    """Given where the update is made on the device: what `tasks` is on the host. See `device_updates`."""
     opened: Opened = field(default_factory=dict)
     copy: torch.Tensor | None = None
     had_copy: bool = False

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from hetmem.api import refuse_budget, refuse_precision
-from hetmem.base.config import Budget, Limits
+from hetmem.base.config import Budget, Limits, refuse_budget
 from hetmem.base.units import parse_size
+from hetmem.engine.precision import refuse_precision
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.planner.decide import Variant, decide
 from hetmem.planner.huggingface import hugging_face_call

@@ -1,6 +1,6 @@
 """The answer to "can it be trained here, and how": the best way found, or what is missing, and what to do about it.
 
-`planner` judges one workload; here the same training done differently is compared with it. Pure.
+`search` judges one workload; here the same training done differently is compared with it. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Runs one forward and backward of a model and writes down what a managed run would see: on `meta`, or for real.
 
-It stands in for `intercept.interceptor` where there is no memory: parameters are bound to a tensor of their own for each
-operator, so that views that outlive it are seen, and saved weights are asked for again in backward. It decides nothing.
+It stands in for `intercept.interceptor` where there is no memory: parameters are bound to a tensor of their own for
+each operator, so that views that outlive it are seen, and saved weights are asked for again in backward. It decides
+nothing.
 """
 
 from __future__ import annotations

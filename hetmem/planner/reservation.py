@@ -137,7 +137,8 @@ def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
 
 
 def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> list[int]:
-    """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see `schedule.resident_share`."""
+    """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see
+    `schedule.resident_share`."""
     homes, chunks = arrangement.homes, arrangement.ground.chunks
     free = [
         chunk

@@ -1,8 +1,9 @@
 """Updates on the device with states brought there, on the simulator's clock: the counterpart of `optim.device_updates`.
 
 States are brought to a slot on one link, updated behind that, and sent home on the other; then a copy for operators is
-made from the slot. Gradients are brought to a place beside the slots, or stay in one as they arrive: see `optim.device_gradients`.
-Pure. `schedule.streamed_share` says which chunks; here are its facts, the slots and the places.
+made from the slot. Gradients are brought to a place beside the slots, or stay in one as they arrive: see
+`optim.device_gradients`. Pure. `schedule.streamed_share` says which chunks; here are its facts, the slots and the
+places.
 """
 
 from __future__ import annotations

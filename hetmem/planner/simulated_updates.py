@@ -68,8 +68,8 @@ class Opened(Protocol):
 
 
 class Elsewhere(Protocol):
-    """Makes updates that are not made here; see `planner.simulated_device_updates`. It calls `ended` after each one, and `to_host` with
-    one that must be made here."""
+    """Makes updates that are not made here; see `planner.simulated_device_updates`. It calls `ended`
+    after each one, and `to_host` with one that must be made here."""
 
     ended: Callable[[], None]
     to_host: Callable[[Update], None]
@@ -187,7 +187,8 @@ class Updates:
         return None
 
     def _may_open(self) -> bool:
-        """Whether an update may open: all that opened before it have places; see note "openings" in `optim.update_queue`."""
+        """Whether an update may open: all that opened before it have places; see note "openings" in
+        `optim.update_queue`."""
         if not self._queue or len(self._opening) + self._running >= AT_ONCE:
             return False
         state = self._traffic.residency.state

@@ -1,7 +1,8 @@
 """Where updates run, if bytes may go anywhere: shares such that the slowest of all links and memories is done soonest.
 
-Pure: costs in; shares out. A run asks here how much to stream (`optim.update_placement`), and a plan what that would bring. What
-lives on the device is `schedule.resident_share`'s: idle memory of the device is filled with homes, whatever the shares.
+Pure: costs in; shares out. A run asks here how much to stream (`optim.update_placement`), and a plan what that would
+bring. What lives on the device is `schedule.resident_share`'s: idle memory of the device is filled with homes,
+whatever the shares.
 
 Note "busy": a resource is busy for the bytes that go through it. The cores of the host have what they update. Its
 memory has that too, and whatever crosses the link, which is read or written there; its rate is twice that of a copy.
