@@ -134,17 +134,11 @@ MUTATIONS = {
         "",
         "tests/optim/test_trailing.py::test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted",
     ),
-    "undo nothing of a speculative update": Mutation(
-        "optim/undo.py",
-        "        for role, memory in self.buffers.items():\n",
-        "        for role, memory in () if back else self.buffers.items():\n",
-        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients",
-    ),
-    "count an undone step": Mutation(
+    "count a step that failed": Mutation(
         "optim/progress.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
-        "tests/optim/test_clipping.py::test_an_overflow_skips_one_step_and_changes_nothing_else",
+        "tests/faults/test_step_retry.py::test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once",
     ),
     "clip by nothing": Mutation(
         "optim/optimizer.py",

@@ -79,10 +79,6 @@ class Untouched:
                     raise changed(progress.parts, optimizer)
         self._checked = True
 
-    def written(self, progress: Progress) -> bool:
-        """Whether somebody was seen to write to weights of `progress`, which is not begun."""
-        return any(self._writes.was_seen(part.managed) for part in progress.parts)
-
     def forget(self) -> None:
         """The step is over."""
         self._waiting.clear()
@@ -110,6 +106,14 @@ def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> Runti
         f"model for the length of it. To leave a step "
         f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
         f"from the weights that are updated"
+    )
+
+
+def other_factor(progress: Progress) -> RuntimeError:
+    """Return the error of a step whose gradients have another factor than the update of `progress` was made with."""
+    return RuntimeError(
+        f"chunk {progress.chunk.spec.index} was updated with a factor of {progress.scale} for its gradients, and "
+        f"step() wants another one: max_grad_norm or loss_scale was changed in between"
     )
 
 

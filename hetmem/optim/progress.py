@@ -1,4 +1,4 @@
-"""How far a chunk is in a step: which gradients its update was, or will be, made with, and what undoes it.
+"""How far a chunk is in a step: which gradients its update was, or will be, made with.
 
 It compares and remembers; it starts nothing.
 """
@@ -18,7 +18,6 @@ from hetmem.cpu import sums_of_tiles
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
 from hetmem.optim.rule import Left
-from hetmem.optim.undo import Saved
 from hetmem.schedule.update_split import Way
 
 _SAMPLES = 1024
@@ -67,9 +66,8 @@ class Part:
 @dataclass(slots=True, eq=False)
 class Progress:
     """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `summing`: its
-    sums were, and are not made. `saving`: what it changes is on its way to `saved`, which must not be given back
-    before. `disturbed`: somebody wrote to its streamed gradients before it had read them. `kept`: they are read on the
-    device, where they arrived. `optimizer`: whose update it is, which must live as long."""
+    sums were, and are not made. `disturbed`: its streamed gradients were written to before they were read. `kept`: they
+    are read on the device, where they arrived. `optimizer`: whose update it is, which must live as long."""
 
     chunk: Chunk
     parts: list[Part]
@@ -78,8 +76,6 @@ class Progress:
     begun: bool = False
     summing: bool = False
     scale: float = 1.0
-    saved: Saved | None = None
-    saving: bool = False
     disturbed: bool = False
     kept: bool = False
     left: Left = field(default_factory=Left)

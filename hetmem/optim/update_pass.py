@@ -1,4 +1,4 @@
-"""The passes over the memory of a chunk that a step is made of: squares are summed up, an update is made or taken back.
+"""The passes over the memory of a chunk that a step is made of: squares are summed up, an update is made.
 
 It knows what a pass reads and writes, and nothing of when: jobs are made here and queued by the `Stepper`.
 """
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
-from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.build import recast_all
 from hetmem.engine.gradients import honour_written_gradients, is_home_gradient
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
@@ -44,11 +42,10 @@ class Passes:
         self,
         optimizer: OffloadedOptimizer,
         interception: Interception,
-        workers: WorkerPool,
         places: UpdatePlaces,
         kept: KeptGradients,
     ) -> None:
-        self._made_by, self._interception, self._workers = weakref.ref(optimizer), interception, workers
+        self._made_by, self._interception = weakref.ref(optimizer), interception
         self._places, self._kept = places, kept
         self._runtime = interception.runtime
 
@@ -180,7 +177,7 @@ class Passes:
     def notice_before(self, progress: Progress) -> None:
         """A step begins. What a pass of `progress` will read, and has not, it may find in staging, and it has seen
         nothing that could be compared with the home later."""
-        if not progress.begun and progress.saved is None:  # else `Untouched` sees it
+        if not progress.begun:  # else `Untouched` sees it
             self.notice_written(progress.chunk)
         if not progress.kept and any(part.sample is None for part in progress.parts):
             honour_written_gradients(self._runtime, progress.chunk)
@@ -193,11 +190,8 @@ class Passes:
     # ---- squares -----------------------------------------------------------------------------------------------
 
     def sums_job(self, progress: Progress, done: Callable[[bool], None]) -> Job:
-        """Sum up squares; with memory for it, also save what an update would change."""
+        """Return the job that sums up squares of the gradients of `progress`."""
         roles = {Role.GRAD: True} if any(part.at_home for part in progress.parts) else {}
-        saved = progress.saved
-        roles |= dict.fromkeys(saved.buffers, True) if saved is not None else {}
-        progress.saving = saved is not None
         return Job(progress.chunk, roles, partial(self._sum_tasks, progress), done, writes=False)
 
     def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
@@ -213,8 +207,6 @@ class Passes:
             else:
                 sums = square_sums_on_device(gradient)  # read in `on_host`
             progress.sums.append(sums)
-        if progress.saved is not None:
-            tasks += progress.saved.tasks_to_save(job.opened, [part.managed for part in progress.parts])
         return tasks
 
     # ---- updates -----------------------------------------------------------------------------------------------
@@ -337,28 +329,6 @@ class Passes:
         if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
             self._notice_disturbance(progress, {})
         self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
-
-    def take_back(self, progress: Progress) -> None:
-        """Undo the update of `progress`: every bit is as before it."""
-        saved, chunk, traffic = progress.saved, progress.chunk, self._runtime.traffic
-        if saved is None:
-            raise RuntimeError(
-                f"chunk {chunk.spec.index} was updated with a factor of {progress.scale} for its gradients during "
-                f"backward, and step() wants another one: max_grad_norm or loss_scale was changed in between"
-            )
-        traffic.begin_update(chunk, keep_copy=False)
-        try:
-            self._workers.run(saved.tasks_to_restore(chunk, [part.managed for part in progress.parts]))
-        finally:
-            recast_all(chunk)
-            traffic.end_update(chunk)
-        progress.left.clear()
-        progress.restore_numbers()
-        for part in progress.parts:
-            self._optimizer.states.forget_empty(part.managed)
-        progress.begun = False
-        self._runtime.statistics.updated_bytes[progress.way] -= progress.nbytes
-        self._count_versions(progress)
 
     @staticmethod
     def _count_versions(progress: Progress) -> None:

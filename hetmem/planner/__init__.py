@@ -66,20 +66,19 @@ def plan(
 
     `batch` is what the model is called with: a tuple, a dict of keywords or one tensor (shapes count, values do not).
     `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote (as for `manage`);
-    None: the h100's.
-    `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
-    to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
-    and backwards come before a step. `checkpointing`: activations of every repeated layer are computed again in the
-    backward, for a model that is built without (one that does it by itself is planned as it is). `overlap`,
-    `gradients`: what `hetmem.AdamW` will be made with; "speculative" depends on factors that no plan knows, and is not
-    planned. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and seconds by the simulator
-    with the rates of `hardware`. `real`: run one forward and backward on the processor of this machine, for a model
-    whose control flow depends on values; that takes their time and memory.
+    None: the h100's. `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from
+    the model's output to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`:
+    how many forwards and backwards come before a step. `checkpointing`: activations of every repeated layer are
+    computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
+    `overlap`, `gradients`: what `hetmem.AdamW` will be made with. Other keywords as for `manage`. No memory is taken
+    and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and
+    backward on the processor of this machine, for a model whose control flow depends on values; that takes their time
+    and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
     takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
-    `chunk_bytes` that `manage` would refuse.
-    A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
+    `chunk_bytes` that `manage` would refuse. A model that does not fit is no error: `.fits` is False then, and
+    `.missing_bytes` and `.advice` say what to do.
     """
     refuse_budget(budget)
     refuse_precision(mixed_precision)
@@ -179,11 +178,6 @@ def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
         check_gradients(kept, when, needs_all=False)
     except ValueError as error:
         raise PlanError(str(error)) from error
-    if when is Overlap.SPECULATIVE:
-        raise PlanError(
-            "overlap='speculative' depends on the factors of gradients, which no plan knows: plan overlap='backward', "
-            "and leave host memory for what an update changes"
-        )
     if kept is Gradients.STREAMED and micro_batches > 1:
         raise PlanError(
             f"streamed gradients are used up within their backward, of which a step has one: expected micro_batches=1, "

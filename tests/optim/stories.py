@@ -13,7 +13,7 @@ from torch import nn
 from hetmem.engine.consumed_gradients import UsedUp
 from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of
 
-OVERLAPS = ("off", "backward", "speculative", "forward")
+OVERLAPS = ("off", "backward", "forward")
 overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
 
 TRAILING: dict[str, Any] = {"overlap": "forward", "max_grad_norm": 1e9}

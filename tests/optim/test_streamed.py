@@ -70,7 +70,7 @@ def crossed(module: nn.Module) -> dict[Link, int]:
 @pytest.mark.pairs
 @MIXED
 @pytest.mark.parametrize("home_copies", [True, False])
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize(
     "device",
     [
@@ -124,12 +124,11 @@ def assert_alike(one: Any, other: Any) -> None:
     assert_same_states(one[1], other[1])
 
 
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
+@pytest.mark.parametrize("overlap", ["off", "backward"])
 @MIXED
 def test_clipped_and_scaled_updates_have_the_bits_of_those_on_the_host(
     mixed: torch.dtype | None, overlap: str, tmp_path: Path
 ) -> None:
-    """Speculative ones are made on the device, taken back, and made there again with another factor."""
     options: dict[str, Any] = {
         "overlap": overlap,
         "max_grad_norm": 0.01,
