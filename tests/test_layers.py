@@ -40,7 +40,7 @@ DECIDE_TOO = {
     "hetmem.engine.remedies",
     *(
         f"hetmem.planner.{name}"
-        for name in "decide growth largest link_queue repetition reservation result rows search simulator step_program "
+        for name in "decide growth largest link_queue repetition reservation result search simulator step_program "
         "simulated_device_updates simulated_gradients simulated_trace simulated_updates updating workload".split()
     ),
 }

@@ -138,7 +138,7 @@ MUTATIONS = {
         "optim/progress.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
-        "tests/faults/test_step_retry.py::test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once",
+        "tests/faults/test_step_retry.py::test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too",
     ),
     "clip by nothing": Mutation(
         "optim/optimizer.py",

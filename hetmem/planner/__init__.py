@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from hetmem.planner.meta_results import Results
 from hetmem.planner.model import Builder, Call, checkpointed, divided, joined, trace, trace_real, traced
 from hetmem.planner.plan import Plan, PlanError, plan_of
 from hetmem.planner.profiles import known_profiles, load_profile
-from hetmem.planner.rows import fitting_rows
-from hetmem.planner.search import Setting
 from hetmem.planner.updating import Updating
 from hetmem.planner.workload import Workload
 from hetmem.schedule.hardware import HardwareProfile
@@ -149,7 +146,7 @@ def plan_within(
         else list(_variants(call, light, workload, micro_batches, results, updating, checkpointing=checkpointing)),
     )
     dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
-    made = plan_of(
+    return plan_of(
         decision,
         capacities,
         hardware,
@@ -159,16 +156,6 @@ def plan_within(
         profile_name,
         checkpointing=checkpointing,
     )
-    if made.compute_bound_rows is None:
-        return made
-    if made.compute_bound_rows <= workload.rows:
-        return replace(made, fitting_rows=made.compute_bound_rows)
-    larger = None if real else (checkpointed if checkpointing else traced)(joined(call, 2), results)
-    if larger is None:
-        return made
-    asked = Setting(capacities, chunk_bytes, updating=updating)
-    rows = fitting_rows(workload, larger, made.compute_bound_rows, asked, hardware, micro_batches)
-    return replace(made, fitting_rows=rows)
 
 
 def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:

@@ -23,8 +23,6 @@ from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.trace import Tier
 
 PLAN_VERSION = 4
-_LATER = {"fitting_rows": None}
-"""Fields that came later than the version, and what they are in files without them."""
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
@@ -42,18 +40,18 @@ class Plan:
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
-    fit). `compute_bound_rows`: about the batch from which on compute binds; of that about `fitting_rows` fit in the
-    budget (all where the two are equal; None where nobody judged that). `missing_bytes[tier]`: what would make it fit.
-    `mixed_precision` is what was asked for, the name of a dtype or None, and so is `checkpointing` of every repeated
-    layer, which the model has to do by itself. `chunk_bytes`, `device_chunks`, `home_copies` and `prefetch` are what
-    `manage(plan=…)` sets; None where the default is as good. `device_update_share`: the part of the parameters that is
-    updated on the device, where it lives; `streamed_update_share`: that whose states are sent there for it.
-    `streaming`: how that compares, whichever was taken: the `share` that would be sent, `step_seconds` with it and
-    `host_step_seconds` without; None where nothing would be sent. `profile`: where states are sent, what the run has to
-    know of the machine for it, as of `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it
-    came from, None if neither. `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those
-    not named are the default ones. `alternatives`: the same training done differently, where that fits: `advice`,
-    `micro_batches`, `step_seconds` and `activation_bytes` of each, the fastest first.
+    fit). `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
+    `missing_bytes[tier]`: what would make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
+    and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
+    `device_chunks`, `home_copies` and `prefetch` are what `manage(plan=…)` sets; None where the default is as good.
+    `device_update_share`: the part of the parameters that is updated on the device, where it lives;
+    `streamed_update_share`: that whose states are sent there for it. `streaming`: how that compares, whichever was
+    taken: the `share` that would be sent, `step_seconds` with it and `host_step_seconds` without; None where nothing
+    would be sent. `profile`: where states are sent, what the run has to know of the machine for it, as of
+    `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it came from, None if neither.
+    `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those not named are the default
+    ones. `alternatives`: the same training done differently, where that fits: `advice`, `micro_batches`, `step_seconds`
+    and `activation_bytes` of each, the fastest first.
     """
 
     model: str
@@ -94,7 +92,6 @@ class Plan:
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
     nvme_directories: tuple[str, ...]
-    fitting_rows: int | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -205,7 +202,6 @@ class Plan:
                 f"plan: version: expected {PLAN_VERSION}, got {got!r}: another hetmem made it; plan again with this one"
             )
         names = [spec.name for spec in fields(cls)]
-        data = {**_LATER, **data}
         for name in names:
             if name not in data:
                 raise PlanError(f"plan: {name} is missing")

@@ -274,14 +274,6 @@ class SimulatedTraffic:
         if self.worker is not None:
             self.worker.pump()
 
-    def under_way(self, digits: int) -> tuple[tuple[float, object], ...]:
-        """What has not ended, and in how many seconds, with so many `digits`, each does."""
-        ends = sorted(self._ends)
-        return tuple(
-            (round(end - self.now, digits), (type(what), what.block) if isinstance(what, tuple) else type(what))
-            for end, _, what in ends
-        )
-
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
         return bool(self._ends)

@@ -6,12 +6,12 @@ counterpart of `engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from operator import sub
 
 from hetmem.errors import CapacityError
-from hetmem.planner.repetition import micro_batches, reading_of, state_of
+from hetmem.planner.repetition import micro_batches, reading_of
 from hetmem.planner.reservation import ROLES, Arrangement, by_first_use, moved, to_the_device
 from hetmem.planner.result import StepResult
 from hetmem.planner.simulated_device_updates import StreamedUpdates, crossing, facts_of, fits
@@ -109,7 +109,9 @@ class Rehearsal:
         self._begun.clear()
         self._streamed.begun.clear()
         try:
-            compute, more = micro_batches(self._micro_batches, traffic, self._micro_batch, self._left_out, self._state)
+            compute, more = micro_batches(
+                self._micro_batches, traffic, self._micro_batch, self._left_out, lambda: self._updates.idle
+            )
             self._rearrange()
             self._optimize()
         except CapacityError as error:
@@ -143,10 +145,6 @@ class Rehearsal:
         """So many of them are not rehearsed; their gradients have arrived."""
         for parameter, count in self._gradients.items():
             self._sink.arrivals[parameter] += micro_batches * count
-
-    def _state(self) -> Hashable | None:
-        """What a micro-batch leaves to the next one; None while updates are under way, which few of them meet."""
-        return state_of(self._traffic, self._held.values()) if self._updates.idle else None
 
     def _part_of(self, chunks: set[int]) -> float:
         """The share of the trained elements that lie in `chunks`."""

@@ -70,7 +70,7 @@ def _time(plan: Plan) -> Iterator[str]:
         sent, alone = (format_seconds(plan.streaming[name]) for name in ("step_seconds", "host_step_seconds"))
         how = f"states of {plan.streaming['share']:.0%} of the parameters sent to the device for their update"
         yield f"judged both: {how}: {sent} a step; updated by the host: {alone}"
-    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows}){_room(plan)}"
+    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {count(plan.largest_parameters)} parameters"
     for other in plan.alternatives:
         how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
@@ -82,15 +82,6 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"write: {plan.decorator}"
     if plan.optimizer:
         yield f"write: {plan.constructor}"
-
-
-def _room(plan: Plan) -> str:
-    """Whether the budget has room for the batch with which compute binds."""
-    if plan.fitting_rows is None:
-        return "; nobody judged whether that fits"
-    if plan.fitting_rows == plan.compute_bound_rows:
-        return ", which fits in this budget"
-    return f"; that is beyond this budget: about {plan.fitting_rows} {'fit' if plan.fitting_rows > 1 else 'fits'}"
 
 
 def _updates(plan: Plan) -> str:
