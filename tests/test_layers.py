@@ -51,6 +51,9 @@ UPWARD = {
     ("hetmem.engine.runtime", "hetmem.intercept.async_params"),
 }
 
+# Circles of modules that are left, each until one of its arrows is cut. None.
+CIRCLES: list[list[str]] = []
+
 # Neither the machine, nor the clock, nor chance: the same events give the same commands.
 MODULES_FOR_DECIDING = frozenset(
     "__future__ abc bisect collections contextlib copy dataclasses enum fractions functools hashlib hetmem heapq "
@@ -203,9 +206,41 @@ RULES = (
 )
 
 
+def circles(modules: Mapping[str, Module]) -> list[list[str]]:
+    """Modules that import each other, directly or through others, for types only or within a function too (R. Tarjan,
+    "Depth-first search and linear graph algorithms", SIAM J. Computing 1, 1972)."""
+    arrows = {
+        name: sorted({taken.target for taken in imports_of(module, modules)} & (modules.keys() - {name}))
+        for name, module in modules.items()
+    }
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        stack.append(name)
+        for target in arrows[name]:
+            if target not in number:
+                visit(target)
+            if target in stack:
+                lowest[name] = min(lowest[name], lowest[target])
+        if lowest[name] == number[name]:
+            at = stack.index(name)
+            found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for name in arrows:
+        if name not in number:
+            visit(name)
+    return sorted(circle for circle in found if len(circle) > 1)
+
+
 def violations(root: Path) -> list[str]:
     modules = read_modules(root)
-    return [found for module in modules.values() for rule in RULES for found in rule(module, modules)]
+    found = [one for module in modules.values() for rule in RULES for one in rule(module, modules)]
+    return found + [f"{' and '.join(circle)} import each other" for circle in circles(modules) if circle not in CIRCLES]
 
 
 def test_hetmem_keeps_its_layers() -> None:
@@ -281,6 +316,15 @@ FLAGGED = {
     "open() in schedule": (
         {"schedule/layout.py": "text = open('x').read()"},
         "hetmem.schedule.layout:1 must not call open()",
+    ),
+    "a circle": (
+        {
+            "report/text.py": "from hetmem.report import page",
+            "report/page.py": "def late():\n    from hetmem.report.live import Live",
+            "report/live.py": "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    from hetmem.report.text import table",
+        },
+        "hetmem.report.live and hetmem.report.page and hetmem.report.text import each other",
     ),
     "os.environ": (
         {"memory/nvme_store.py": "import os as system\nhome = system.environ['HOME']"},

@@ -240,14 +240,6 @@ def test_planning_a_model_much_larger_than_this_machine_takes_no_memory() -> Non
     assert plan.parameters == 16 * (65536**2 + 65536)
 
 
-def test_hetmem_plan_is_a_package_and_a_function() -> None:
-    import hetmem.plan as package
-
-    plan = package(lambda: GPT(1), BATCH, hetmem.Budget(device="64MiB", host="16MiB"))  # type: ignore[operator]
-    assert isinstance(plan, planner.Plan)
-    assert package.layout.build_layout
-
-
 def small_plan(**options: Any) -> planner.Plan:
     return planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB"), **options)
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,15 +27,10 @@ from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.device import Device
 from hetmem.memory.tensor_views import Memory
 from hetmem.optim.device_gradients import KeptGradients
+from hetmem.optim.progress import Job, Opened, Update
 from hetmem.optim.rule import HalfComputedError
 from hetmem.schedule.links import Link
 from hetmem.schedule.streamed_share import SLOTS
-
-if TYPE_CHECKING:
-    from hetmem.optim.update_queue import Job, Opened
-
-Update = Callable[[dict[Role, torch.Tensor]], None]
-"""All of a chunk on the device, on the current stream."""
 
 
 @dataclass(slots=True, eq=False)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetmem.engine.consumed_gradients import Marks, is_as_it_was
 from hetmem.engine.write_check import Writes
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.overlap import Gradients, advice
+from hetmem.optim.owners import SteppingOptimizer
 from hetmem.optim.progress import Part, Progress
 from hetmem.optim.update_pass import Passes
-
-if TYPE_CHECKING:
-    from hetmem.optim.optimizer import OffloadedOptimizer
 
 
 class Untouched:
@@ -55,7 +53,7 @@ class Untouched:
         if self._shows:
             self._marks.put(parameters)
 
-    def check(self, begun: Sequence[Progress], optimizer: OffloadedOptimizer) -> None:
+    def check(self, begun: Sequence[Progress], optimizer: SteppingOptimizer) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then. What a
         step has seen once, it changes itself: one that is repeated looks no more."""
         if self._checked:
@@ -86,7 +84,7 @@ class Untouched:
         self._marks.drop()
 
 
-def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeError:
+def changed(parts: Sequence[Part], optimizer: SteppingOptimizer) -> RuntimeError:
     """What is wrong where something of `parts` is not what it was."""
     names = ", ".join(part.managed.name for part in parts[:3])
     return RuntimeError(
@@ -96,7 +94,7 @@ def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeErro
     )
 
 
-def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> RuntimeError:
+def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer) -> RuntimeError:
     """What is wrong where a gradient of `managed` comes and its update has begun."""
     return RuntimeError(
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,14 +25,11 @@ from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.gradient_counts import Arrivals
 from hetmem.optim.mutation_check import Untouched, came_late, changed, half_updated, other_factor
 from hetmem.optim.overlap import Gradients, Overlap, advice
-from hetmem.optim.owners import ends_with_its_optimizer, owners_of
+from hetmem.optim.owners import SteppingOptimizer, ends_with_its_optimizer, owners_of
 from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.update_pass import Members, Passes
 from hetmem.optim.update_placement import UpdatePlaces
 from hetmem.optim.update_queue import Updates
-
-if TYPE_CHECKING:
-    from hetmem.optim.optimizer import OffloadedOptimizer
 
 Work = dict[Chunk, Members]
 """Parameters that have a gradient, and their groups, by chunk."""
@@ -42,7 +39,7 @@ _INDEX = attrgetter("spec.index")
 class Stepper:
     """The steps of `optimizer` over the parameters that `interception` manages."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
+    def __init__(self, optimizer: SteppingOptimizer, interception: Interception, workers: WorkerPool) -> None:
         self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
         self._interception, self.owners = interception, owners_of(interception)
         self._runtime = interception.runtime
@@ -62,7 +59,7 @@ class Stepper:
         interception.gradients.watchers.add(self)
 
     @property
-    def _optimizer(self) -> OffloadedOptimizer:
+    def _optimizer(self) -> SteppingOptimizer:
         """Whoever has dropped it wants no more updates of it: it is held only by those that are begun."""
         optimizer = self._made_by()
         assert optimizer is not None

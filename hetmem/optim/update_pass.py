@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,18 +18,26 @@ from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
 from hetmem.optim.device_gradients import KeptGradients
-from hetmem.optim.device_updates import Update
 from hetmem.optim.overlap import Gradients, Overlap
-from hetmem.optim.progress import Part, Progress, Sample, Sums, as_sampled, frozen, refuse_sparse, sample_of
+from hetmem.optim.owners import SteppingOptimizer
+from hetmem.optim.progress import (
+    Job,
+    Opened,
+    Part,
+    Progress,
+    Sample,
+    Sums,
+    Update,
+    as_sampled,
+    frozen,
+    refuse_sparse,
+    sample_of,
+)
 from hetmem.optim.rule import ParameterUpdate, Streamable
 from hetmem.optim.update_placement import UpdatePlaces
-from hetmem.optim.update_queue import Job, Opened
 from hetmem.schedule.links import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
-
-if TYPE_CHECKING:
-    from hetmem.optim.optimizer import OffloadedOptimizer
 
 Members = list[tuple[ManagedParameter, dict[str, Any]]]
 """Parameters that have a gradient, and their groups."""
@@ -40,7 +48,7 @@ class Passes:
 
     def __init__(
         self,
-        optimizer: OffloadedOptimizer,
+        optimizer: SteppingOptimizer,
         interception: Interception,
         places: UpdatePlaces,
         kept: KeptGradients,
@@ -50,7 +58,7 @@ class Passes:
         self._runtime = interception.runtime
 
     @property
-    def _optimizer(self) -> OffloadedOptimizer:
+    def _optimizer(self) -> SteppingOptimizer:
         """It lives as long as any `Progress` of it."""
         optimizer = self._made_by()
         assert optimizer is not None

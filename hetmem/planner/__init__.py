@@ -16,11 +16,11 @@ from hetmem.base.config import Budget, Limits, refuse_budget
 from hetmem.base.units import parse_size
 from hetmem.engine.precision import refuse_precision
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
-from hetmem.planner.decide import Variant, decide
+from hetmem.planner.decide import Variant, decide, plan_of
 from hetmem.planner.huggingface import hugging_face_call
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import Builder, Call, checkpointed, divided, joined, trace, trace_real, traced
-from hetmem.planner.plan import Plan, PlanError, plan_of
+from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import known_profiles, load_profile
 from hetmem.planner.updating import Updating
 from hetmem.planner.workload import Workload

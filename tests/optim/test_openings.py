@@ -17,7 +17,8 @@ from torch import nn
 import hetmem
 from hetmem.cpu.workers import WorkerPool
 from hetmem.intercept import registry
-from hetmem.optim.update_queue import Job, Updates
+from hetmem.optim.progress import Job
+from hetmem.optim.update_queue import Updates
 from hetmem.schedule.copies import CopyState
 from hetmem.schedule.trace import Tier
 from tests.faults.disk import FaultyDisk

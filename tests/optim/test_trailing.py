@@ -14,7 +14,8 @@ import torch
 import hetmem
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
-from hetmem.optim.update_queue import Job, Updates
+from hetmem.optim.progress import Job
+from hetmem.optim.update_queue import Updates
 from hetmem.schedule.trace import Tier
 from tests.optim.stories import Twins, adamw, one, overlaps, trailing, twins
 from tests.runtime.harness import (
