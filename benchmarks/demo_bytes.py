@@ -19,7 +19,7 @@ import torch
 import hetmem
 from benchmarks.optimum import fewest_bytes
 from hetmem.intercept import registry
-from hetmem.schedule.commands import Fetch
+from hetmem.schedule.blocks import Fetch
 from hetmem.schedule.trace import Tier
 
 

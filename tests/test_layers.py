@@ -40,8 +40,8 @@ DECIDE_TOO = {
     "hetmem.engine.remedies",
     *(
         f"hetmem.planner.{name}"
-        for name in "decide growth largest link_queue repetition reservation result search simulator step_program "
-        "simulated_device_updates simulated_gradients simulated_trace simulated_updates updating workload".split()
+        for name in "decide link_queue repetition reservation search simulator step_program what_if "
+        "simulated_device_updates simulated_gradients simulated_trace simulated_updates workload".split()
     ),
 }
 # Upward still, each until what it needs is handed in from above.

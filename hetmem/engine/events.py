@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""

@@ -14,7 +14,7 @@ from hetmem.engine.executor import Carrier
 from hetmem.engine.weak import WeakOnes
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.residency import Residency
 
 

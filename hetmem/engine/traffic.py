@@ -22,7 +22,7 @@ from hetmem.engine.tracer import StepTracer
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.copies import PLACED, CopyState
+from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import Extent, NvmeStore
-from hetmem.schedule.links import Link, LinkUse
+from hetmem.schedule.blocks import Link, LinkUse
 
 _LOOK_SECONDS = 0.0005
 """Between two looks at copies, while something else may be over before them."""

@@ -29,8 +29,8 @@ from hetmem.memory.tensor_views import Memory
 from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.progress import Job, Opened, Update
 from hetmem.optim.rule import HalfComputedError
-from hetmem.schedule.links import Link
-from hetmem.schedule.streamed_share import SLOTS
+from hetmem.schedule.blocks import Link
+from hetmem.schedule.update_split import SLOTS
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class StreamedUpdates:
         return slots[0].nbytes if slots else 0
 
     def idle_bytes(self) -> int:
-        """See `schedule.resident_share`; what slots take is not idle."""
+        """See `schedule.update_split`; what slots take is not idle."""
         return self._runtime.memory.idle_bytes(self._runtime.room.non_model_peak_bytes)
 
     def take_slots(self, nbytes: int) -> bool:

@@ -35,7 +35,7 @@ from hetmem.optim.progress import (
 )
 from hetmem.optim.rule import ParameterUpdate, Streamable
 from hetmem.optim.update_placement import UpdatePlaces
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
 

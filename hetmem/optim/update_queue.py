@@ -5,7 +5,7 @@ the tiles happens on the thread that trains, in `pump`; what a tile computes is 
 
     queued -> opening (its roles are on their way) -> running (tiles on the workers) -> done
 
-Jobs take turns by their chunks' places in the model, see `schedule.update_turns`, and not by when they were queued.
+Jobs take turns by their chunks' places in the model, see `schedule.queues`, and not by when they were queued.
 
 Note "openings": jobs run in the order in which they open, and one opens only once all that opened before it have a
 place for each of their roles. So those need no more memory to be computed, and at most one job, the last, holds places
@@ -34,8 +34,8 @@ from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.device_updates import StreamedUpdates
 from hetmem.optim.progress import Job
 from hetmem.optim.rule import HalfComputedError
+from hetmem.schedule.queues import AT_ONCE, Turns
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_turns import AT_ONCE, Turns
 
 
 class Updates:

@@ -17,13 +17,21 @@ from hetmem.base.units import parse_size
 from hetmem.engine.precision import refuse_precision
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.planner.decide import Variant, decide, plan_of
-from hetmem.planner.huggingface import hugging_face_call
 from hetmem.planner.meta_results import Results
-from hetmem.planner.model import Builder, Call, checkpointed, divided, joined, trace, trace_real, traced
+from hetmem.planner.model import (
+    Builder,
+    Call,
+    checkpointed,
+    divided,
+    hugging_face_call,
+    joined,
+    trace,
+    trace_real,
+    traced,
+)
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import known_profiles, load_profile
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Workload
+from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities
 

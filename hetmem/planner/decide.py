@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, replace
 
 from hetmem.base.units import format_enough, format_seconds
 from hetmem.planner.checks import TIERS
-from hetmem.planner.largest import largest_parameters
 from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import Candidate, Setting, arranged, first_that_fits, judged, search, tuning, with_streaming
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Workload
+from hetmem.planner.what_if import largest_parameters
+from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.prefetch import Prefetch

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.engine.precision import compute_dtypes, specs
-from hetmem.planner.batches import rows_and_tokens
-from hetmem.planner.meta_results import Cost, Results
+from hetmem.planner.meta_results import Cost, Results, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
 
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Protocol
 
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.copies import PLACED, CopyState
+from hetmem.schedule.blocks import PLACED, CopyState
+from hetmem.schedule.queues import AT_ONCE, Turns
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_turns import AT_ONCE, Turns
 
 
 @dataclass(frozen=True, slots=True)

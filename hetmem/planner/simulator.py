@@ -19,11 +19,21 @@ from functools import partial
 from typing import Protocol
 
 from hetmem.planner.link_queue import LinkQueue
-from hetmem.schedule.commands import Command, Drop, Fetch, Write
-from hetmem.schedule.copies import LOADING, VALID, WAITING, Block
+from hetmem.schedule.blocks import (
+    GRADIENTS_IN_FLIGHT,
+    LOADING,
+    SMALL_BYTES,
+    VALID,
+    WAITING,
+    Block,
+    Command,
+    Drop,
+    Fetch,
+    Link,
+    Write,
+)
+from hetmem.schedule.eviction import EvictionPolicy
 from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
-from hetmem.schedule.policy import EvictionPolicy
 from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier

@@ -13,21 +13,18 @@ from operator import sub
 from hetmem.errors import CapacityError
 from hetmem.planner.repetition import micro_batches, reading_of
 from hetmem.planner.reservation import ROLES, Arrangement, by_first_use, moved, to_the_device
-from hetmem.planner.result import StepResult
 from hetmem.planner.simulated_device_updates import StreamedUpdates, crossing, facts_of, fits
 from hetmem.planner.simulated_gradients import GradientSink
 from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
 from hetmem.planner.simulated_updates import Staged, Update, Updates
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Event, Kind, Phase, Workload
-from hetmem.schedule.copies import Block
+from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
+from hetmem.schedule.blocks import Block
 from hetmem.schedule.hardware import HardwareProfile, ThreadCosts
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.prefetch import Prefetch
-from hetmem.schedule.streamed_share import SLOTS, StreamedShare
 from hetmem.schedule.trace import STEP, Tier
-from hetmem.schedule.update_split import UPDATE_BYTES
+from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, StreamedShare
 
 
 class Rehearsal:

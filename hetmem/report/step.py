@@ -15,7 +15,7 @@ from hetmem.base.units import format_seconds, format_size
 from hetmem.engine.events import Span
 from hetmem.report.intervals import Interval, clip, length, union, without
 from hetmem.report.window import TRAINING, Window
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 TERM_NAMES = {
     "compute": "Compute",

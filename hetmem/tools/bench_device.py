@@ -19,7 +19,7 @@ from hetmem.cuda import quantise
 from hetmem.cuda.backend import Backend, TorchBackend, backend
 from hetmem.cuda.cast import CASTS, cast
 from hetmem.cuda.segments import Segments
-from hetmem.memory import copy_settings, mapping
+from hetmem.memory import cuda_copies, mapping
 from hetmem.memory.cuda_copies import Moves
 from hetmem.memory.cuda_device import CudaDevice, driver_version
 from hetmem.tools.measuring import FORMS, PAIRS, TransferWay, in_one, in_two, quantised_routes, short_name, timed
@@ -242,13 +242,13 @@ def keep_ways(*, quick: bool = False) -> str:
     best = measure_ways(device, kernels, _WAY_ELEMENTS // (16 if quick else 1))
     try:
         name = torch.cuda.get_device_name(device.torch_device)
-        kept = f"kept in {copy_settings.save_ways(best, name, driver_version())}"
+        kept = f"kept in {cuda_copies.save_ways(best, name, driver_version())}"
     except OSError as error:
         kept = f"not kept, as the cache cannot be written to ({error})"
     return f"weights by {best.weights.value}, gradients by {best.gradients.value}, {best.blocks} blocks: {kept}"
 
 
-def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7) -> copy_settings.Ways:
+def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7) -> cuda_copies.Ways:
     """The faster way for float32 weights to a bfloat16 slot, and for bfloat16 gradients to a float32 home.
 
     Needs 4 bytes an element of host memory, 4 of the device, and 16 MiB. Each time is the median of `rounds`.
@@ -259,8 +259,8 @@ def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: in
         home = torch.frombuffer(host.buffer(0, 4 * elements), dtype=torch.float32)
         slot, gradient = (torch.zeros(elements, dtype=torch.bfloat16, device=device.torch_device) for _ in range(2))
 
-        def seconds(way: copy_settings.Way, blocks: int, *, inwards: bool) -> float:
-            asked = copy_settings.Ways(way, way, blocks)
+        def seconds(way: cuda_copies.Way, blocks: int, *, inwards: bool) -> float:
+            asked = cuda_copies.Ways(way, way, blocks)
             moves = Moves(device.torch_device, kernels, asked, lambda tensor: True)
             move = (
                 partial(moves.copy_in, slot, home)
@@ -269,7 +269,7 @@ def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: in
             )
             return statistics.median(timed(move, rounds, on_device=True))
 
-        engine, kernel = copy_settings.Way.COPY_ENGINE, copy_settings.Way.KERNEL
+        engine, kernel = cuda_copies.Way.COPY_ENGINE, cuda_copies.Way.KERNEL
         engines = [seconds(engine, BLOCKS[0], inwards=inwards) for inwards in (True, False)]
         grids = [{blocks: seconds(kernel, blocks, inwards=inwards) for blocks in BLOCKS} for inwards in (True, False)]
     finally:
@@ -284,12 +284,12 @@ def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: in
     return replace(best, source=f"measured: {said}")
 
 
-def fastest(weights_engine: float, weights: Grids, gradients_engine: float, gradients: Grids) -> copy_settings.Ways:
+def fastest(weights_engine: float, weights: Grids, gradients_engine: float, gradients: Grids) -> cuda_copies.Ways:
     """From seconds of each way: a kernel where it is faster, with the fewest blocks that do as well as any."""
     chosen, grids = [], [1]
     for engine, grid in ((weights_engine, weights), (gradients_engine, gradients)):
         by_kernel = min(grid.values()) < engine
-        chosen.append(copy_settings.Way.KERNEL if by_kernel else copy_settings.Way.COPY_ENGINE)
+        chosen.append(cuda_copies.Way.KERNEL if by_kernel else cuda_copies.Way.COPY_ENGINE)
         if by_kernel:
             grids.append(min(blocks for blocks, taken in grid.items() if taken <= _ALIKE * min(grid.values())))
-    return copy_settings.Ways(chosen[0], chosen[1], max(grids))
+    return cuda_copies.Ways(chosen[0], chosen[1], max(grids))

@@ -19,8 +19,8 @@ from hetmem.intercept import registry
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.optim import device_gradients, device_updates
 from hetmem.optim.update_placement import UpdatePlaces
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.hardware import Rate
-from hetmem.schedule.links import Link
 from hetmem.schedule.update_split import Way
 from tests.optim.keeping import (
     EVEN,

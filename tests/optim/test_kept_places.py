@@ -15,7 +15,7 @@ import hetmem
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
 from hetmem.optim import device_updates
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.update_split import Way
 from tests.optim.keeping import (
     EVEN,

@@ -19,7 +19,7 @@ from hetmem.cpu.workers import WorkerPool
 from hetmem.intercept import registry
 from hetmem.optim.progress import Job
 from hetmem.optim.update_queue import Updates
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import CHUNK, WIDTH, assert_same_states, assert_same_weights, budget, loss_of, manage

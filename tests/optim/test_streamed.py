@@ -16,9 +16,9 @@ from hetmem.cpu.on_device import equals_host
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.optim import device_updates
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.links import Link
-from hetmem.schedule.streamed_share import Fitting, spread
+from hetmem.schedule.update_split import Fitting, spread
 from tests.optim.machines import GB, SLOW_HOST
 from tests.runtime.harness import (
     CHUNK,

@@ -13,10 +13,9 @@ import pytest
 from hetmem.base.units import MIB
 from hetmem.planner import repetition
 from hetmem.planner.repetition import micro_batches
-from hetmem.planner.result import StepResult
 from hetmem.planner.search import Setting, arranged
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.updating import Updating
+from hetmem.planner.workload import StepResult, Updating
 from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.placement import Capacities
 from tests.plan.test_planner import HARDWARE, workload

@@ -13,7 +13,7 @@ import hetmem
 from hetmem.engine.executor import Carrier
 from hetmem.intercept import registry
 from hetmem.intercept.phases import _Ended
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 from tests.runtime.harness import pair, train_both, vector_batches

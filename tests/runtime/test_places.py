@@ -15,7 +15,7 @@ from hetmem.intercept import registry
 from hetmem.memory import tensor_views
 from hetmem.memory.device import SimDevice
 from hetmem.memory.mapping import Mapping
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from tests.runtime.harness import CHUNK, WIDTH, Recipe, manage, pair, streamed, train_both, vector_batches
 from tests.runtime.lazy_device import LazyDevice
 

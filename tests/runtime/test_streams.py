@@ -22,7 +22,7 @@ from hetmem.memory.device import SimDevice
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.optim.device_updates import _Bring
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
 from tests.optim.machines import SLOW_HOST

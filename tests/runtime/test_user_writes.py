@@ -19,7 +19,7 @@ from hetmem.engine.write_check import Writes
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.nvme_store import Extent, NvmeStore
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Schedule, Tier
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import (

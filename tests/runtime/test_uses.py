@@ -16,8 +16,7 @@ from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.schedule.commands import Drop
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState, Drop
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, NVME
 from tests.runtime.harness import BATCHES, WIDTH, adamws, assert_same_weights, loss_of, manage, mlp, pair
