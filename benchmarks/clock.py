@@ -20,7 +20,7 @@ from hetmem.memory.device import SimDevice
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 
 class Event:

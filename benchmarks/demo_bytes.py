@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import hetmem
+from benchmarks.optimum import fewest_bytes
 from hetmem.intercept import registry
-from hetmem.schedule.commands import Fetch
-from hetmem.schedule.optimum import fewest_bytes
+from hetmem.schedule.blocks import Fetch
 from hetmem.schedule.trace import Tier
 
 

@@ -19,8 +19,8 @@ import hetmem
 from hetmem.intercept import registry
 from hetmem.optim.update_placement import UpdatePlaces
 from hetmem.planner import load_profile
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.links import Link
 
 LINKS = (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)
 

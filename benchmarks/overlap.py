@@ -94,10 +94,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("forward", {"overlap": "forward"}),
     ("limit kept: off", {"max_grad_norm": NEVER}),
     ("limit kept: backward", {"max_grad_norm": NEVER, "overlap": "backward"}),
-    ("limit kept: speculative", {"max_grad_norm": NEVER, "overlap": "speculative"}),
     ("limit kept: forward", {"max_grad_norm": NEVER, "overlap": "forward"}),
     ("clipped: off", {"max_grad_norm": ALWAYS}),
-    ("clipped: speculative", {"max_grad_norm": ALWAYS, "overlap": "speculative"}),
     ("clipped: forward", {"max_grad_norm": ALWAYS, "overlap": "forward"}),
 ]
 

@@ -31,8 +31,8 @@ from hetmem.base.units import MIB
 from hetmem.memory.transfer import Finished, Job, ThreadCopier
 from hetmem.planner.model import trace
 from hetmem.planner.workload import Workload
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
-from hetmem.schedule.links import Link
 from hetmem.tools.overheads import Overheads
 from hetmem.tools.probe import probe
 

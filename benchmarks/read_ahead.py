@@ -25,7 +25,7 @@ import hetmem
 from benchmarks.replay import go_through, gpt
 from hetmem.planner import load_profile
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.copies import Block
+from hetmem.schedule.blocks import Block
 from hetmem.schedule.prefetch import FARTHER, Prefetch
 from hetmem.schedule.trace import Tier, Uses
 

@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.optimum import fewest_bytes
 from hetmem.planner import load_profile
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.commands import Command, Drop, Fetch, Write
-from hetmem.schedule.copies import Block, CopyState
-from hetmem.schedule.optimum import fewest_bytes
-from hetmem.schedule.policy import FIFO, LRU, EvictionPolicy, NextUse
+from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
+from hetmem.schedule.eviction import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Schedule, Tier, Uses
 

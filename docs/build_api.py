@@ -27,8 +27,8 @@ ELSEWHERE = (
     "hetmem.optim.optimizer:OffloadedOptimizer",
     "hetmem.optim.overlap:Overlap",
     "hetmem.optim.overlap:Gradients",
-    "hetmem.schedule.policy:EvictionPolicy",
-    "hetmem.schedule.policy:CopyFacts",
+    "hetmem.schedule.eviction:EvictionPolicy",
+    "hetmem.schedule.eviction:CopyFacts",
     "hetmem.planner.plan:Plan",
     "hetmem.planner.plan:PlanError",
     "hetmem.planner:load_profile",
@@ -125,7 +125,7 @@ def sections() -> Iterator[tuple[str, list[Entry]]]:
     for package in PACKAGES:
         module, found = importlib.import_module(package), []
         for name in public_names(module):
-            thing = _resolved(getattr(module, name))
+            thing = getattr(module, name)
             if id(thing) not in seen:
                 seen.add(id(thing))
                 found += entries(f"{package}.{name}", thing)
@@ -149,11 +149,6 @@ def render() -> str:
 def _text(entry: Entry) -> str:
     heading = "#" * (3 + entry.depth)
     return f"{heading} {entry.name}\n\n```python\n{entry.signature}\n```\n\n{entry.doc}\n"
-
-
-def _resolved(thing: Any) -> Any:
-    """`hetmem.plan` is a package that can be called; what is documented is the function that it calls."""
-    return importlib.import_module("hetmem.planner").plan if isinstance(thing, ModuleType) else thing
 
 
 def _function(thing: Any) -> Any:

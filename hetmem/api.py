@@ -11,10 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hetmem.base.config import Budget
+from hetmem.base.config import Budget, refuse_budget
 from hetmem.base.units import parse_size
 from hetmem.engine.build import build_memory, move_home
 from hetmem.engine.consumed_gradients import UsedUp
+from hetmem.engine.precision import refuse_precision
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, grad_scalers, registry
@@ -25,8 +26,8 @@ from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
+from hetmem.schedule.eviction import EvictionPolicy
 from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.policy import EvictionPolicy
 from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
@@ -163,20 +164,6 @@ def manage(
         registry.add(module, Interception(module, runtime))
         undone.pop_all()
     return module
-
-
-def refuse_precision(dtype: Any) -> None:
-    """Raise `ManageError` for what operators cannot compute in beside float32 parameters."""
-    if dtype not in (None, torch.bfloat16, torch.float16):
-        raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {dtype!r}")
-
-
-def refuse_budget(budget: Any) -> None:
-    """Raise `ManageError` for what is no budget."""
-    if isinstance(budget, type):
-        raise ManageError(f"call it: hetmem.managed(hetmem.Budget(…)) decorates {budget.__name__}, or hetmem.managed()")
-    if budget is not None and not isinstance(budget, Budget):
-        raise ManageError(f"expected a hetmem.Budget(device=…, host=…, nvme=…), got {budget!r}")
 
 
 def _plan(plan: RunnablePlan | str | os.PathLike[str] | None) -> RunnablePlan | None:

@@ -22,7 +22,7 @@ from hetmem.engine.consumed_gradients import UsedUp
 from hetmem.engine.tracer import segment_name
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.trace import Tier
 

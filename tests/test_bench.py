@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetmem.cuda.backend import Backend, TorchBackend
-from hetmem.tools import bench, bench_device
+from hetmem.tools import bench, bench_device, measuring
 from tests.cuda.shim import GPP, ShimBackend, build
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 
@@ -66,7 +66,7 @@ def test_each_route_has_each_cast_by_each_way_from_both_kinds_of_memory(
     monkeypatch.setattr("hetmem.cuda.backend.backend", lambda: kernels)
     found = bench.transfers(elements=1 << 12, rounds=1)
     there = {(row.route, row.cast, row.way, row.memory) for row in found.rows}
-    casts = [f"{bench.short_name(one)} to {bench.short_name(other)}" for one, other in bench.PAIRS]
+    casts = [f"{measuring.short_name(one)} to {measuring.short_name(other)}" for one, other in measuring.PAIRS]
     for route in ("host to device", "device to host"):
         for memory in ("pinned", "pageable"):
             assert (route, casts[0], "copy", memory) in there
@@ -95,9 +95,9 @@ def test_the_codes_that_are_timed_are_those_of_the_numbers(monkeypatch: pytest.M
 
 
 def test_what_takes_long_is_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_LONG_SECONDS", 0.01)
-    assert len(bench.timed(lambda: time.sleep(0.005), 21, on_device=False)) == bench._LEAST_ROUNDS
-    assert len(bench.timed(lambda: None, 21, on_device=False)) == 21
+    monkeypatch.setattr(measuring, "_LONG_SECONDS", 0.01)
+    assert len(measuring.timed(lambda: time.sleep(0.005), 21, on_device=False)) == measuring.LEAST_ROUNDS
+    assert len(measuring.timed(lambda: None, 21, on_device=False)) == 21
 
 
 @pytest.mark.parametrize(("elements", "rounds"), [(0, 3), (16, 0), (-1, 1)])

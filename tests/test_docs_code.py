@@ -221,7 +221,6 @@ LEFT_OUT: dict[str, tuple[dict[str, Any], bool]] = {
     "norm, forward": ({"overlap": "forward", "max_grad_norm": 1.0}, False),
     "scale": ({"overlap": "backward", "loss_scale": 4.0}, False),
     "backward": ({"overlap": "backward"}, True),
-    "speculative": ({"overlap": "speculative", "max_grad_norm": 1e9}, True),
 }
 
 

@@ -1,4 +1,4 @@
-"""The layers of hetmem: imports point downward, `plan` only decides, one module reads the environment.
+"""The layers of hetmem: imports point downward, `schedule` only decides, one module reads the environment.
 
 Read from the sources, so an import inside a function or under TYPE_CHECKING counts like any other. Each rule is
 proven on a small made-up tree that breaks it; what importing costs at run time is in test_import_cost.py.
@@ -15,21 +15,44 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 
-LAYERS = {
-    **dict.fromkeys(("errors", "units", "config", "whole_files"), 0),
-    **dict.fromkeys(("plan",), 1),  # decides
-    **dict.fromkeys(("cuda",), 2),  # kernels
-    **dict.fromkeys(("memory",), 3),  # holds and moves, by kernels too
-    **dict.fromkeys(("runtime",), 4),  # runs
-    **dict.fromkeys(("optim", "checkpoint", "report", "distributed"), 5),  # trains, saves, tells
-    **dict.fromkeys(
-        ("planning", "overheads", "probe", "measuring", "bench", "bench_device", "doctor"), 6
-    ),  # plans, measures
-    **dict.fromkeys(("api", "cli", "__main__", "__init__"), 6),  # what users call
-    **dict.fromkeys(("testing",), 6),  # what hetmem's own tests ask
+ORDER = (
+    "errors",
+    "base",
+    "schedule",  # decides
+    "cuda",  # kernels
+    "cpu",
+    "memory",  # holds and moves, by kernels too
+    "engine",  # carries out what is decided
+    "intercept",  # tells the engine what torch uses
+    "optim",  # trains
+    "checkpoint report planner distributed",  # saves, tells, plans
+    "api",  # what users call
+    "__init__",
+    "tools testing",  # measures, and looks inside for tests
+    "cli",
+    "__main__",
+)
+LAYERS = {part: layer for layer, parts in enumerate(ORDER) for part in parts.split()}
+TORCH_FREE = {"errors", "base", "schedule"}
+DECIDES = {"schedule"}
+# Modules of other parts that only decide as well: a step on a clock, and what would let a step pass.
+DECIDE_TOO = {
+    "hetmem.engine.remedies",
+    *(
+        f"hetmem.planner.{name}"
+        for name in "decide link_queue repetition reservation search simulator step_program what_if "
+        "simulated_device_updates simulated_gradients simulated_trace simulated_updates workload".split()
+    ),
 }
-OPEN_LAYERS = {0, 6}  # plain modules that may know each other; the parts of any other layer may not
-TORCH_FREE_LAYERS = {0, 1}
+# Upward still, each until what it needs is handed in from above.
+UPWARD = {
+    ("hetmem.engine.gradients", "hetmem.intercept.grad_hooks"),
+    ("hetmem.engine.gradients", "hetmem.intercept.phases"),
+    ("hetmem.engine.runtime", "hetmem.intercept.async_params"),
+}
+
+# Circles of modules that are left, each until one of its arrows is cut. None.
+CIRCLES: list[list[str]] = []
 
 # Neither the machine, nor the clock, nor chance: the same events give the same commands.
 MODULES_FOR_DECIDING = frozenset(
@@ -43,7 +66,7 @@ OUTSIDE = {"tests", "benchmarks", "examples"}
 
 @dataclass(frozen=True)
 class Module:
-    name: str  # "hetmem.plan.trace"; a package bears its own name
+    name: str  # "hetmem.schedule.trace"; a package bears its own name
     package: str  # what its relative imports start from
     tree: ast.Module
 
@@ -121,29 +144,29 @@ def points_upward(module: Module, modules: Mapping[str, Module]) -> Iterator[str
         if not is_ours(taken.target) or target == module.part or {module.part, target} - LAYERS.keys():
             continue
         above, below = LAYERS[module.part], LAYERS[target]
-        if above < below or (above == below and above not in OPEN_LAYERS):
+        if above <= below and (module.name, taken.target) not in UPWARD:
             yield f"{module.name}:{taken.line} (layer {above}) imports {taken.target} (layer {below})"
 
 
 def does_more_than_decide(module: Module, modules: Mapping[str, Module]) -> Iterator[str]:
-    layer = LAYERS.get(module.part)
+    decides = module.part in DECIDES or module.name in DECIDE_TOO
     for taken in imports_of(module, modules):
         top = taken.target.split(".")[0]
-        if (layer in TORCH_FREE_LAYERS and top == "torch") or (layer == 1 and top not in MODULES_FOR_DECIDING):
-            yield f"{module.name}:{taken.line} (layer {layer}) must not import {top}"
-    if layer == 1:
+        if (module.part in TORCH_FREE and top == "torch") or (decides and top not in MODULES_FOR_DECIDING):
+            yield f"{module.name}:{taken.line} must not import {top}"
+    if decides:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in BUILTINS_WITH_IO:
-                yield f"{module.name}:{node.lineno} (layer 1) must not call {ast.unparse(node.func)}()"
+                yield f"{module.name}:{node.lineno} must not call {ast.unparse(node.func)}()"
 
 
 def reads_the_environment(module: Module, modules: Mapping[str, Module]) -> Iterator[str]:
-    if module.part == "config":
+    if module.name == "hetmem.base.config":
         return
     taken = [(found.line, found.name) for found in imports_of(module, modules) if found.target == "os"]
     used = [(node.lineno, node.attr) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
     for line, name in sorted((line, name) for line, name in taken + used if name in ENVIRONMENT):
-        yield f"{module.name}:{line} reads os.{name}: only hetmem.config may"
+        yield f"{module.name}:{line} reads os.{name}: only hetmem.base.config may"
 
 
 def imports_what_is_not_shipped(module: Module, modules: Mapping[str, Module]) -> Iterator[str]:
@@ -183,18 +206,52 @@ RULES = (
 )
 
 
+def circles(modules: Mapping[str, Module]) -> list[list[str]]:
+    """Modules that import each other, directly or through others, for types only or within a function too (R. Tarjan,
+    "Depth-first search and linear graph algorithms", SIAM J. Computing 1, 1972)."""
+    arrows = {
+        name: sorted({taken.target for taken in imports_of(module, modules)} & (modules.keys() - {name}))
+        for name, module in modules.items()
+    }
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        stack.append(name)
+        for target in arrows[name]:
+            if target not in number:
+                visit(target)
+            if target in stack:
+                lowest[name] = min(lowest[name], lowest[target])
+        if lowest[name] == number[name]:
+            at = stack.index(name)
+            found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for name in arrows:
+        if name not in number:
+            visit(name)
+    return sorted(circle for circle in found if len(circle) > 1)
+
+
 def violations(root: Path) -> list[str]:
     modules = read_modules(root)
-    return [found for module in modules.values() for rule in RULES for found in rule(module, modules)]
+    found = [one for module in modules.values() for rule in RULES for one in rule(module, modules)]
+    return found + [f"{' and '.join(circle)} import each other" for circle in circles(modules) if circle not in CIRCLES]
 
 
 def test_hetmem_keeps_its_layers() -> None:
-    assert read_modules(REPOSITORY).keys() >= {"hetmem", "hetmem.config", "hetmem.plan", "hetmem.runtime"}
+    modules = read_modules(REPOSITORY)
+    assert modules.keys() >= {"hetmem", "hetmem.base.config", "hetmem.schedule", "hetmem.engine"} | DECIDE_TOO
     assert violations(REPOSITORY) == []
 
 
 def plant(root: Path, sources: Mapping[str, str]) -> Path:
-    for path, source in {"__init__.py": "", "plan/__init__.py": "", "plan/trace.py": "", **sources}.items():
+    there = {"__init__.py": "", "schedule/__init__.py": "", "schedule/trace.py": ""}
+    for path, source in {**there, **sources}.items():
         file = root / "hetmem" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source, encoding="utf-8")
@@ -207,86 +264,95 @@ FLAGGED = {
         "hetmem.utils belongs to no layer: give 'utils' one in LAYERS",
     ),
     "an import of a higher layer": (
-        {"plan/layout.py": "from hetmem.memory.pools import Pool"},
-        "hetmem.plan.layout:1 (layer 1) imports hetmem.memory.pools (layer 3)",
+        {"schedule/layout.py": "from hetmem.memory.host_pool import Pool"},
+        "hetmem.schedule.layout:1 (layer 2) imports hetmem.memory.host_pool (layer 5)",
     ),
     "an import of the public names": (
-        {"runtime/hooks.py": "import hetmem"},
-        "hetmem.runtime.hooks:1 (layer 4) imports hetmem (layer 6)",
+        {"engine/traffic.py": "import hetmem"},
+        "hetmem.engine.traffic:1 (layer 6) imports hetmem (layer 11)",
     ),
     "an import of a sibling of the same layer": (
-        {"optim/adamw.py": "from hetmem import checkpoint", "checkpoint.py": ""},
-        "hetmem.optim.adamw:1 (layer 5) imports hetmem.checkpoint (layer 5)",
+        {"report/text.py": "from hetmem import checkpoint", "checkpoint.py": ""},
+        "hetmem.report.text:1 (layer 9) imports hetmem.checkpoint (layer 9)",
     ),
     "a relative import": (
-        {"plan/layout.py": "from ..runtime import hooks", "runtime/__init__.py": ""},
-        "hetmem.plan.layout:1 (layer 1) imports hetmem.runtime (layer 4)",
+        {"schedule/layout.py": "from ..engine import traffic", "engine/__init__.py": ""},
+        "hetmem.schedule.layout:1 (layer 2) imports hetmem.engine (layer 6)",
     ),
     "a relative import in a package's own file": (
         {"memory/__init__.py": "from ..api import manage"},
-        "hetmem.memory:1 (layer 3) imports hetmem.api (layer 6)",
+        "hetmem.memory:1 (layer 5) imports hetmem.api (layer 10)",
     ),
     "an import for types only": (
         {
-            "memory/pools.py": "from typing import TYPE_CHECKING\n"
-            "if TYPE_CHECKING:\n    from hetmem.runtime.runtime import Runtime"
+            "memory/host_pool.py": "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    from hetmem.engine.runtime import Runtime"
         },
-        "hetmem.memory.pools:3 (layer 3) imports hetmem.runtime.runtime (layer 4)",
+        "hetmem.memory.host_pool:3 (layer 5) imports hetmem.engine.runtime (layer 6)",
     ),
     "an import inside a function": (
-        {"memory/pools.py": "def late():\n    import hetmem.api as api"},
-        "hetmem.memory.pools:2 (layer 3) imports hetmem.api (layer 6)",
+        {"memory/host_pool.py": "def late():\n    import hetmem.api as api"},
+        "hetmem.memory.host_pool:2 (layer 5) imports hetmem.api (layer 10)",
     ),
     "an import by name": (
-        {"memory/pools.py": "import importlib\nimportlib.import_module('hetmem.api')"},
-        "hetmem.memory.pools:2 (layer 3) imports hetmem.api (layer 6)",
+        {"memory/host_pool.py": "import importlib\nimportlib.import_module('hetmem.api')"},
+        "hetmem.memory.host_pool:2 (layer 5) imports hetmem.api (layer 10)",
     ),
-    "torch in plan": (
-        {"plan/layout.py": "from torch.nn import Module"},
-        "hetmem.plan.layout:1 (layer 1) must not import torch",
+    "torch in schedule": (
+        {"schedule/layout.py": "from torch.nn import Module"},
+        "hetmem.schedule.layout:1 must not import torch",
     ),
-    "torch below plan": (
-        {"units.py": "import torch"},
-        "hetmem.units:1 (layer 0) must not import torch",
+    "torch below schedule": (
+        {"base/units.py": "import torch"},
+        "hetmem.base.units:1 must not import torch",
     ),
     **{
-        f"{module} in plan": (
-            {"plan/layout.py": f"import {module}"},
-            f"hetmem.plan.layout:1 (layer 1) must not import {module.split('.')[0]}",
+        f"{module} in schedule": (
+            {"schedule/layout.py": f"import {module}"},
+            f"hetmem.schedule.layout:1 must not import {module.split('.')[0]}",
         )
         for module in ("os", "os.path", "io", "pathlib", "threading", "socket", "time", "random", "concurrent.futures")
     },
-    "open() in plan": (
-        {"plan/layout.py": "text = open('x').read()"},
-        "hetmem.plan.layout:1 (layer 1) must not call open()",
+    "open() in schedule": (
+        {"schedule/layout.py": "text = open('x').read()"},
+        "hetmem.schedule.layout:1 must not call open()",
+    ),
+    "a circle": (
+        {
+            "report/text.py": "from hetmem.report import page",
+            "report/page.py": "def late():\n    from hetmem.report.live import Live",
+            "report/live.py": "from typing import TYPE_CHECKING\n"
+            "if TYPE_CHECKING:\n    from hetmem.report.text import table",
+        },
+        "hetmem.report.live and hetmem.report.page and hetmem.report.text import each other",
     ),
     "os.environ": (
-        {"memory/nvme.py": "import os as system\nhome = system.environ['HOME']"},
-        "hetmem.memory.nvme:2 reads os.environ: only hetmem.config may",
+        {"memory/nvme_store.py": "import os as system\nhome = system.environ['HOME']"},
+        "hetmem.memory.nvme_store:2 reads os.environ: only hetmem.base.config may",
     ),
     "getenv by its own name": (
         {"cli.py": "from os import getenv as ask"},
-        "hetmem.cli:1 reads os.getenv: only hetmem.config may",
+        "hetmem.cli:1 reads os.getenv: only hetmem.base.config may",
     ),
     "an import of the tests": (
         {"cli.py": "from tests.plan import shapes"},
         "hetmem.cli:1 imports tests.plan, which is not installed with hetmem",
     ),
     "an import of a private name": (
-        {"plan/layout.py": "from hetmem.plan.trace import _nearest"},
-        "hetmem.plan.layout:1 takes _nearest out of hetmem.plan.trace",
+        {"schedule/layout.py": "from hetmem.schedule.trace import _nearest"},
+        "hetmem.schedule.layout:1 takes _nearest out of hetmem.schedule.trace",
     ),
     "a private name reached through its module": (
-        {"plan/layout.py": "from hetmem.plan import trace as t\nt._nearest()"},
-        "hetmem.plan.layout:2 takes _nearest out of hetmem.plan.trace",
+        {"schedule/layout.py": "from hetmem.schedule import trace as t\nt._nearest()"},
+        "hetmem.schedule.layout:2 takes _nearest out of hetmem.schedule.trace",
     ),
     "a private name reached by the full path": (
-        {"plan/layout.py": "import hetmem.plan.trace\nhetmem.plan.trace._nearest()"},
-        "hetmem.plan.layout:2 takes _nearest out of hetmem.plan.trace",
+        {"schedule/layout.py": "import hetmem.schedule.trace\nhetmem.schedule.trace._nearest()"},
+        "hetmem.schedule.layout:2 takes _nearest out of hetmem.schedule.trace",
     ),
     "a private module of another package": (
-        {"memory/pools.py": "from hetmem.plan._heap import Heap", "plan/_heap.py": ""},
-        "hetmem.memory.pools:1 imports the private module hetmem.plan._heap",
+        {"memory/host_pool.py": "from hetmem.schedule._heap import Heap", "schedule/_heap.py": ""},
+        "hetmem.memory.host_pool:1 imports the private module hetmem.schedule._heap",
     ),
 }
 
@@ -299,12 +365,14 @@ def test_a_tree_that_breaks_one_rule_is_flagged_once(tmp_path: Path, sources: Ma
 def test_a_tree_that_keeps_the_rules_is_not_flagged(tmp_path: Path) -> None:
     sources = {
         "errors.py": "",
-        "config.py": "import os\nfrom hetmem.errors import BudgetError\nhome = os.environ.get('HOME')",
-        "plan/_heap.py": "import heapq",
-        "plan/layout.py": "import math\nfrom . import _heap, trace\nfrom hetmem.plan._heap import Heap\ntrace.open()",
-        "memory/pools.py": "import os\nimport torch\nfrom hetmem.plan import trace\nself._slots = trace.__name__",
-        "optim/adamw.py": "from hetmem.runtime import hooks\nfrom .workers import WorkerPool",
-        "api.py": "from hetmem import optim, __version__\nfrom hetmem.config import Budget",
+        "base/config.py": "import os\nfrom hetmem.errors import BudgetError\nhome = os.environ.get('HOME')",
+        "schedule/_heap.py": "import heapq",
+        "schedule/layout.py": "import math\n"
+        "from . import _heap, trace\nfrom hetmem.schedule._heap import Heap\ntrace.open()",
+        "memory/host_pool.py": "import os\n"
+        "import torch\nfrom hetmem.schedule import trace\nself._slots = trace.__name__",
+        "optim/adamw.py": "from hetmem.engine import traffic\nfrom .rule import Rule",
+        "api.py": "from hetmem.optim import adamw\nfrom hetmem.base.config import Budget",
         "cli.py": "import hetmem\nimport rich",
         "__init__.py": "from hetmem.api import manage",
     }

@@ -133,17 +133,11 @@ MUTATIONS = {
         "",
         "tests/optim/test_trailing.py::test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted",
     ),
-    "undo nothing of a speculative update": Mutation(
-        "optim/undo.py",
-        "        for role, memory in self.buffers.items():\n",
-        "        for role, memory in () if back else self.buffers.items():\n",
-        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients[speculative-fp32-host]",
-    ),
-    "count an undone step": Mutation(
+    "count a step that failed": Mutation(
         "optim/progress.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
-        "tests/optim/test_clipping.py::test_an_overflow_skips_one_step_and_changes_nothing_else[speculative-host]",
+        "tests/faults/test_step_retry.py::test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too",
     ),
     "clip by nothing": Mutation(
         "optim/optimizer.py",
@@ -217,12 +211,6 @@ MUTATIONS = {
         "copy = job.opened.get(Role.COMPUTE, job.copy)",
         "copy = job.copy",
         COPIES + "test_training_equals_torch[off-host-1]",
-    ),
-    "take an update back, and not the 16-bit copy": Mutation(
-        "optim/update_pass.py",
-        "            recast_all(chunk)\n",
-        "",
-        COPIES + "test_a_step_that_is_taken_back_takes_copies_back[speculative-host]",
     ),
     "make no 16-bit copies at home to begin with": Mutation(
         "engine/build.py",

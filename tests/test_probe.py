@@ -12,7 +12,7 @@ import torch
 import hetmem.tools.probe
 from hetmem.base.units import MIB
 from hetmem.errors import HetmemError
-from hetmem.memory.disk_settings import settings_for
+from hetmem.memory.nvme_requests import settings_for
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.tools.bench import transfers
 from hetmem.tools.overheads import measure

@@ -113,7 +113,7 @@ def test_an_option_that_does_not_exist_is_refused_before_a_model_is_built() -> N
 
 
 ADAM: dict[str, tuple[dict[str, Any], str]] = {
-    "overlap": ({"overlap": "x"}, "overlap must be 'off', 'backward', 'speculative' or 'forward', got 'x'"),
+    "overlap": ({"overlap": "x"}, "overlap must be 'off', 'backward' or 'forward', got 'x'"),
     "gradients": ({"gradients": "x"}, "gradients must be 'visible' or 'streamed', got 'x'"),
     "seed": ({"seed": "x"}, "seed must be an int, got 'x'"),
     "seed for chance": ({"seed": 1.5, "moments": "8bit"}, r"seed must be an int, got 1\.5"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmem.base.units import format_size, parse_size
-from hetmem.errors import BudgetError
+from hetmem.errors import BudgetError, ManageError
 
 Size = int | str
 Directory = str | os.PathLike[str]
@@ -87,6 +87,14 @@ class Budget:
                     f"Budget(nvme_dir=…) must be the path of a directory, or a list of such, got {self.nvme_dir!r}"
                 )
         return tuple(Path(directory) for directory in directories)
+
+
+def refuse_budget(budget: Any) -> None:
+    """Raise `ManageError` for what is no budget."""
+    if isinstance(budget, type):
+        raise ManageError(f"call it: hetmem.managed(hetmem.Budget(…)) decorates {budget.__name__}, or hetmem.managed()")
+    if budget is not None and not isinstance(budget, Budget):
+        raise ManageError(f"expected a hetmem.Budget(device=…, host=…, nvme=…), got {budget!r}")
 
 
 def cache_directory() -> Path:

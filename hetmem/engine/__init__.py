@@ -1,1 +1,1 @@
-"""What runs a managed module: hooks, operators, gradients, writes, and the copies that each of them needs."""
+"""What runs a managed module: homes, copies and their leases, gradients, and checks of writes. No hooks of torch."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""

@@ -26,8 +26,7 @@ from hetmem.engine.torn_reads import Exposed
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import Finished, TransferEngine
-from hetmem.schedule.commands import Command, Drop, Fetch, Write
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Command, Drop, Fetch, Link, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

@@ -14,7 +14,7 @@ from hetmem.engine.executor import Carrier
 from hetmem.engine.pending import Pending
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
+from hetmem.schedule.blocks import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
 from hetmem.schedule.trace import Tier
 
 

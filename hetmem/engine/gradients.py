@@ -23,9 +23,8 @@ from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.tensor_views import without_graph
-from hetmem.schedule.copies import CopyState
-from hetmem.schedule.gradient_completion import Complete
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import CopyState, Link
+from hetmem.schedule.queues import Complete
 from hetmem.schedule.trace import Tier
 
 _SAMPLES = 1024
@@ -133,7 +132,8 @@ class GradientSink:
             watcher.lost(chunk)
 
     def is_there(self, chunk: Chunk) -> None:
-        """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in `schedule.gradient_completion`."""
+        """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in
+        `schedule.queues`."""
         traffic = self.runtime.traffic
         if chunk in self._complete and not traffic.gradients.arriving(chunk):
             traffic.settle([chunk.homes[Role.GRAD]])

@@ -19,12 +19,12 @@ from hetmem.memory.device import Device
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.nvme_store import NvmeStore
-from hetmem.schedule.copies import Block
-from hetmem.schedule.gradient_buffers import Lending, set_aside
+from hetmem.schedule.blocks import Block
 from hetmem.schedule.layout import Layout
 from hetmem.schedule.placement import Room, place, place_copies
-from hetmem.schedule.resident_share import idle_bytes
+from hetmem.schedule.queues import Lending, set_aside
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import idle_bytes
 
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
@@ -220,7 +220,7 @@ class Memory:
         return self._gradient_places.pop(chunk, None)
 
     def idle_bytes(self, non_model_bytes: int) -> int:
-        """See `schedule.resident_share`."""
+        """See `schedule.update_split`."""
         copies = sum(chunk.spec.span for chunk in self.chunks) * self.device_pool.slot_bytes
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
@@ -238,7 +238,7 @@ class Memory:
         self.device_home_bytes -= nbytes
 
     def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
-        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.gradient_buffers`."""
+        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.queues`."""
         for nbytes in set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes):
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)

@@ -14,7 +14,7 @@ from hetmem.engine.pending import Pending
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

@@ -14,7 +14,7 @@ from hetmem.engine.executor import Carrier
 from hetmem.engine.weak import WeakOnes
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.residency import Residency
 
 
@@ -36,7 +36,7 @@ class Worker(Protocol):
 
 
 class Pending:
-    """Commands that `residency` gave and `carrier` has begun, and jobs, which are no commands."""
+    """Commands that `residency` gave and `executor` has begun, and jobs, which are no commands."""
 
     def __init__(self, residency: Residency, engine: TransferEngine, carrier: Carrier) -> None:
         self._residency, self._engine, self._carrier = residency, engine, carrier

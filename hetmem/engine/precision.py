@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from hetmem.errors import ManageError
 from hetmem.schedule.layout import ParameterSpec
+
+
+def refuse_precision(dtype: Any) -> None:
+    """Raise `ManageError` for what operators cannot compute in beside float32 parameters."""
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {dtype!r}")
 
 
 def compute_dtypes(

@@ -1,7 +1,8 @@
 """The resident share: homes move to device memory that nothing else uses, and back when something else needs it.
 
-`schedule.resident_share` says how much is idle and which chunks move. A chunk moves with all its roles: then its gradients stay on
-the device, its update is made there, and its copy is a cast there. The place that each home had stays reserved.
+`schedule.update_split` says how much is idle and which chunks move. A chunk moves with all its roles: then its
+gradients stay on the device, its update is made there, and its copy is a cast there. The place that each home had stays
+reserved.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from hetmem.engine.runtime import Runtime
 from hetmem.engine.weak import weakly
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
-from hetmem.schedule.links import Link
-from hetmem.schedule.resident_share import Candidate, choose
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import Candidate, choose
 
 _TRIES = 3
 """A share that had to go back so often is not tried again: moving it costs more than it saves."""

@@ -1,7 +1,7 @@
 """What runs a managed module: segments and moments, and parameters on the device for as long as somebody needs them.
 
 Hooks tell it what is about to be used. It knows nothing of torch's hooks and modes, and nothing of optimizers; copies
-are `traffic`'s, how many there may be `room`'s, writes that were not hetmem's `writes`'.
+are `traffic`'s, how many there may be `device_limit`'s, writes that were not hetmem's `write_check`'s.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from hetmem.schedule.update_split import Way
 
 @dataclass(slots=True)
 class Statistics:
-    """Peaks in bytes, waiting in seconds. Only grows, but for what is updated on trial and taken back."""
+    """Peaks in bytes, waiting in seconds. Only grows."""
 
     device_peak_bytes: int = 0
     chunk_peak_bytes: int = 0

@@ -8,7 +8,7 @@ are old, others new. So no such copy is used as it is.
 from __future__ import annotations
 
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

@@ -1,6 +1,6 @@
 """Brings blocks to tiers by what `schedule.residency` decides, and waits where it must.
 
-It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `carrier`.
+It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `executor`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetmem.engine.tracer import StepTracer
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.copies import PLACED, CopyState
+from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -30,7 +30,7 @@ _LOADING = (CopyState.WAITING, CopyState.LOADING)
 
 
 class Traffic:
-    """Every copy between tiers. `residency` says what, `carrier` does it; here is when, and who waits for it."""
+    """Every copy between tiers. `residency` says what, `executor` does it; here is when, and who waits for it."""
 
     def __init__(
         self,

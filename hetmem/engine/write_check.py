@@ -25,7 +25,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.memory.tensor_views import give_away
-from hetmem.schedule.copies import PLACED, CopyState
+from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.trace import Tier
 
 

@@ -119,7 +119,7 @@ class Compute:
         self.functions: Handler | None = None
         self.operators: Handler | None = None
         self.compiler: Any = None
-        """Who compiles what is around it; see `compiled`."""
+        """Who compiles what is around it; see `dynamo`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its part of the turn of its thread, see `turns`."""

@@ -1,6 +1,6 @@
 """While a module is built: parameters go to a mapped file as they are registered, so they never fill host memory.
 
-The file is only a place to wait in; `construction` moves what is in it to its homes.
+The file is only a place to wait in; `engine.build` moves what is in it to its homes.
 
 Note "ended twice": an interrupt may come before the first instruction of what ends something, also of a `with`. So that
 is tried twice: where the first one was not begun the second one does it, and otherwise there is nothing left to do.

@@ -38,7 +38,7 @@ class Hooked(Protocol):
 
 
 class BeforeForward:
-    """A forward pre-hook. Code that is compiled with it within goes by what `tracing` says, see `compiled`."""
+    """A forward pre-hook. Code that is compiled with it within goes by what `tracing` says, see `dynamo`."""
 
     def __init__(self, hooked: Hooked | None = None, tracing: Tracing | None = None) -> None:
         self._hooked = _nothing if hooked is None else weakref.ref(hooked)

@@ -153,7 +153,8 @@ class OperatorFaults:
         return [self._by_id[id(parameter)] for parameter in module.parameters() if id(parameter) in self._by_id]
 
     def begin_region(self, name: str, used: list[ManagedParameter]) -> Any:
-        """`used` are bound until `end_region` is called with what this returns; see note "regions" in `regions`."""
+        """`used` are bound until `end_region` is called with what this returns; see note "regions"
+        in `compile_regions`."""
         if self._half_stepped or in_backward():
             self._gradients.use_again(used)
         if used:

@@ -82,7 +82,7 @@ def _forget_nodes_that_did_not_run() -> None:
 
 def _hetmem_is_at_work() -> bool:
     """Whether anything of hetmem's called what calls the caller of this, on this thread; every backward goes through
-    `backwards`, which is not at work then."""
+    `backward`, which is not at work then."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")

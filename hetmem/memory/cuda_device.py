@@ -23,8 +23,7 @@ from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory import numa
 from hetmem.memory.compute_streams import ComputeStreams
-from hetmem.memory.copy_settings import Ways, load_ways
-from hetmem.memory.cuda_copies import Moves
+from hetmem.memory.cuda_copies import Moves, Ways, load_ways
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.host_pool import PIECE_BYTES
 from hetmem.memory.mapping import Mapping
@@ -32,7 +31,7 @@ from hetmem.memory.page_locks import PageLocks
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
@@ -159,7 +158,7 @@ class CudaDevice:
         return Moves(self.torch_device, self._kernels(), ways, self._is_mapped)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On the current stream; host memory goes through `moves`."""
+        """On the current stream; host memory goes through `cuda_copies`."""
         with torch.no_grad():
             if self._crosses(source, target):
                 self.moves.copy_in(target, source)
@@ -167,7 +166,7 @@ class CudaDevice:
                 target.copy_(source)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """On the current stream; what goes to host memory goes through `moves`."""
+        """On the current stream; what goes to host memory goes through `cuda_copies`."""
         with torch.no_grad():
             if self._crosses(arrived, target):
                 self.moves.gradient_out(target, arrived, add=add)

@@ -17,7 +17,7 @@ from hetmem.memory.free_memory import free_host_bytes
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.tensor_views import Memory, without_graph
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 
 class Device(Protocol):

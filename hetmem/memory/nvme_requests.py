@@ -1,24 +1,38 @@
-"""Transfers as requests on threads: one link for each direction, with its traffic, its time and what is under way.
+"""Reads and writes of files by threads of each disk, and the settings that a disk is asked with.
+
+Requests go over one link for each direction, with its traffic, its time and what is under way.
 
 Knows files, memory and futures. Must not know extents, capacities or who asked.
+
+How to ask a disk: request size and threads, as `hetmem probe` measured them for it, else defaults that were good.
+
+Knows samples, directories and one small file in the cache. Must not know stores. A cache file that is missing, old,
+broken or of another machine is as good as none: nothing here fails because of one.
 """
 
 from __future__ import annotations
 
 import errno
+import json
+import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from hetmem.base.units import MIB, round_up
+from hetmem.base.config import cache_directory
+from hetmem.base.units import MIB, format_size, round_up
+from hetmem.base.whole_files import write_whole
 from hetmem.errors import StoreError
-from hetmem.memory.disk_settings import Requests
 from hetmem.memory.nvme_file import BLOCK_BYTES, Move, StoreFile
+from hetmem.schedule.hardware import DiskSample
 
 _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
 
@@ -251,3 +265,106 @@ class _Transfer:
         told = StoreError(error.errno, f"{error.strerror}. {what}")
         told.__cause__ = error.__cause__
         return told
+
+
+_VERSION = 1
+_GOOD_ENOUGH = 0.95  # of the best rate: then larger requests, which cost less of the cores, and more of them: when the
+# cores are busy a thread comes late to ask for the next one, and the disk shall have something to do meanwhile
+_MOST_BYTES, _MOST_THREADS = 64 * MIB, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """At most `threads` requests at once, of at most `nbytes` each."""
+
+    nbytes: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.threads} x {format_size(self.nbytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """How to ask one disk in either direction, and where that is known from: "measured", "default" or "given"."""
+
+    read: Requests
+    write: Requests
+    source: str
+
+    def __str__(self) -> str:
+        return f"reads {self.read}, writes {self.write} ({self.source})"
+
+
+DEFAULT = DiskSettings(Requests(16 * MIB, 4), Requests(16 * MIB, 4), "default")
+"""Measured: benchmarks/results/nvme.md."""
+
+
+def settings_for(directory: str) -> DiskSettings:
+    """What was measured for the disk of `directory`, or the default."""
+    try:
+        disk = _load()[_disk_of(directory)]
+        return DiskSettings(_requests(disk["read"]), _requests(disk["write"]), "measured")
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return DEFAULT
+
+
+def remember(directory: str, samples: Sequence[DiskSample]) -> tuple[DiskSettings, Path | None]:
+    """Keep the best of `samples` for the disk of `directory`: the settings, and the file they are in (None: none)."""
+    found = DiskSettings(
+        _best(samples, lambda sample: sample.read_bytes_per_second),
+        _best(samples, lambda sample: sample.write_bytes_per_second),
+        "measured",
+    )
+    try:
+        try:
+            disks = _load()
+        except (OSError, ValueError, KeyError, TypeError):
+            disks = {}
+        disks[_disk_of(directory)] = {"read": asdict(found.read), "write": asdict(found.write)}
+        return found, _save(disks)
+    except (OSError, RuntimeError):  # a read-only home: the measurement is still worth showing
+        return found, None
+
+
+def _best(samples: Sequence[DiskSample], rate: Callable[[DiskSample], float]) -> Requests:
+    enough = _GOOD_ENOUGH * max(map(rate, samples))
+    best = max((s for s in samples if rate(s) >= enough), key=lambda s: (s.block_bytes, s.depth))
+    return Requests(best.block_bytes, best.depth)
+
+
+def _disk_of(directory: str) -> str:
+    """The disk and the filesystem: numbers of devices are given anew at every start, names of disks nearly so."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    name = Path(f"/sys/dev/block/{number}").resolve().name  # the number itself where there is no block device
+    return f"{name} {number} {os.statvfs(directory).f_fsid:x}"
+
+
+def _path() -> Path:
+    return cache_directory() / "disks.json"
+
+
+def _load() -> dict[str, Any]:
+    """All that was measured, by disk; raises whatever a broken file makes it raise."""
+    content = json.loads(_path().read_text())
+    if content["version"] != _VERSION:
+        raise ValueError("another version")
+    return dict(content["disks"])
+
+
+def _save(disks: dict[str, Any]) -> Path:
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"version": _VERSION, "disks": disks}, indent=2))
+    return path
+
+
+def _requests(data: Any) -> Requests:
+    nbytes, threads = data["nbytes"], data["threads"]
+    for value, most in ((nbytes, _MOST_BYTES), (threads, _MOST_THREADS)):
+        if type(value) is not int or not 0 < value <= most:
+            raise ValueError("not what was kept")
+    if nbytes % 4096:
+        raise ValueError("not whole blocks")
+    return Requests(nbytes, threads)

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from hetmem.base.config import nvme_timeout_seconds
 from hetmem.base.units import round_down, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
-from hetmem.memory.disk_settings import DiskSettings, Requests, settings_for
 from hetmem.memory.mapping import Mapping, address_of
 from hetmem.memory.nvme_file import BLOCK_BYTES, StoreFile, VectoredIo, sized
-from hetmem.memory.nvme_requests import Link
+from hetmem.memory.nvme_requests import DiskSettings, Link, Requests, settings_for
 
 __all__ = ["BLOCK_BYTES", "Extent", "Look", "NvmeStore"]
 

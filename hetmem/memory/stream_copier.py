@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hetmem.memory.transfer import Finished, Job, Seen
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 
 class Streams(Protocol):

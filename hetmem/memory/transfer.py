@@ -1,7 +1,7 @@
 """Moving bytes between tiers behind compute; counts bytes and busy seconds per link.
 
 It carries out what it is told, in order per link, and reports each job done or failed once. It decides nothing. How
-bytes cross between host and device is the device's: on threads (`ThreadCopier`), or on streams (`memory.stream_copier`).
+bytes cross between host and device is the device's: on threads (`ThreadCopier`), or on streams (`StreamCopier`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import Extent, NvmeStore
-from hetmem.schedule.links import Link, LinkUse
+from hetmem.schedule.blocks import Link, LinkUse
 
 _LOOK_SECONDS = 0.0005
 """Between two looks at copies, while something else may be over before them."""

@@ -1,6 +1,6 @@
 """Gradients that stay on the device until the update there has read them: whose is which place.
 
-It knows chunks and memory; when an update runs is `streamed`'s, and how a gradient gets here `engine.gradients`'.
+It knows chunks and memory; when an update runs is `device_updates`', and how a gradient gets here `engine.gradients`'.
 
 Note "kept": a chunk whose states come to the device for their update needs its gradients there too, and nobody else
 ever sees them if they are streamed. So their home, from the arrival of the first to the end of the kernel that reads

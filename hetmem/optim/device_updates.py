@@ -1,7 +1,7 @@
 """Updates on the device of chunks that live in host memory: states are brought there, updated, and sent home.
 
-It knows jobs, slots on the device and the two directions of the link; which chunks come here is `places`'s, and which
-gradients are here already `kept`'s.
+It knows jobs, slots on the device and the two directions of the link; which chunks come here is
+`update_placement`'s, and which gradients are here already `device_gradients`'s.
 
 Note "streamed": parameter and states of a chunk are copied into a slot, and its gradients into a place beside it if
 they are not in one, and the kernel runs behind them on the same stream, so that compute waits for neither. When both
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,15 +27,10 @@ from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.device import Device
 from hetmem.memory.tensor_views import Memory
 from hetmem.optim.device_gradients import KeptGradients
+from hetmem.optim.progress import Job, Opened, Update
 from hetmem.optim.rule import HalfComputedError
-from hetmem.schedule.links import Link
-from hetmem.schedule.streamed_share import SLOTS
-
-if TYPE_CHECKING:
-    from hetmem.optim.update_queue import Job, Opened
-
-Update = Callable[[dict[Role, torch.Tensor]], None]
-"""All of a chunk on the device, on the current stream."""
+from hetmem.schedule.blocks import Link
+from hetmem.schedule.update_split import SLOTS
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +91,7 @@ class StreamedUpdates:
         return slots[0].nbytes if slots else 0
 
     def idle_bytes(self) -> int:
-        """See `schedule.resident_share`; what slots take is not idle."""
+        """See `schedule.update_split`; what slots take is not idle."""
         return self._runtime.memory.idle_bytes(self._runtime.room.non_model_peak_bytes)
 
     def take_slots(self, nbytes: int) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetmem.engine.consumed_gradients import Marks, is_as_it_was
 from hetmem.engine.write_check import Writes
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.overlap import Gradients, advice
+from hetmem.optim.owners import SteppingOptimizer
 from hetmem.optim.progress import Part, Progress
 from hetmem.optim.update_pass import Passes
-
-if TYPE_CHECKING:
-    from hetmem.optim.optimizer import OffloadedOptimizer
 
 _NAMED = 32  # parameters that an error names
 
@@ -61,7 +59,7 @@ class Untouched:
         if self._shows:
             self._marks.put(parameters)
 
-    def check(self, begun: Sequence[Progress], optimizer: OffloadedOptimizer) -> None:
+    def check(self, begun: Sequence[Progress], optimizer: SteppingOptimizer) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then. What a
         step has seen once, it changes itself: one that is repeated looks no more."""
         if self._checked:
@@ -85,10 +83,6 @@ class Untouched:
                     raise changed(progress.parts, optimizer, begun)
         self._checked = True
 
-    def written(self, progress: Progress) -> bool:
-        """Whether somebody was seen to write to weights of `progress`, which is not begun."""
-        return any(self._writes.was_seen(part.managed) for part in progress.parts)
-
     def forget(self) -> None:
         """The step is over."""
         self._waiting.clear()
@@ -96,7 +90,7 @@ class Untouched:
         self._marks.drop()
 
 
-def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer, begun: Iterable[Progress]) -> RuntimeError:
+def changed(parts: Sequence[Part], optimizer: SteppingOptimizer, begun: Iterable[Progress]) -> RuntimeError:
     """What is wrong where something of `parts` is not what it was; `begun` are of this step."""
     names = ", ".join(part.managed.name for part in parts[:3])
     return RuntimeError(
@@ -106,7 +100,7 @@ def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer, begun: Iterabl
     )
 
 
-def edits_gradients(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> RuntimeError:
+def edits_gradients(managed: ManagedParameter, optimizer: SteppingOptimizer) -> RuntimeError:
     """What is wrong where a program changes the gradient of `managed` between the backward and the first step."""
     return RuntimeError(
         f"the gradient of {managed.name} was changed between backward() and step(), and from the next step on it will "
@@ -124,7 +118,7 @@ def updated_already(begun: Iterable[Progress]) -> str:
     return f"Updated already: {', '.join(names[:_NAMED])}{more}"
 
 
-def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer, begun: Iterable[Progress]) -> RuntimeError:
+def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: Iterable[Progress]) -> RuntimeError:
     """What is wrong where a gradient of `managed` comes and its update has begun."""
     return RuntimeError(
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
@@ -134,6 +128,14 @@ def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer, begun: I
         f"model for the length of it. To leave a step "
         f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
         f"from the weights that are updated. {updated_already(begun)}"
+    )
+
+
+def other_factor(progress: Progress) -> RuntimeError:
+    """Return the error of a step whose gradients have another factor than the update of `progress` was made with."""
+    return RuntimeError(
+        f"chunk {progress.chunk.spec.index} was updated with a factor of {progress.scale} for its gradients, and "
+        f"step() wants another one: max_grad_norm or loss_scale was changed in between"
     )
 
 

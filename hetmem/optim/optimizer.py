@@ -29,8 +29,7 @@ from hetmem.optim.owners import managed_again, no_longer_managed
 from hetmem.optim.progress import refuse_sparse
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
-from hetmem.optim.state_matching import Places, saved_homes
-from hetmem.optim.states import States
+from hetmem.optim.states import Places, States, saved_homes
 from hetmem.optim.step import Stepper, Work
 from hetmem.optim.update_placement import check_staging
 

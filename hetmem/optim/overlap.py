@@ -28,8 +28,7 @@ class Overlap(str, Enum):
     """How far updates of a step overlap with other work; the bits are the same with all of them.
 
     "off": all within `step`. "backward": chunk by chunk as gradients arrive; where a factor that needs all gradients
-    (clipping, loss scaling) forbids it, in `step`. "speculative": also there, on trial, undone where the factor turns
-    out not to be 1; takes host memory that the budget has left. "forward": as "backward", and `step` returns before
+    (clipping, loss scaling) forbids it, in `step`. "forward": as "backward", and `step` returns before
     all is done: the next forward waits for what it needs, and so does whoever reads or writes a parameter;
     `torch.tensor(p)` and `torch.nn.Parameter(p)`, which torch tells nobody of, need `synchronize` before. It uses
     gradients up: a backward before `zero_grad` raises, as torch would add to them.
@@ -41,7 +40,6 @@ class Overlap(str, Enum):
 
     OFF = "off"
     BACKWARD = "backward"
-    SPECULATIVE = "speculative"
     FORWARD = "forward"
 
 
@@ -65,7 +63,8 @@ def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
         return kind(wanted)
     except ValueError:
         *others, last = (repr(known.value) for known in kind)
-        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}") from None
+        instead = "; use 'backward', which gives the same bits" if wanted == "speculative" else ""
+        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}{instead}") from None
 
 
 def check_planned(planned: Mapping[str, str], gradients: Gradients, overlap: Overlap) -> None:

@@ -21,6 +21,9 @@ from hetmem.engine.listener import Watcher
 from hetmem.errors import ManageError
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.optim.overlap import Gradients, Overlap
+from hetmem.optim.rule import Rule
+from hetmem.optim.states import States
 
 
 class Owner(Protocol):
@@ -33,6 +36,28 @@ class Owner(Protocol):
 
     def has_state(self, managed: ManagedParameter, role: Role) -> bool:
         """Whether it shows `role` of `managed` as a state of its own."""
+        ...
+
+
+class SteppingOptimizer(Owner, Protocol):
+    """What a step asks its optimizer for; it may change between steps."""
+
+    overlap: Overlap
+    gradients: Gradients
+    rule: Rule
+    states: States
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether the factor of gradients depends on all of them."""
+        ...
+
+    def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
+        """The group of each parameter, by its `id`."""
+        ...
+
+    def number_of(self, managed: ManagedParameter) -> int:
+        """The place of `managed` among all parameters of the optimizer."""
         ...
 
 

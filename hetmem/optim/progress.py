@@ -1,11 +1,11 @@
-"""How far a chunk is in a step: which gradients its update was, or will be, made with, and what undoes it.
+"""How far a chunk is in a step: which gradients its update was, or will be, made with.
 
 It compares and remembers; it starts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -15,16 +15,23 @@ import numpy as np
 import torch
 
 from hetmem.cpu import sums_of_tiles
+from hetmem.cpu.workers import Batch, Task
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
 from hetmem.optim.rule import Left
-from hetmem.optim.undo import Saved
 from hetmem.schedule.update_split import Way
 
 _SAMPLES = 1024
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 Sample = tuple[int, bytes] | tuple[torch.Tensor, torch.Tensor]
 """The place of an element and its bits; of a gradient on the device, tensors there of one element each."""
+
+
+Opened = dict[Role, torch.Tensor]
+"""Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
+
+Update = Callable[[Opened], None]
+"""All of a chunk on the device, on the current stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +74,8 @@ class Part:
 @dataclass(slots=True, eq=False)
 class Progress:
     """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `summing`: its
-    sums were, and are not made. `saving`: what it changes is on its way to `saved`, which must not be given back
-    before. `disturbed`: somebody wrote to its streamed gradients before it had read them. `kept`: they are read on the
-    device, where they arrived. `optimizer`: whose update it is, which must live as long."""
+    sums were, and are not made. `disturbed`: its streamed gradients were written to before they were read. `kept`: they
+    are read on the device, where they arrived. `optimizer`: whose update it is, which must live as long."""
 
     chunk: Chunk
     parts: list[Part]
@@ -78,8 +84,6 @@ class Progress:
     begun: bool = False
     summing: bool = False
     scale: float = 1.0
-    saved: Saved | None = None
-    saving: bool = False
     disturbed: bool = False
     kept: bool = False
     left: Left = field(default_factory=Left)
@@ -142,6 +146,36 @@ class Progress:
         """They are what was noted."""
         for state, after in self.after:
             state.update({name: _copied(value) for name, value in after.items()})
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Work on `chunk`: `tasks` makes it of `roles` once they are open (the value: whether what they hold matters).
+
+    `done` is told once, at the end: True, or False if the job failed or was cancelled. If it `writes`, all roles but
+    the gradient change, and nothing fetches the parameters from their home from `Updates.add` until then; the copy on
+    the device is given up and fetched again, or, if it `keeps_copy`, is written by the tasks too: it is `copy`.
+
+    `left`: written where some tasks failed for good and others have changed homes. A job with the same tasks that is
+    given it does the rest.
+    """
+
+    chunk: Chunk
+    roles: dict[Role, bool]
+    tasks: Callable[[Job], list[Task]]
+    done: Callable[[bool], None]
+    writes: bool
+    keeps_copy: bool = False
+    left: Left = field(default_factory=Left)
+    streamed: Callable[[Job], Update] | None = None
+    """Given where the update is made on the device: what `tasks` is on the host. See `device_updates`."""
+    opened: Opened = field(default_factory=dict)
+    copy: torch.Tensor | None = None
+    had_copy: bool = False
+    batch: Batch | None = None
+    began: float = 0.0
+    owed: bool = False
+    """Whether it is of a step that has ended, so that nobody will ask for it again."""
 
 
 def _copied(value: Any) -> Any:

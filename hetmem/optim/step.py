@@ -1,9 +1,8 @@
-"""One optimizer's steps over one runtime: which chunk is updated when, with which factor, and what is undone again.
+"""One optimizer's steps over one runtime: which chunk is updated when, with which factor.
 
 Note "overlap": gradients arrive chunk by chunk during backward. A chunk whose gradients are all in is updated while
 backward goes on, if nothing is needed that only the end of backward can tell (the norm of all gradients, whether all
-are finite). Where it is needed, its share is summed up as gradients arrive, and the update follows in `update`; or it
-is made on trial, after its memory was saved, and undone and made again if the factor turns out not to be 1.
+are finite). Where it is needed, its share is summed up as gradients arrive, and the update follows in `update`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,17 +24,21 @@ from hetmem.memory.tensor_views import Memory
 from hetmem.optim.comparing import WorkersCompare
 from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.gradient_counts import Arrivals
-from hetmem.optim.mutation_check import Untouched, came_late, changed, edits_gradients, half_updated, updated_already
+from hetmem.optim.mutation_check import (
+    Untouched,
+    came_late,
+    changed,
+    edits_gradients,
+    half_updated,
+    other_factor,
+    updated_already,
+)
 from hetmem.optim.overlap import Gradients, Overlap, advice
-from hetmem.optim.owners import ends_with_its_optimizer, owners_of
+from hetmem.optim.owners import SteppingOptimizer, ends_with_its_optimizer, owners_of
 from hetmem.optim.progress import Progress, Sums, on_host
-from hetmem.optim.undo import UndoLog
 from hetmem.optim.update_pass import Members, Passes
 from hetmem.optim.update_placement import UpdatePlaces
 from hetmem.optim.update_queue import Updates
-
-if TYPE_CHECKING:
-    from hetmem.optim.optimizer import OffloadedOptimizer
 
 Work = dict[Chunk, Members]
 """Parameters that have a gradient, and their groups, by chunk."""
@@ -45,7 +48,7 @@ _INDEX = attrgetter("spec.index")
 class Stepper:
     """The steps of `optimizer` over the parameters that `interception` manages."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, interception: Interception, workers: WorkerPool) -> None:
+    def __init__(self, optimizer: SteppingOptimizer, interception: Interception, workers: WorkerPool) -> None:
         self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
         self._interception, self.owners = interception, owners_of(interception)
         self._runtime = interception.runtime
@@ -54,8 +57,7 @@ class Stepper:
         self._places = UpdatePlaces(
             self._runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
         )
-        self._passes = Passes(optimizer, interception, workers, self._places, self._kept)
-        self._undo = UndoLog(self._runtime.memory.host_pool)
+        self._passes = Passes(optimizer, interception, self._places, self._kept)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
         self._progress: dict[Chunk, Progress] = {}
@@ -68,7 +70,7 @@ class Stepper:
         interception.gradients.watchers.add(self)
 
     @property
-    def _optimizer(self) -> OffloadedOptimizer:
+    def _optimizer(self) -> SteppingOptimizer:
         """Whoever has dropped it wants no more updates of it: it is held only by those that are begun."""
         optimizer = self._made_by()
         assert optimizer is not None
@@ -175,7 +177,7 @@ class Stepper:
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         progress = self._progress.get(chunk)
         self._passes.notice_states(chunk)
-        bound = progress is not None and (progress.saved is not None or bool(progress.left.places))
+        bound = progress is not None and bool(progress.left.places)
         return not bound and not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
@@ -201,12 +203,10 @@ class Stepper:
         ]
         progress = self._progress[chunk] = Progress(chunk, self._passes.parts(chunk, members), self._optimizer)
         self._passes.notice_states(chunk)
-        if not self._optimizer.needs_all_gradients:
+        if self._optimizer.needs_all_gradients:
+            self._add_sums(progress)
+        else:
             self._add_update(progress, 1.0)
-            return
-        if self._optimizer.overlap is Overlap.SPECULATIVE:
-            progress.saved = self._undo.make_room(chunk, progress.roles)
-        self._add_sums(progress)
 
     # ---- within a step -----------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Stepper:
             for chunk in sorted(chunks, key=_INDEX):
                 progress = self._current(chunk, chunks[chunk])
                 if progress.begun and progress.scale != grad_scale:
-                    self._passes.take_back(progress)
+                    raise other_factor(progress)
                 if progress.left.ruined:
                     raise half_updated(progress)
                 if not progress.begun or progress.left.places:
@@ -284,10 +284,10 @@ class Stepper:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 
     def skip(self) -> None:
-        """No update is made: take back what was made on trial."""
+        """Make no update. Raises RuntimeError where one has begun."""
         for progress in self._progress.values():
             if progress.begun:
-                self._passes.take_back(progress)
+                raise other_factor(progress)
 
     def end(self, *, updated: bool) -> None:
         """The step is over for all models of the optimizer: nobody will try it again."""
@@ -364,9 +364,7 @@ class Stepper:
 
     def _drop(self, chunk: Chunk) -> None:
         """Nothing that was prepared for `chunk` counts."""
-        progress = self._progress.pop(chunk, None)
-        if progress is not None and not progress.saving:
-            self._undo.give_back(progress.saved)
+        self._progress.pop(chunk, None)
 
     def _current(self, chunk: Chunk, members: Members) -> Progress:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
@@ -393,19 +391,9 @@ class Stepper:
     # ---- jobs --------------------------------------------------------------------------------------------------
 
     def _summed(self, progress: Progress, done: bool) -> None:
-        progress.saving = progress.summing = False
-        dropped = self._progress.get(progress.chunk) is not progress
-        if dropped:
-            self._undo.give_back(progress.saved)
+        progress.summing = False
         if not done:
             progress.sums = []
-        elif progress.saved is not None and not dropped:
-            if self._untouched.written(progress):  # what was saved is older, and users read what they wrote
-                self._undo.give_back(progress.saved)
-                progress.saved = None
-                self._passes.notice_written(progress.chunk)
-                return
-            self._add_update(progress, self._optimizer.expected_scale())
 
     def _add_sums(self, progress: Progress) -> None:
         self._updates.add(self._passes.sums_job(progress, partial(self._summed, progress)))

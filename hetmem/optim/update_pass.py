@@ -1,4 +1,4 @@
-"""The passes over the memory of a chunk that a step is made of: squares are summed up, an update is made or taken back.
+"""The passes over the memory of a chunk that a step is made of: squares are summed up, an update is made.
 
 It knows what a pass reads and writes, and nothing of when: jobs are made here and queued by the `Stepper`.
 """
@@ -8,29 +8,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
-from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.build import recast_all
 from hetmem.engine.gradients import honour_written_gradients, is_home_gradient
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
 from hetmem.optim.device_gradients import KeptGradients
-from hetmem.optim.device_updates import Update
 from hetmem.optim.overlap import Gradients, Overlap
-from hetmem.optim.progress import Part, Progress, Sample, Sums, as_sampled, frozen, refuse_sparse, sample_of
+from hetmem.optim.owners import SteppingOptimizer
+from hetmem.optim.progress import (
+    Job,
+    Opened,
+    Part,
+    Progress,
+    Sample,
+    Sums,
+    Update,
+    as_sampled,
+    frozen,
+    refuse_sparse,
+    sample_of,
+)
 from hetmem.optim.rule import ParameterUpdate, Streamable
 from hetmem.optim.update_placement import UpdatePlaces
-from hetmem.optim.update_queue import Job, Opened
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
-
-if TYPE_CHECKING:
-    from hetmem.optim.optimizer import OffloadedOptimizer
 
 Members = list[tuple[ManagedParameter, dict[str, Any]]]
 """Parameters that have a gradient, and their groups."""
@@ -41,18 +47,17 @@ class Passes:
 
     def __init__(
         self,
-        optimizer: OffloadedOptimizer,
+        optimizer: SteppingOptimizer,
         interception: Interception,
-        workers: WorkerPool,
         places: UpdatePlaces,
         kept: KeptGradients,
     ) -> None:
-        self._made_by, self._interception, self._workers = weakref.ref(optimizer), interception, workers
+        self._made_by, self._interception = weakref.ref(optimizer), interception
         self._places, self._kept = places, kept
         self._runtime = interception.runtime
 
     @property
-    def _optimizer(self) -> OffloadedOptimizer:
+    def _optimizer(self) -> SteppingOptimizer:
         """It lives as long as any `Progress` of it."""
         optimizer = self._made_by()
         assert optimizer is not None
@@ -179,7 +184,7 @@ class Passes:
     def notice_before(self, progress: Progress) -> None:
         """A step begins. What a pass of `progress` will read, and has not, it may find in staging, and it has seen
         nothing that could be compared with the home later."""
-        if not progress.begun and progress.saved is None:  # else `Untouched` sees it
+        if not progress.begun:  # else `Untouched` sees it
             self.notice_written(progress.chunk)
         if not progress.kept and any(part.sample is None for part in progress.parts):
             honour_written_gradients(self._runtime, progress.chunk)
@@ -192,11 +197,8 @@ class Passes:
     # ---- squares -----------------------------------------------------------------------------------------------
 
     def sums_job(self, progress: Progress, done: Callable[[bool], None]) -> Job:
-        """Sum up squares; with memory for it, also save what an update would change."""
+        """Return the job that sums up squares of the gradients of `progress`."""
         roles = {Role.GRAD: True} if any(part.at_home for part in progress.parts) else {}
-        saved = progress.saved
-        roles |= dict.fromkeys(saved.buffers, True) if saved is not None else {}
-        progress.saving = saved is not None
         return Job(progress.chunk, roles, partial(self._sum_tasks, progress), done, writes=False)
 
     def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
@@ -212,8 +214,6 @@ class Passes:
             else:
                 sums = square_sums_on_device(gradient)  # read in `on_host`
             progress.sums.append(sums)
-        if progress.saved is not None:
-            tasks += progress.saved.tasks_to_save(job.opened, [part.managed for part in progress.parts])
         return tasks
 
     # ---- updates -----------------------------------------------------------------------------------------------
@@ -333,28 +333,6 @@ class Passes:
         if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
             self._notice_disturbance(progress, {})
         self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
-
-    def take_back(self, progress: Progress) -> None:
-        """Undo the update of `progress`: every bit is as before it."""
-        saved, chunk, traffic = progress.saved, progress.chunk, self._runtime.traffic
-        if saved is None:
-            raise RuntimeError(
-                f"chunk {chunk.spec.index} was updated with a factor of {progress.scale} for its gradients during "
-                f"backward, and step() wants another one: max_grad_norm or loss_scale was changed in between"
-            )
-        traffic.begin_update(chunk, keep_copy=False)
-        try:
-            self._workers.run(saved.tasks_to_restore(chunk, [part.managed for part in progress.parts]))
-        finally:
-            recast_all(chunk)
-            traffic.end_update(chunk)
-        progress.left.clear()
-        progress.restore_numbers()
-        for part in progress.parts:
-            self._optimizer.states.forget_empty(part.managed)
-        progress.begun = False
-        self._runtime.statistics.updated_bytes[progress.way] -= progress.nbytes
-        self._count_versions(progress)
 
     @staticmethod
     def _count_versions(progress: Progress) -> None:

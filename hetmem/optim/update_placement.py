@@ -1,6 +1,6 @@
 """Where each chunk of one model is updated: where its homes are, or, of homes in host memory, on the device.
 
-Which chunks go to the device is `schedule.streamed_share`'s to say; here are the facts that it asks for.
+Which chunks go to the device is `schedule.update_split`'s to say; here are the facts that it asks for.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from hetmem.optim.device_updates import StreamedUpdates
 from hetmem.optim.overlap import Gradients
 from hetmem.optim.progress import Progress
 from hetmem.optim.rule import Rule, Streamable
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import slots_for_staging
-from hetmem.schedule.streamed_share import Facts, Fitting, StreamedShare
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import Way
+from hetmem.schedule.update_split import Facts, Fitting, StreamedShare, Way
 
 Groups = Mapping[int, dict[str, Any]]
 """The parameter groups of an optimizer, by the `id`s of the parameters that it updates."""

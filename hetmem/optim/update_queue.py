@@ -5,7 +5,7 @@ the tiles happens on the thread that trains, in `pump`; what a tile computes is 
 
     queued -> opening (its roles are on their way) -> running (tiles on the workers) -> done
 
-Jobs take turns by their chunks' places in the model, see `schedule.update_turns`, and not by when they were queued.
+Jobs take turns by their chunks' places in the model, see `schedule.queues`, and not by when they were queued.
 
 Note "openings": jobs run in the order in which they open, and one opens only once all that opened before it have a
 place for each of their roles. So those need no more memory to be computed, and at most one job, the last, holds places
@@ -19,12 +19,11 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from hetmem.cpu.workers import Batch, Task, WorkerPool
+from hetmem.cpu.workers import Batch, WorkerPool
 from hetmem.engine.build import recast_all
 from hetmem.engine.events import Span
 from hetmem.engine.runtime import Runtime
@@ -32,43 +31,11 @@ from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.tensor_views import without_graph
 from hetmem.optim.device_gradients import KeptGradients
-from hetmem.optim.device_updates import StreamedUpdates, Update
-from hetmem.optim.rule import HalfComputedError, Left
+from hetmem.optim.device_updates import StreamedUpdates
+from hetmem.optim.progress import Job
+from hetmem.optim.rule import HalfComputedError
+from hetmem.schedule.queues import AT_ONCE, Turns
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_turns import AT_ONCE, Turns
-
-Opened = dict[Role, torch.Tensor]
-"""Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """Work on `chunk`: `tasks` makes it of `roles` once they are open (the value: whether what they hold matters).
-
-    `done` is told once, at the end: True, or False if the job failed or was cancelled. If it `writes`, all roles but
-    the gradient change, and nothing fetches the parameters from their home from `Updates.add` until then; the copy on
-    the device is given up and fetched again, or, if it `keeps_copy`, is written by the tasks too: it is `copy`.
-
-    `left`: written where some tasks failed for good and others have changed homes. A job with the same tasks that is
-    given it does the rest.
-    """
-
-    chunk: Chunk
-    roles: dict[Role, bool]
-    tasks: Callable[[Job], list[Task]]
-    done: Callable[[bool], None]
-    writes: bool
-    keeps_copy: bool = False
-    left: Left = field(default_factory=Left)
-    streamed: Callable[[Job], Update] | None = None
-    """Given where the update is made on the device: what `tasks` is on the host. See `streamed`."""
-    opened: Opened = field(default_factory=dict)
-    copy: torch.Tensor | None = None
-    had_copy: bool = False
-    batch: Batch | None = None
-    began: float = 0.0
-    owed: bool = False
-    """Whether it is of a step that has ended, so that nobody will ask for it again."""
 
 
 class Updates:

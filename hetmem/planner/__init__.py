@@ -8,25 +8,30 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hetmem.api import refuse_budget, refuse_precision
-from hetmem.base.config import Budget, Limits
+from hetmem.base.config import Budget, Limits, refuse_budget
 from hetmem.base.units import parse_size
+from hetmem.engine.precision import refuse_precision
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
-from hetmem.planner.decide import Variant, decide
-from hetmem.planner.huggingface import hugging_face_call
+from hetmem.planner.decide import Variant, decide, plan_of
 from hetmem.planner.meta_results import Results
-from hetmem.planner.model import Builder, Call, checkpointed, divided, joined, trace, trace_real, traced
-from hetmem.planner.plan import Plan, PlanError, plan_of
+from hetmem.planner.model import (
+    Builder,
+    Call,
+    checkpointed,
+    divided,
+    hugging_face_call,
+    joined,
+    trace,
+    trace_real,
+    traced,
+)
+from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import known_profiles, load_profile
-from hetmem.planner.rows import fitting_rows
-from hetmem.planner.search import Setting
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Workload
+from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities
 
@@ -66,20 +71,19 @@ def plan(
 
     `batch` is what the model is called with: a tuple, a dict of keywords or one tensor (shapes count, values do not).
     `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote (as for `manage`);
-    None: the h100's.
-    `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from the model's output
-    to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`: how many forwards
-    and backwards come before a step. `checkpointing`: activations of every repeated layer are computed again in the
-    backward, for a model that is built without (one that does it by itself is planned as it is). `overlap`,
-    `gradients`: what `hetmem.AdamW` will be made with; "speculative" depends on factors that no plan knows, and is not
-    planned. Other keywords as for `manage`. No memory is taken and nothing runs: bytes, and seconds by the simulator
-    with the rates of `hardware`. `real`: run one forward and backward on the processor of this machine, for a model
-    whose control flow depends on values; that takes their time and memory.
+    None: the h100's. `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from
+    the model's output to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`:
+    how many forwards and backwards come before a step. `checkpointing`: activations of every repeated layer are
+    computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
+    `overlap`, `gradients`: what `hetmem.AdamW` will be made with. Other keywords as for `manage`. No memory is taken
+    and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and
+    backward on the processor of this machine, for a model whose control flow depends on values; that takes their time
+    and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
     takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
-    `chunk_bytes` that `manage` would refuse.
-    A model that does not fit is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
+    `chunk_bytes` that `manage` would refuse. A model that does not fit is no error: `.fits` is False then, and
+    `.missing_bytes` and `.advice` say what to do.
     """
     refuse_budget(budget)
     refuse_precision(mixed_precision)
@@ -150,7 +154,7 @@ def plan_within(
         else list(_variants(call, light, workload, micro_batches, results, updating, checkpointing=checkpointing)),
     )
     dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
-    made = plan_of(
+    return plan_of(
         decision,
         capacities,
         hardware,
@@ -160,16 +164,6 @@ def plan_within(
         profile_name,
         checkpointing=checkpointing,
     )
-    if made.compute_bound_rows is None:
-        return made
-    if made.compute_bound_rows <= workload.rows:
-        return replace(made, fitting_rows=made.compute_bound_rows)
-    larger = None if real else (checkpointed if checkpointing else traced)(joined(call, 2), results)
-    if larger is None:
-        return made
-    asked = Setting(capacities, chunk_bytes, updating=updating)
-    rows = fitting_rows(workload, larger, made.compute_bound_rows, asked, hardware, micro_batches)
-    return replace(made, fitting_rows=rows)
 
 
 def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
@@ -179,11 +173,6 @@ def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
         check_gradients(kept, when, needs_all=False)
     except ValueError as error:
         raise PlanError(str(error)) from error
-    if when is Overlap.SPECULATIVE:
-        raise PlanError(
-            "overlap='speculative' depends on the factors of gradients, which no plan knows: plan overlap='backward', "
-            "and leave host memory for what an update changes"
-        )
     if kept is Gradients.STREAMED and micro_batches > 1:
         raise PlanError(
             f"streamed gradients are used up within their backward, of which a step has one: expected micro_batches=1, "

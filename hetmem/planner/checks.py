@@ -27,7 +27,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "home_copies": (bool, _NULL),
     **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
     "largest_parameters": (int,),
-    **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows", "fitting_rows"), (int, _NULL)),
+    **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, _NULL)),
     **dict.fromkeys(("step_seconds", "stall_seconds"), (*_NUMBER, _NULL)),
     **dict.fromkeys(("capacity_bytes", "peak_bytes", "role_bytes", "optimizer", *_NUMBERS), (dict,)),
     **dict.fromkeys(TUPLES, (list, tuple)),

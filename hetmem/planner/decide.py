@@ -1,21 +1,25 @@
 """The answer to "can it be trained here, and how": the best way found, or what is missing, and what to do about it.
 
-`planner` judges one workload; here the same training done differently is compared with it. Pure.
+`search` judges one workload; here the same training done differently is compared with it. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from hetmem.base.units import format_enough, format_seconds
-from hetmem.planner.largest import largest_parameters
+from hetmem.planner.checks import TIERS
+from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import Candidate, Setting, arranged, first_that_fits, judged, search, tuning, with_streaming
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Workload
+from hetmem.planner.what_if import largest_parameters
+from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
@@ -245,3 +249,118 @@ def _disk_bytes(workload: Workload, room: Setting) -> int | None:
     sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
     homeless = sum(nbytes for nbytes in sizes if nbytes > max(made.set_aside, default=0))
     return sum(made.bytes_by_role(Tier.NVME).values()) + homeless
+
+
+# ---- the answer as a plan ----------------------------------------------------------------------------------------
+
+
+def plan_of(
+    decision: Decision,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    activation_bytes: dict[str, int],
+    nvme_directories: tuple[str, ...],
+    mixed_precision: str | None,
+    profile_name: str | None = None,
+    *,
+    checkpointing: bool = False,
+) -> Plan:
+    """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
+    workload, best = decision.workload, decision.candidate
+    streams = best is not None and best.setting.streamed
+    roles = _roles(decision, capacities)
+    compute = decision.micro_batches * workload.compute_seconds(hardware.device)
+    terms = best.result.terms if best is not None else {"compute": compute}
+    peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
+    if best is not None:
+        peaks["device"] = best.result.device_peak_bytes
+    binding = max(terms, key=lambda name: terms[name]) if best is not None else None
+    return Plan(
+        model=workload.name,
+        hardware=hardware.name,
+        parameters=workload.numel,
+        rows=workload.rows,
+        tokens=workload.tokens,
+        micro_batches=decision.micro_batches,
+        checkpointing=checkpointing,
+        mixed_precision=mixed_precision,
+        fits=best is not None,
+        capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
+        peak_bytes=peaks,
+        role_bytes=roles,
+        step_seconds=best.result.seconds if best else None,
+        stall_seconds=best.result.stall_seconds if best else None,
+        terms=dict(terms),
+        binding=binding,
+        link_bytes=dict(best.result.bytes) if best else {},
+        flops=workload.flops * decision.micro_batches,
+        activation_bytes=activation_bytes,
+        chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
+        slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
+        chunk_bytes=best.setting.chunk_bytes if best else None,
+        device_chunks=(best.setting.capacities if best else capacities).device_chunk_bytes,
+        home_copies=(best.setting.capacities if best else capacities).home_copies,
+        prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
+        device_update_share=best.result.device_updates if best else 0.0,
+        streamed_update_share=best.result.streamed_updates if best else 0.0,
+        streaming=asdict(best.streaming) if best and best.streaming else None,
+        profile=json.loads(hardware.to_json()) if streams else None,
+        profile_name=profile_name if streams else None,
+        optimizer=_optimizer(decision.updating),
+        alternatives=tuple(asdict(other) for other in decision.alternatives),
+        compute_bound_rows=_compute_bound_rows(terms, workload.rows, compute) if best else None,
+        largest_parameters=decision.largest_parameters,
+        missing_bytes=dict(decision.missing_bytes),
+        reasons=decision.reasons,
+        advice=decision.advice,
+        nvme_directories=nvme_directories,
+    )
+
+
+def _optimizer(how: Updating) -> dict[str, str]:
+    """The options that are not the default ones."""
+    options = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
+    return {**options, "gradients": "streamed"} if how.streamed_gradients else options
+
+
+def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, int]]:
+    """Bytes by tier and role; of a model that does not fit, what it would need."""
+    best = decision.candidate
+    if best is None:
+        streamed = decision.updating.streamed_gradients
+        activations, states = (
+            decision.workload.peak_live_bytes,
+            state_bytes(decision.workload, streamed_gradients=streamed),
+        )
+        beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
+        on_nvme = {"states": beyond} if beyond else {}
+        return {"device": {"activations": activations}, "host": {"states": states - beyond}, "nvme": on_nvme}
+    roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
+    for tier, moved in best.result.moved_bytes.items():
+        _move(roles[tier], moved, roles["device"])
+    for tier, nbytes in best.result.new_bytes.items():
+        roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
+    if best.result.update_slot_bytes:
+        roles["device"][SENT_STATES] = best.result.update_slot_bytes
+    homes = sum(roles["device"].values())
+    roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
+    roles["device"]["activations"] = best.result.non_model_peak_bytes
+    return roles
+
+
+def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]) -> None:
+    """Homes that go to the device leave their places behind, which stay reserved."""
+    for role, nbytes in moved.items():
+        gone = min(nbytes, left.get(role, 0))  # another cut into chunks was rehearsed: a little more may have moved
+        left[role] = left.get(role, 0) - gone
+        left[KEPT] = left.get(KEPT, 0) + gone
+        device[role] = device.get(role, 0) + gone
+        if not left[role]:
+            del left[role]
+
+
+def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> int:
+    """`work`, what the device computes, grows with the batch; what moves does not, nor what the thread does beside."""
+    others = max(seconds for name, seconds in terms.items() if name != "compute")
+    beside = max(0.0, terms["compute"] - work)
+    return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows

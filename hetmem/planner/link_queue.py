@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hetmem.schedule.blocks import LinkUse
 from hetmem.schedule.hardware import Rate
-from hetmem.schedule.links import LinkUse
 
 
 @dataclass(slots=True)

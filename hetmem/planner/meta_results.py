@@ -1,18 +1,84 @@
-"""What operators make on the `meta` device and what that costs, remembered by the shapes they were called with.
+"""What an operator gives and costs, without running it, and memory that a builder must not fill for it.
+
+What one operator costs: floating-point operations and bytes, from the shapes it was called with.
+
+What operators make on the `meta` device and what that costs, remembered by the shapes they were called with.
 
 Working out a shape takes an operator up to a millisecond, and a model of equal layers asks for the same ones again and
 again: a plan of 80 layers spends most of its time there. Only what neither shares memory nor writes is remembered.
+
+Keeps a builder from filling real memory while it is planned, which is done for models that have none here.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hetmem.planner.costs import flops_of, only_views, tensor_bytes
+from hetmem.base.units import GIB, format_size
+from hetmem.planner.plan import PlanError
+
+_VIEWS: dict[Any, bool] = {}
+
+
+def tensor_bytes(values: Any) -> int:
+    """Bytes of all tensors among `values`, each read or written once."""
+    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def only_views(func: Any) -> bool:
+    """Whether `func` touches no elements: its results are views of its arguments and nothing is written."""
+    known = _VIEWS.get(func)
+    if known is None:
+        aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+        returns = [value for value in func._schema.returns if value.alias_info is not None]
+        known = _VIEWS[func] = bool(returns) and not any(alias.is_write for alias in aliases)
+    return known
+
+
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Floating-point operations of a matrix operator; 0 for any other."""
+    packet = func._overloadpacket
+    own = _OWN.get(str(packet))
+    if own is not None:
+        return own(args)
+    count: Callable[..., int] | None = flop_registry.get(packet)
+    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+def _flash(args: Any) -> int:
+    query, key, value = args[:3]
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _flash_backward(args: Any) -> int:
+    gradient, query, key, value = args[:4]
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+def _grouped(args: Any) -> int:
+    """Rows of one matrix times one of several others each; or several outer products over the rows."""
+    left, right = args[0], args[1]
+    if left.dim() == right.dim() == 2:
+        return int(2 * prod(left.shape) * right.shape[-1])
+    return int(2 * prod(left.shape[-2:]) * (left.shape[0] if left.dim() == 3 else 1) * right.shape[-1])
+
+
+_OWN: dict[str, Callable[[Any], int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _flash,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
+    "aten._grouped_mm": _grouped,
+}
+"""Matrix operators that torch's own counter does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +182,71 @@ def _filled(template: Any) -> Any:
     if isinstance(template, _Like):
         return template.made()
     return tree_map(lambda leaf: leaf.made() if isinstance(leaf, _Like) else leaf, template)
+
+
+MOST_BYTES = GIB
+"""Tables of positions, masks and small constants may be real; weights are not."""
+
+
+class RefuseRealMemory(TorchDispatchMode):
+    """Raises `PlanError` as soon as more than `MOST_BYTES` of tensors are alive that are not on `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._live_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        self._check(func, _asked_bytes(args, kwargs))
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout is torch.strided:
+                self._count(leaf.untyped_storage())
+        self._check(func, 0)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self._live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        self._live_bytes -= self._sizes.pop(key, 0)
+
+    def _check(self, func: Any, more_bytes: int) -> None:
+        if self._live_bytes + more_bytes > MOST_BYTES:
+            raise PlanError(
+                f"the builder takes real memory: with {func} it has {format_size(self._live_bytes + more_bytes)} of "
+                f"tensors that are not on the meta device. Leave device=… out of what it makes, so that planning can "
+                f"say where tensors go, and load weights afterwards"
+            )
+
+
+def _asked_bytes(args: Any, kwargs: dict[str, Any]) -> int:
+    """What a factory will take, before it does: sizes come first and there is no tensor."""
+    device = kwargs.get("device")
+    shaped = args and isinstance(args[0], (list, tuple)) and all(type(size) is int for size in args[0])
+    if not shaped or device is None or torch.device(device).type == "meta":
+        return 0
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return int(prod(args[0]) * dtype.itemsize)
+
+
+def rows_of(batch: Any, without: int) -> int:
+    """How many rows `batch` has: what most of its tensors have, or the first of as many; positions and masks, which all
+    rows share, have other numbers. `without` tensors it is that."""
+    sizes = Counter(tensor.shape[0] for tensor in _tensors(batch))
+    return sizes.most_common(1)[0][0] if sizes else without
+
+
+def rows_and_tokens(batch: Any) -> tuple[int, int]:
+    """Tokens are the elements of the largest tensor of whole numbers; without one, rows."""
+    rows = rows_of(batch, 1)
+    return rows, max((tensor.numel() for tensor in _tensors(batch) if not tensor.dtype.is_floating_point), default=rows)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]

@@ -1,7 +1,8 @@
 """Runs one forward and backward of a model and writes down what a managed run would see: on `meta`, or for real.
 
-It stands in for `intercept.interceptor` where there is no memory: parameters are bound to a tensor of their own for each
-operator, so that views that outlive it are seen, and saved weights are asked for again in backward. It decides nothing.
+It stands in for `intercept.interceptor` where there is no memory: parameters are bound to a tensor of their own for
+each operator, so that views that outlive it are seen, and saved weights are asked for again in backward. It decides
+nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.engine.precision import compute_dtypes, specs
-from hetmem.planner.batches import rows_and_tokens
-from hetmem.planner.meta_results import Cost, Results
+from hetmem.planner.meta_results import Cost, Results, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
 
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]

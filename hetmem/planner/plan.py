@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hetmem.base.config import Budget
+from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
 from hetmem.planner.checks import TIERS, TUPLES, expected
-from hetmem.planner.decide import Decision
-from hetmem.planner.reservation import state_bytes
-from hetmem.planner.updating import Updating
-from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.placement import Capacities
 from hetmem.schedule.prefetch import Prefetch
-from hetmem.schedule.trace import Tier
 
 PLAN_VERSION = 4
-_LATER = {"fitting_rows": None}
-"""Fields that came later than the version, and what they are in files without them."""
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
@@ -42,18 +34,18 @@ class Plan:
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
-    fit). `compute_bound_rows`: about the batch from which on compute binds; of that about `fitting_rows` fit in the
-    budget (all where the two are equal; None where nobody judged that). `missing_bytes[tier]`: what would make it fit.
-    `mixed_precision` is what was asked for, the name of a dtype or None, and so is `checkpointing` of every repeated
-    layer, which the model has to do by itself. `chunk_bytes`, `device_chunks`, `home_copies` and `prefetch` are what
-    `manage(plan=…)` sets; None where the default is as good. `device_update_share`: the part of the parameters that is
-    updated on the device, where it lives; `streamed_update_share`: that whose states are sent there for it.
-    `streaming`: how that compares, whichever was taken: the `share` that would be sent, `step_seconds` with it and
-    `host_step_seconds` without; None where nothing would be sent. `profile`: where states are sent, what the run has to
-    know of the machine for it, as of `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it
-    came from, None if neither. `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those
-    not named are the default ones. `alternatives`: the same training done differently, where that fits: `advice`,
-    `micro_batches`, `step_seconds` and `activation_bytes` of each, the fastest first.
+    fit). `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
+    `missing_bytes[tier]`: what would make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
+    and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
+    `device_chunks`, `home_copies` and `prefetch` are what `manage(plan=…)` sets; None where the default is as good.
+    `device_update_share`: the part of the parameters that is updated on the device, where it lives;
+    `streamed_update_share`: that whose states are sent there for it. `streaming`: how that compares, whichever was
+    taken: the `share` that would be sent, `step_seconds` with it and `host_step_seconds` without; None where nothing
+    would be sent. `profile`: where states are sent, what the run has to know of the machine for it, as of
+    `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it came from, None if neither.
+    `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those not named are the default
+    ones. `alternatives`: the same training done differently, where that fits: `advice`, `micro_batches`, `step_seconds`
+    and `activation_bytes` of each, the fastest first.
     """
 
     model: str
@@ -94,7 +86,6 @@ class Plan:
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
     nvme_directories: tuple[str, ...]
-    fitting_rows: int | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -205,7 +196,6 @@ class Plan:
                 f"plan: version: expected {PLAN_VERSION}, got {got!r}: another hetmem made it; plan again with this one"
             )
         names = [spec.name for spec in fields(cls)]
-        data = {**_LATER, **data}
         for name in names:
             if name not in data:
                 raise PlanError(f"plan: {name} is missing")
@@ -217,9 +207,7 @@ class Plan:
         return cls(**values)
 
     def __str__(self) -> str:
-        from hetmem.planner.text import describe
-
-        return describe(self)
+        return _describe(self)
 
 
 def _size(nbytes: int) -> str:
@@ -230,113 +218,93 @@ def _size(nbytes: int) -> str:
     return str(nbytes)
 
 
-def plan_of(
-    decision: Decision,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    activation_bytes: dict[str, int],
-    nvme_directories: tuple[str, ...],
-    mixed_precision: str | None,
-    profile_name: str | None = None,
-    *,
-    checkpointing: bool = False,
-) -> Plan:
-    """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
-    workload, best = decision.workload, decision.candidate
-    streams = best is not None and best.setting.streamed
-    roles = _roles(decision, capacities)
-    compute = decision.micro_batches * workload.compute_seconds(hardware.device)
-    terms = best.result.terms if best is not None else {"compute": compute}
-    peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
-    if best is not None:
-        peaks["device"] = best.result.device_peak_bytes
-    binding = max(terms, key=lambda name: terms[name]) if best is not None else None
-    return Plan(
-        model=workload.name,
-        hardware=hardware.name,
-        parameters=workload.numel,
-        rows=workload.rows,
-        tokens=workload.tokens,
-        micro_batches=decision.micro_batches,
-        checkpointing=checkpointing,
-        mixed_precision=mixed_precision,
-        fits=best is not None,
-        capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
-        peak_bytes=peaks,
-        role_bytes=roles,
-        step_seconds=best.result.seconds if best else None,
-        stall_seconds=best.result.stall_seconds if best else None,
-        terms=dict(terms),
-        binding=binding,
-        link_bytes=dict(best.result.bytes) if best else {},
-        flops=workload.flops * decision.micro_batches,
-        activation_bytes=activation_bytes,
-        chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
-        slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
-        chunk_bytes=best.setting.chunk_bytes if best else None,
-        device_chunks=(best.setting.capacities if best else capacities).device_chunk_bytes,
-        home_copies=(best.setting.capacities if best else capacities).home_copies,
-        prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
-        device_update_share=best.result.device_updates if best else 0.0,
-        streamed_update_share=best.result.streamed_updates if best else 0.0,
-        streaming=asdict(best.streaming) if best and best.streaming else None,
-        profile=json.loads(hardware.to_json()) if streams else None,
-        profile_name=profile_name if streams else None,
-        optimizer=_optimizer(decision.updating),
-        alternatives=tuple(asdict(other) for other in decision.alternatives),
-        compute_bound_rows=_compute_bound_rows(terms, workload.rows, compute) if best else None,
-        largest_parameters=decision.largest_parameters,
-        missing_bytes=dict(decision.missing_bytes),
-        reasons=decision.reasons,
-        advice=decision.advice,
-        nvme_directories=nvme_directories,
-    )
+# ---- as text --------------------------------------------------------------------------------------------------
+
+_RESOURCES = {
+    "compute": "compute",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "update": "optimizer update",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+}
 
 
-def _optimizer(how: Updating) -> dict[str, str]:
-    """The options that are not the default ones."""
-    options = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
-    return {**options, "gradients": "streamed"} if how.streamed_gradients else options
+def _describe(plan: Plan) -> str:
+    """The whole plan as plain text, one figure a line."""
+    return "\n".join([*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))])
 
 
-def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, int]]:
-    """Bytes by tier and role; of a model that does not fit, what it would need."""
-    best = decision.candidate
-    if best is None:
-        streamed = decision.updating.streamed_gradients
-        activations, states = (
-            decision.workload.peak_live_bytes,
-            state_bytes(decision.workload, streamed_gradients=streamed),
-        )
-        beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
-        on_nvme = {"states": beyond} if beyond else {}
-        return {"device": {"activations": activations}, "host": {"states": states - beyond}, "nvme": on_nvme}
-    roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
-    for tier, moved in best.result.moved_bytes.items():
-        _move(roles[tier], moved, roles["device"])
-    for tier, nbytes in best.result.new_bytes.items():
-        roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
-    if best.result.update_slot_bytes:
-        roles["device"][SENT_STATES] = best.result.update_slot_bytes
-    homes = sum(roles["device"].values())
-    roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
-    roles["device"]["activations"] = best.result.non_model_peak_bytes
-    return roles
+def _count(number: float) -> str:
+    """`number` as people say it: 70.6 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
 
 
-def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]) -> None:
-    """Homes that go to the device leave their places behind, which stay reserved."""
-    for role, nbytes in moved.items():
-        gone = min(nbytes, left.get(role, 0))  # another cut into chunks was rehearsed: a little more may have moved
-        left[role] = left.get(role, 0) - gone
-        left[KEPT] = left.get(KEPT, 0) + gone
-        device[role] = device.get(role, 0) + gone
-        if not left[role]:
-            del left[role]
+def _head(plan: Plan) -> Iterator[str]:
+    precision = "16-bit compute" if plan.mixed_precision else "full precision"
+    size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} tokens a batch"
+    batch += ", every layer checkpointed" if plan.checkpointing else ""
+    yield f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}"
+    yield "fits" if plan.fits else "DOES NOT FIT"
 
 
-def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> int:
-    """`work`, what the device computes, grows with the batch; what moves does not, nor what the thread does beside."""
-    others = max(seconds for name, seconds in terms.items() if name != "compute")
-    beside = max(0.0, terms["compute"] - work)
-    return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows
+def _tiers(plan: Plan) -> Iterator[str]:
+    yield f"{'tier':8}{'peak':>12}{'budget':>12}   of which"
+    for tier in TIERS:
+        there = plan.role_bytes[tier].items()
+        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
+        if sum(nbytes for _, nbytes in there) > plan.peak_bytes[tier]:
+            roles += " (the most of each, at different moments)"
+        peak, capacity = format_size(plan.peak_bytes[tier]), format_size(plan.capacity_bytes[tier])
+        yield f"{tier:8}{peak:>12} {capacity:>11}   {roles}".rstrip()
+    others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
+    yield f"activations: {', '.join(others)}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    assert plan.step_seconds is not None and plan.tokens_per_second is not None and plan.overlap is not None
+    speed = f"{plan.tokens_per_second:.1f} tokens/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
+    yield f"step: {format_seconds(plan.step_seconds)}, {speed}; overlap {plan.overlap:.2f}"
+    for name, seconds in plan.terms.items():
+        mark = "  <- binds" if name == plan.binding else ""
+        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(seconds):>12}{mark}"
+    yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
+    if any(plan.link_bytes.values()):
+        ahead = plan.prefetch or asdict(Prefetch())
+        yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
+    yield f"optimizer: {_updates(plan)}"
+    if plan.streaming is not None:
+        sent, alone = (format_seconds(plan.streaming[name]) for name in ("step_seconds", "host_step_seconds"))
+        how = f"states of {plan.streaming['share']:.0%} of the parameters sent to the device for their update"
+        yield f"judged both: {how}: {sent} a step; updated by the host: {alone}"
+    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
+    yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
+    for other in plan.alternatives:
+        how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
+        how += ", states sent to the device for their update" if other.get("streamed") else ""
+        yield f"judged too: {other['advice']}: {how}, {memory} of activations"
+    yield from (f"do: {advice}" for advice in plan.advice)
+    if plan.checkpointing:
+        yield "do: have the model checkpoint every layer (of transformers: model.gradient_checkpointing_enable())"
+    yield f"write: {plan.decorator}"
+    if plan.optimizer:
+        yield f"write: {plan.constructor}"
+
+
+def _updates(plan: Plan) -> str:
+    """Where the parameters are updated."""
+    there, sent = plan.device_update_share, plan.streamed_update_share
+    streamed = f"{sent:.0%} there with their states sent for it, " if sent else ""
+    return f"{there:.0%} of the parameters are updated on the device, {streamed}{1 - there - sent:.0%} by the host"
+
+
+def _refusal(plan: Plan) -> Iterator[str]:
+    missing = " and ".join(f"{format_size(nbytes)} on {tier}" for tier, nbytes in plan.missing_bytes.items())
+    yield f"missing: {missing}"
+    yield from (f"because {reason}" for reason in plan.reasons)
+    yield from (f"{'cheapest' if at == 0 else 'or'}: {advice}" for at, advice in enumerate(plan.advice))
+    if plan.largest_parameters < plan.parameters:
+        yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"

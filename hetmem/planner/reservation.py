@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import Workload
-from hetmem.schedule.gradient_buffers import set_aside
 from hetmem.schedule.layout import ChunkSpec, build_layout, used_ends
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, Ground, NoRoom, Room, place, place_copies, survey
-from hetmem.schedule.resident_share import Candidate, choose
+from hetmem.schedule.queues import set_aside
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import Candidate, choose
 
 ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
 """In the order in which they get homes: the most traffic per byte first. Chunks may do without "compute"."""
@@ -137,7 +137,8 @@ def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
 
 
 def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> list[int]:
-    """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see `schedule.resident_share`."""
+    """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see
+    `schedule.update_split`."""
     homes, chunks = arrangement.homes, arrangement.ground.chunks
     free = [
         chunk

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from hetmem.base.units import format_seconds, round_up
 from hetmem.planner.reservation import Arrangement, arrange, check_device
-from hetmem.planner.result import StepResult
 from hetmem.planner.step_program import rehearse
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Workload
+from hetmem.planner.workload import StepResult, Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.schedule.placement import Capacities, NoRoom

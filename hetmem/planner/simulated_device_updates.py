@@ -1,8 +1,9 @@
 """Updates on the device with states brought there, on the simulator's clock: the counterpart of `optim.device_updates`.
 
 States are brought to a slot on one link, updated behind that, and sent home on the other; then a copy for operators is
-made from the slot. Gradients are brought to a place beside the slots, or stay in one as they arrive: see `optim.device_gradients`.
-Pure. `schedule.streamed_share` says which chunks; here are its facts, the slots and the places.
+made from the slot. Gradients are brought to a place beside the slots, or stay in one as they arrive: see
+`optim.device_gradients`. Pure. `schedule.update_split` says which chunks; here are its facts, the slots and the
+places.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulated_updates import Crossing, Update
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Workload
-from hetmem.schedule.streamed_share import SLOTS, Facts, Fitting
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import SLOTS, Facts, Fitting
 
 
 class StreamedUpdates:
@@ -43,7 +44,7 @@ class StreamedUpdates:
     # ---- slots -------------------------------------------------------------------------------------------------
 
     def idle_bytes(self) -> int:
-        """See `schedule.resident_share`; what slots take is not idle."""
+        """See `schedule.update_split`; what slots take is not idle."""
         return self._notes.idle_bytes()
 
     def take_slots(self, nbytes: int) -> bool:
@@ -171,7 +172,7 @@ def fits(arrangement: Arrangement, workload: Workload, chunk: int) -> bool:
 
 
 def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bool = False) -> Facts:
-    """What the choice of `schedule.streamed_share` depends on, as `optim.update_placement` sees it."""
+    """What the choice of `schedule.update_split` depends on, as `optim.update_placement` sees it."""
     homes, chunks = arrangement.homes, [chunk.index for chunk in arrangement.ground.chunks]
     fitting = [chunk for chunk in chunks if fits(arrangement, workload, chunk)]
     copy_bytes = 0

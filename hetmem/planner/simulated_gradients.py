@@ -13,8 +13,7 @@ from hetmem.planner.reservation import Arrangement, with_own_gradients
 from hetmem.planner.simulated_device_updates import StreamedUpdates
 from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.gradient_buffers import Lending
-from hetmem.schedule.gradient_completion import Complete
+from hetmem.schedule.queues import Complete, Lending
 from hetmem.schedule.trace import Tier
 
 

@@ -13,8 +13,8 @@ from hetmem.base.units import format_size
 from hetmem.errors import CapacityError
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.placement import Capacities, Ground, NoRoom
-from hetmem.schedule.resident_share import idle_bytes
 from hetmem.schedule.trace import DEVICE, STEP, Moment, SegmentTrace, TraceBook
+from hetmem.schedule.update_split import idle_bytes
 
 FORWARD, BACKWARD = ("forward",), ("backward",)
 
@@ -149,7 +149,7 @@ class Notes:
         return self._traffic.residency.used_slots(DEVICE) * self._slot_bytes + self.home_bytes
 
     def idle_bytes(self) -> int:
-        """See `schedule.resident_share`."""
+        """See `schedule.update_split`."""
         capacities = self._capacities
         usable = capacities.device_bytes - capacities.device_fragment_bytes
         return idle_bytes(usable, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes)

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Protocol
 
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.copies import PLACED, CopyState
+from hetmem.schedule.blocks import PLACED, CopyState
+from hetmem.schedule.queues import AT_ONCE, Turns
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_turns import AT_ONCE, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Opened(Protocol):
 
 
 class Elsewhere(Protocol):
-    """Makes updates that are not made here; see `planner.simulated_device_updates`. It calls `ended` after each one, and `to_host` with
-    one that must be made here."""
+    """Makes updates that are not made here; see `planner.simulated_device_updates`. It calls `ended`
+    after each one, and `to_host` with one that must be made here."""
 
     ended: Callable[[], None]
     to_host: Callable[[Update], None]
@@ -187,7 +187,8 @@ class Updates:
         return None
 
     def _may_open(self) -> bool:
-        """Whether an update may open: all that opened before it have places; see note "openings" in `optim.update_queue`."""
+        """Whether an update may open: all that opened before it have places; see note "openings" in
+        `optim.update_queue`."""
         if not self._queue or len(self._opening) + self._running >= AT_ONCE:
             return False
         state = self._traffic.residency.state

@@ -20,11 +20,22 @@ from itertools import product
 from typing import Protocol
 
 from hetmem.planner.link_queue import LinkQueue
-from hetmem.schedule.commands import Command, Drop, Fetch, Write
-from hetmem.schedule.copies import LOADING, STALE, VALID, WAITING, Block
+from hetmem.schedule.blocks import (
+    GRADIENTS_IN_FLIGHT,
+    LOADING,
+    SMALL_BYTES,
+    STALE,
+    VALID,
+    WAITING,
+    Block,
+    Command,
+    Drop,
+    Fetch,
+    Link,
+    Write,
+)
+from hetmem.schedule.eviction import EvictionPolicy
 from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.links import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
-from hetmem.schedule.policy import EvictionPolicy
 from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier
@@ -294,14 +305,6 @@ class SimulatedTraffic:
             self._note(heapq.heappop(self._ends)[2])
         if self.worker is not None:
             self.worker.pump()
-
-    def under_way(self, digits: int) -> tuple[tuple[float, object], ...]:
-        """What has not ended, and in how many seconds, with so many `digits`, each does."""
-        ends = sorted(self._ends)
-        return tuple(
-            (round(end - self.now, digits), (type(what), what.block) if isinstance(what, tuple) else type(what))
-            for end, _, what in ends
-        )
 
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""

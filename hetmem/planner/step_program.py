@@ -6,28 +6,25 @@ counterpart of `engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from operator import sub
 
 from hetmem.errors import CapacityError
-from hetmem.planner.repetition import micro_batches, reading_of, state_of
+from hetmem.planner.repetition import micro_batches, reading_of
 from hetmem.planner.reservation import ROLES, Arrangement, by_first_use, moved, to_the_device
-from hetmem.planner.result import StepResult
 from hetmem.planner.simulated_device_updates import StreamedUpdates, crossing, facts_of, fits
 from hetmem.planner.simulated_gradients import GradientSink
 from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
 from hetmem.planner.simulated_updates import Staged, Update, Updates
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Event, Kind, Phase, Workload
-from hetmem.schedule.copies import Block
+from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
+from hetmem.schedule.blocks import Block
 from hetmem.schedule.hardware import HardwareProfile, ThreadCosts
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.prefetch import Prefetch
-from hetmem.schedule.streamed_share import SLOTS, StreamedShare
 from hetmem.schedule.trace import STEP, Tier
-from hetmem.schedule.update_split import UPDATE_BYTES
+from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, StreamedShare
 
 
 class Rehearsal:
@@ -112,7 +109,9 @@ class Rehearsal:
         self._begun.clear()
         self._streamed.begun.clear()
         try:
-            compute, more = micro_batches(self._micro_batches, traffic, self._micro_batch, self._left_out, self._state)
+            compute, more = micro_batches(
+                self._micro_batches, traffic, self._micro_batch, self._left_out, lambda: self._updates.idle
+            )
             self._rearrange()
             self._optimize()
         except CapacityError as error:
@@ -146,10 +145,6 @@ class Rehearsal:
         """So many of them are not rehearsed; their gradients have arrived."""
         for parameter, count in self._gradients.items():
             self._sink.arrivals[parameter] += micro_batches * count
-
-    def _state(self) -> Hashable | None:
-        """What a micro-batch leaves to the next one; None while updates are under way, which few of them meet."""
-        return state_of(self._traffic, self._held.values()) if self._updates.idle else None
 
     def _part_of(self, chunks: set[int]) -> float:
         """The share of the trained elements that lie in `chunks`."""

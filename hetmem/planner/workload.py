@@ -1,13 +1,20 @@
-"""What one forward and backward of a model does, before anything is placed: uses, gradients, live bytes and work.
+"""A training step as the planner sees it: what runs and how, and what it comes to. Pure data.
+
+What one forward and backward of a model does, before anything is placed: uses, gradients, live bytes and work.
 
 Pure data, made by tracing on `meta`. Parameters are numbers (indices into `parameters`), never tensors; chunks and
 tiers enter later, so one workload serves every candidate of a plan.
+
+How a run updates, as far as a plan of it depends on that: what it is told, as data. Pure.
+
+What a rehearsed step comes to, as numbers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from hetmem.schedule.hardware import DeviceProfile
@@ -125,3 +132,63 @@ class Workload:
         """The parameters in order of first use in the forward; those never used come last, as registered."""
         order = dict.fromkeys(i for event in self.events if event.kind is Kind.USE for i in event.parameters)
         return [*order, *(i for i in range(len(self.parameters)) if i not in order)]
+
+
+@dataclass(frozen=True, slots=True)
+class Updating:
+    """When updates are made, where, and how long gradients stay.
+
+    `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
+    from the second step on. `trails`: and a step does not wait for that, as with "forward". `streamed_gradients`:
+    nobody sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they have homes for a while only,
+    updates begin in the first step, and gradients stay on the device where those read them there. `streamed_states`:
+    states are sent to the device for their update, as by a run that knows the machine.
+    """
+
+    overlapped: bool = False
+    trails: bool = False
+    streamed_gradients: bool = False
+    streamed_states: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step. `terms` are the busy seconds of each resource; `bytes` of each link. Peaks are of the whole run."""
+
+    seconds: float
+    stall_seconds: float
+    terms: dict[str, float]
+    bytes: dict[str, int]
+    device_peak_bytes: int
+    chunk_peak_bytes: int
+    non_model_peak_bytes: int
+    fetches: int
+    faults: int
+    events: int
+    moved_bytes: dict[str, dict[str, int]]
+    """Homes that have moved to the device by now, by the tier that they left and by role."""
+    device_updates: float
+    """The share of the trained elements whose update runs on the device, where their states live."""
+    streamed_updates: float
+    """That of those whose states are sent there for it."""
+    update_slot_bytes: int
+    """What that takes of the device."""
+    new_bytes: dict[str, int]
+    """Homes that gradients have for good by now, and had not when the run began, by tier."""
+
+    def steady(self) -> StepResult:
+        """The same as one of many steps: what one leaves to be written behind it, the next ones wait for, so that none
+        is shorter than any resource is busy for it."""
+        return replace(self, seconds=max(self.seconds, *self.terms.values()))
+
+    @classmethod
+    def mean(cls, steps: Sequence[StepResult]) -> StepResult:
+        """The last of `steps`, with the times and bytes of a link that they have in the mean."""
+        last, count = steps[-1], len(steps)
+        return replace(
+            last,
+            seconds=sum(step.seconds for step in steps) / count,
+            stall_seconds=sum(step.stall_seconds for step in steps) / count,
+            terms={name: sum(step.terms[name] for step in steps) / count for name in last.terms},
+            bytes={name: round(sum(step.bytes[name] for step in steps) / count) for name in last.bytes},
+        )

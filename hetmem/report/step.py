@@ -15,7 +15,7 @@ from hetmem.base.units import format_seconds, format_size
 from hetmem.engine.events import Span
 from hetmem.report.intervals import Interval, clip, length, union, without
 from hetmem.report.window import TRAINING, Window
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 TERM_NAMES = {
     "compute": "Compute",
@@ -101,10 +101,7 @@ def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
 _UPDATING = {"host_optimizer", "nvme_read", "nvme_write"}
 """What goes on in a step of the optimizer, and behind the backward if that is asked for."""
 
-_OVERLAP = (
-    'hetmem.AdamW(overlap="backward") updates while the backward goes on; with clipping or loss scaling "speculative" '
-    "does."
-)
+_OVERLAP = 'hetmem.AdamW(overlap="backward") updates while the backward goes on, unless it clips or scales the loss.'
 
 
 def _inside(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from hetmem.engine.events import Span
 from hetmem.report.intervals import overlap, union
 from hetmem.report.window import Window
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 MAX_ENTRIES = 20_000
 """Of each kind; a step with more keeps every second, third … of them (the largest of each group)."""

@@ -1,1 +1,1 @@
-"""What decides and foresees: layouts, homes, residency, the simulator and the search for a plan. No torch."""
+"""What decides: layouts, homes, traces, residency and what of a step runs where. No torch, no clock, no I/O."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Sequence
 from itertools import chain
 
-from hetmem.schedule.copies import STALE, VALID, Block, Copy
-from hetmem.schedule.eviction_order import NOTHING, Order, Rank
-from hetmem.schedule.policy import CopyFacts, EvictionPolicy, NextUse
+from hetmem.schedule.blocks import STALE, VALID, Block, Copy
+from hetmem.schedule.eviction import NOTHING, CopyFacts, EvictionPolicy, NextUse, Order, Rank
 from hetmem.schedule.slots import PlaceMap, SlotMap
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier
 

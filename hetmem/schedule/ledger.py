@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import deque
 
 from hetmem.errors import StateError
+from hetmem.schedule.blocks import LOADING, STALE, VALID, Block, Command, Copy, Counts, Drop, Fetch, Write
 from hetmem.schedule.cache import Cache
-from hetmem.schedule.commands import Command, Counts, Drop, Fetch, Write
-from hetmem.schedule.copies import LOADING, STALE, VALID, Block, Copy
-from hetmem.schedule.policy import EvictionPolicy
+from hetmem.schedule.eviction import EvictionPolicy
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hetmem.errors import CapacityError
-from hetmem.schedule.commands import Command, Fetch, Write
-from hetmem.schedule.copies import LOADING, STALE, VALID, WAITING, Block, Copy, CopyState
+from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Block, Command, Copy, CopyState, Fetch, Write
+from hetmem.schedule.eviction import EvictionPolicy, NextUse
 from hetmem.schedule.ledger import Ledger
-from hetmem.schedule.policy import EvictionPolicy, NextUse
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import DEVICE, HOST, Schedule, Tier
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hetmem.errors import CapacityError
+from hetmem.schedule.blocks import STALE, VALID, WAITING, Command, Copy
 from hetmem.schedule.cache import Cache
-from hetmem.schedule.commands import Command
-from hetmem.schedule.copies import STALE, VALID, WAITING, Copy
 from hetmem.schedule.ledger import Ledger
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, NVME, Tier
 

@@ -1,7 +1,10 @@
-"""Where updates run, if bytes may go anywhere: shares such that the slowest of all links and memories is done soonest.
+"""Where updates run: chunks whose homes move to idle device memory, chunks whose states are sent there. Pure.
 
-Pure: costs in; shares out. A run asks here how much to stream (`optim.update_placement`), and a plan what that would bring. What
-lives on the device is `schedule.resident_share`'s: idle memory of the device is filled with homes, whatever the shares.
+Where updates run, if bytes may go anywhere: shares such that the slowest of all links and memories is done soonest.
+
+Pure: costs in; shares out. A run asks here how much to stream (`optim.update_placement`), and a plan what that would
+bring. What lives on the device is `schedule.update_split`'s: idle memory of the device is filled with homes,
+whatever the shares.
 
 Note "busy": a resource is busy for the bytes that go through it. The cores of the host have what they update. Its
 memory has that too, and whatever crosses the link, which is read or written there; its rate is twice that of a copy.
@@ -10,15 +13,26 @@ Note "balance": with shares h + s + r = 1 (host, streamed, resident) each resour
 shares, and all are busy at the same time. The least of the greatest of linear functions over a polygon lies where two
 of the lines that bound it, or along which two functions are equal, cross (D. Bertsimas, J. Tsitsiklis, "Introduction to
 Linear Optimization", 1997, chapter 2). There are few of them, so that all are looked at.
+
+The streamed share: which chunks' states are sent to the device for their update, and the slots that takes there.
+
+A run and a plan of it both ask here, step by step, and so choose alike. Pure: bytes in; numbers of chunks out. How much
+is streamed is `schedule.update_split`'s; here are the facts it needs, the slots, and which chunks make up that part.
+
+The resident share: which chunks get all their homes on the device once a step has shown what it leaves idle.
+
+Pure: bytes in; numbers of chunks out. A run and a plan of it both ask here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import combinations
+from itertools import accumulate, combinations
+from typing import Protocol
 
+from hetmem.base.units import round_up
 from hetmem.schedule.hardware import HardwareProfile
 
 _CLOSE = 1e-9
@@ -168,3 +182,181 @@ def _line(costs: Costs, base: Mapping[str, float], name: str) -> tuple[float, fl
     """The busy seconds of `name` as a * streamed + b * resident + c."""
     host, streamed, resident = (costs.get(way, {}).get(name, 0.0) for way in (Way.HOST, Way.STREAMED, Way.RESIDENT))
     return streamed - host, resident - host, host + base.get(name, 0.0)
+
+
+SLOTS = 2
+"""Chunks on the device at a time: while one is sent home, the next one is brought."""
+
+_ALIGNMENT = 4096
+
+_GRADIENT_BYTES = 4
+"""Of an element: what fits is float32."""
+
+_LARGE = 8
+"""Chunks of more than so many times the bytes of the usual one are updated on the host: slots for them would take
+memory that homes of many others fill. The usual one is that in which the middle byte lies of all but the largest two,
+which may be an embedding and a head. It is not the middle chunk: between the weights there may be as many chunks that
+hold a few biases, and then all that counts would be large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Chunk `number`, all of which can be updated on the device: its elements, and the bytes of all its roles."""
+
+    number: int
+    numel: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the choice depends on beside the link: the chunks that fit, in order, the elements of those that live on the
+    device, and the bytes of an element's copy as operators see it, and of the one at home (0 if there is none).
+    `gradients_stay`: on the device, where the update reads them, and do not go home before."""
+
+    fitting: Sequence[Fitting]
+    resident_elements: int
+    copy_bytes: int
+    home_copy_bytes: int
+    gradients_stay: bool = False
+
+
+class Slots(Protocol):
+    """Memory of the device that states are brought to."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of each of `SLOTS` slots; 0 if there are none."""
+        ...
+
+    def idle_bytes(self) -> int:
+        """What nobody would ever use of the device, slots counted as used."""
+        ...
+
+    def take_slots(self, nbytes: int) -> bool:
+        """Have slots of at least `nbytes` each; False if there is no memory."""
+        ...
+
+    def give_slots_back(self) -> None:
+        """Have none."""
+
+
+class StreamedShare:
+    """The choice for one optimizer's chunks; `chosen` are their numbers.
+
+    It is made between a backward and the updates of a step, once two steps have shown what crosses the link, and again
+    when homes have moved to the device or back, or slots had to go.
+    """
+
+    def __init__(self, hardware: HardwareProfile, slots: Slots) -> None:
+        self._hardware, self._slots = hardware, slots
+        self._sent_home: int | None = None
+        self._home_bytes = -1
+        self.chosen: frozenset[int] = frozenset()
+
+    def look(self, sent_home: int, moved_bytes: int, facts: Callable[[], Facts]) -> None:
+        """`sent_home` bytes of gradients went to the host in all steps so far, or would have if all had; homes that
+        have moved to the device, and slots, take `moved_bytes` there."""
+        before, self._sent_home = self._sent_home, sent_home
+        home_bytes = moved_bytes - SLOTS * self._slots.slot_bytes
+        if home_bytes == self._home_bytes and (self._slots.slot_bytes or not self.chosen):
+            return
+        found = facts()
+        sent = _but_large(found.fitting)
+        if before is None:  # room for them, before homes take it
+            self._have_slots(sent)
+            return
+        self._home_bytes = home_bytes
+        part = self._part(found, sent_home - before) if sent else 0.0
+        here = part > 0 and self._have_slots(sent)
+        part *= sum(chunk.numel for chunk in found.fitting) / max(1, sum(chunk.numel for chunk in sent))
+        self.chosen = spread(sent, part) if here else frozenset()
+        if not self.chosen:
+            self._slots.give_slots_back()
+
+    def _have_slots(self, fitting: Sequence[Fitting]) -> bool:
+        """Slots for the largest of `fitting`, in memory of the device that is idle."""
+        nbytes = round_up(_slot_bytes(fitting), _ALIGNMENT)
+        held = self._slots.slot_bytes
+        if held >= nbytes:
+            return bool(nbytes)
+        return self._slots.idle_bytes() + SLOTS * held >= SLOTS * nbytes and self._slots.take_slots(nbytes)
+
+    def _part(self, found: Facts, sent_home: int) -> float:
+        """Of the chunks that fit, the part to be streamed. All copies have room: only those that are renewed cross."""
+        away = sum(chunk.numel for chunk in found.fitting)
+        elements = away + found.resident_elements
+        costs = update_costs(
+            self._hardware,
+            elements,
+            copy_bytes=found.copy_bytes,
+            gradient_bytes=sent_home / away,
+            home_copy_bytes=found.home_copy_bytes,
+            gradients_stay=found.gradients_stay,
+        )
+        return streamed_part(costs, found.resident_elements / elements)
+
+
+def _slot_bytes(fitting: Sequence[Fitting]) -> int:
+    """For the states of any of `fitting`, and beside them the gradients of any other one."""
+    gradients = [_GRADIENT_BYTES * chunk.numel for chunk in fitting]
+    states = [chunk.nbytes - nbytes for chunk, nbytes in zip(fitting, gradients, strict=True)]
+    return max(states, default=0) + max(gradients, default=0)
+
+
+def _but_large(fitting: Sequence[Fitting]) -> list[Fitting]:
+    """`fitting` without those that need slots too large; see `_LARGE`."""
+    sizes = sorted(chunk.nbytes for chunk in fitting)
+    others = sizes[:-2] or sizes
+    usual = next((size for size, upto in zip(others, accumulate(others), strict=True) if 2 * upto >= sum(others)), 0)
+    return [chunk for chunk in fitting if chunk.nbytes <= _LARGE * usual]
+
+
+def spread(chunks: Sequence[Fitting], part: float) -> frozenset[int]:
+    """So great a `part` of `chunks` (all of them from 1 on), by elements, evenly among them: both places are busy all
+    the time."""
+    due, chosen = 0.0, set()
+    for chunk in chunks:
+        due += part * chunk.numel
+        if due >= chunk.numel / 2:
+            due -= chunk.numel
+            chosen.add(chunk.number)
+    return frozenset(chosen)
+
+
+MARGIN_SHARE = 1 / 16
+"""Of the device: stays free beside the most that was ever needed for anything but chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A chunk whose homes may move: what they take of the device, and how much of that lies on NVMe now, in bytes."""
+
+    device_bytes: int
+    nvme_bytes: int = 0
+
+
+def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, chunk_bytes: int) -> int:
+    """What nobody would ever use of a device of `usable_bytes`; below zero if that is less than nothing.
+
+    `chunk_cap_bytes`: the most that chunks may take; `non_model_bytes`: the most that everything else has taken at one
+    time; `chunk_bytes`: homes that are on the device, and a copy of each chunk: where not all copies fit, nothing is
+    idle, as a slot saves more bytes of the link in a step than a home of its size.
+    """
+    margin = int(MARGIN_SHARE * usable_bytes)
+    return min(chunk_cap_bytes, usable_bytes - non_model_bytes - margin) - chunk_bytes
+
+
+def choose(candidates: Sequence[Candidate], idle: int) -> list[int]:
+    """The numbers of the candidates that move into `idle` bytes, in the order in which they do.
+
+    First those with the greatest part on NVMe, the slowest tier; of equal ones the first given, which should be the
+    first used: its gradient arrives last, and a step waits for its update. Whatever does not fit is passed over.
+    """
+    order = sorted(range(len(candidates)), key=lambda at: -candidates[at].nvme_bytes / candidates[at].device_bytes)
+    chosen = []
+    for at in order:
+        if candidates[at].device_bytes <= idle:
+            chosen.append(at)
+            idle -= candidates[at].device_bytes
+    return chosen

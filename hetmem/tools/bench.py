@@ -8,30 +8,29 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hetmem.base.whole_files import write_whole
-from hetmem.tools.measuring import ordinary_torch
+from hetmem.tools.measuring import (
+    FORMS,
+    LEAST_ROUNDS,
+    PAIRS,
+    TransferWay,
+    in_one,
+    in_two,
+    ordinary_torch,
+    quantised_routes,
+    short_name,
+    timed,
+)
 
 ELEMENTS = 16 << 20
 ROUNDS = 21
-_LONG_SECONDS, _LEAST_ROUNDS = 1.0, 3  # of a way that takes longer than that altogether so many rounds are enough
-PAIRS = (
-    (torch.float32, torch.float32),
-    (torch.float32, torch.float16),
-    (torch.float32, torch.bfloat16),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.float32),
-)
-FORMS = ("snorm8", "unorm8")
-"""Of the 8-bit rows: float32 to codes and the scales of their blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Transfers:
     skipped: tuple[str, ...]
 
     def __str__(self) -> str:
-        rounds = f"median of {ROUNDS} rounds, of at least {_LEAST_ROUNDS} where they are long"
+        rounds = f"median of {ROUNDS} rounds, of at least {LEAST_ROUNDS} where they are long"
         head = f"{self.machine}; {self.elements:,} elements, {rounds}"
         ceilings = ", ".join(f"{route} {rate / 1e9:.1f} GB/s" for route, rate in self.ceilings.items())
         lines = [head, f"ceilings: {ceilings}", ""]
@@ -75,16 +74,6 @@ class Transfers:
         write_whole(Path(path), json.dumps({"schema_version": 1, **asdict(self)}, indent=2) + "\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to move the elements, ready to run."""
-
-    name: str
-    memory: str
-    run: Callable[[], Any]
-    link_bytes: int  # that cross, or within one memory are read and written
-
-
 @ordinary_torch()
 def transfers(elements: int = ELEMENTS, rounds: int = ROUNDS) -> Transfers:
     """Measure. Takes some seconds, and on a GPU about a minute; needs some 10 bytes an element on either side."""
@@ -92,7 +81,7 @@ def transfers(elements: int = ELEMENTS, rounds: int = ROUNDS) -> Transfers:
         raise ValueError(f"elements and rounds must be at least 1, got {elements} and {rounds}")
     cuda = torch.cuda.is_available()
     skipped = () if cuda else ("routes to, from and on a device: torch sees no GPU here",)
-    routes: list[Callable[[int], Iterator[tuple[str, torch.dtype, str, list[Way]]]]] = [_host_routes]
+    routes: list[Callable[[int], Iterator[tuple[str, torch.dtype, str, list[TransferWay]]]]] = [_host_routes]
     if cuda:
         from hetmem.tools.bench_device import device_routes
 
@@ -112,34 +101,6 @@ def transfers(elements: int = ELEMENTS, rounds: int = ROUNDS) -> Transfers:
     machine = f"{torch.cuda.get_device_name()}, " if cuda else ""
     machine += f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     return Transfers(machine, elements, ceilings, tuple(rows), skipped)
-
-
-def timed(run: Callable[[], Any], rounds: int, *, on_device: bool) -> list[float]:
-    """Seconds of each of `rounds` runs, fewer of what takes long, after two that warm up."""
-    seconds: list[float] = []
-    for index in range(rounds + 2):
-        if on_device:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if on_device:
-            torch.cuda.synchronize()
-        if index > 1:
-            seconds.append(time.perf_counter() - start)
-        if len(seconds) >= _LEAST_ROUNDS and sum(seconds) > _LONG_SECONDS:
-            break
-    return seconds
-
-
-def in_one(source: torch.Tensor, target: torch.Tensor) -> None:
-    """One copy; the host waits for it only if it has to."""
-    target.copy_(source, non_blocking=True)
-
-
-def in_two(source: torch.Tensor, between: torch.Tensor, target: torch.Tensor) -> None:
-    """Through `between`. What the host casts it has waited for."""
-    between.copy_(source, non_blocking=between.is_cuda)
-    target.copy_(between, non_blocking=True)
 
 
 def _allocating(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -169,33 +130,28 @@ def itemsize_of(name: str) -> int:
     return 1 if name in FORMS else int(getattr(torch, name).itemsize)
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """Without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _host_routes(elements: int) -> Iterator[tuple[str, torch.dtype, str, list[Way]]]:
+def _host_routes(elements: int) -> Iterator[tuple[str, torch.dtype, str, list[TransferWay]]]:
     for source_dtype, target_dtype in PAIRS:
         source = torch.randn(elements).to(source_dtype)
         target = torch.zeros(elements, dtype=target_dtype)
         same, cast = torch.empty_like(source), torch.empty_like(target)
         one, other = source.nbytes, target.nbytes
-        ways = [Way("fused", "pageable", partial(in_one, source, target), one + other)]
+        ways = [TransferWay("fused", "pageable", partial(in_one, source, target), one + other)]
         if source_dtype is not target_dtype:
             ways += [
-                Way(
+                TransferWay(
                     "cast then copy",
                     "pageable",
                     partial(in_two, source, cast, target),
                     one + 3 * other,
                 ),
-                Way(
+                TransferWay(
                     "copy then cast",
                     "pageable",
                     partial(in_two, source, same, target),
                     3 * one + other,
                 ),
-                Way(
+                TransferWay(
                     "cast that allocates",
                     "pageable",
                     partial(_allocating, source, target),
@@ -204,24 +160,3 @@ def _host_routes(elements: int) -> Iterator[tuple[str, torch.dtype, str, list[Wa
             ]
         yield "host to host", source_dtype, short_name(target_dtype), ways
     yield from quantised_routes("host to host", elements, "cpu", "pageable")
-
-
-def quantised_routes(
-    route: str, elements: int, device: str, memory: str
-) -> Iterator[tuple[str, torch.dtype, str, list[Way]]]:
-    """float32 to 8 bits within the memory of `device`: by kernels there, by torch elsewhere."""
-    from hetmem.cuda import quantise
-    from hetmem.cuda.backend import TorchBackend, backend
-
-    here = TorchBackend("host memory") if device == "cpu" else backend()
-    source = torch.randn(elements, device=device).abs_()
-    for form in FORMS:
-        code = quantise.Format(form)
-        codes = torch.zeros(elements, dtype=code.dtype, device=device)
-        scales = torch.zeros(quantise.scales_numel(elements), device=device)
-        way = "fused" if here.native else "torch reference"
-
-        def run(code: quantise.Format = code, codes: torch.Tensor = codes, scales: torch.Tensor = scales) -> None:
-            quantise.quantise(here, code, source, codes, scales)
-
-        yield route, torch.float32, form, [Way(way, memory, run, 5 * elements)]

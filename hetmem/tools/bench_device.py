@@ -19,13 +19,12 @@ from hetmem.cuda import quantise
 from hetmem.cuda.backend import Backend, TorchBackend, backend
 from hetmem.cuda.cast import CASTS, cast
 from hetmem.cuda.segments import Segments
-from hetmem.memory import copy_settings as ways
-from hetmem.memory import mapping
+from hetmem.memory import cuda_copies, mapping
 from hetmem.memory.cuda_copies import Moves
 from hetmem.memory.cuda_device import CudaDevice, driver_version
-from hetmem.tools.bench import FORMS, PAIRS, Way, in_one, in_two, quantised_routes, short_name, timed
+from hetmem.tools.measuring import FORMS, PAIRS, TransferWay, in_one, in_two, quantised_routes, short_name, timed
 
-Route = tuple[str, torch.dtype, str, list[Way]]
+Route = tuple[str, torch.dtype, str, list[TransferWay]]
 Grids = Mapping[int, float]
 """Seconds of a kernel by the number of its blocks."""
 
@@ -94,11 +93,11 @@ def _up(kernels: Backend, whole: Segments, pinned: torch.Tensor, dtype: torch.dt
     ways = []
     for memory, source in (("pinned", pinned), ("pageable", pinned.clone())):
         if source.dtype is dtype:
-            ways.append(Way("copy", memory, partial(in_one, source, there), there.nbytes))
+            ways.append(TransferWay("copy", memory, partial(in_one, source, there), there.nbytes))
             continue
         cast_here = _on_host(source.numel(), dtype, memory)
         ways.append(
-            Way(
+            TransferWay(
                 "cast then copy",
                 memory,
                 partial(in_two, source, cast_here, there),
@@ -106,7 +105,7 @@ def _up(kernels: Backend, whole: Segments, pinned: torch.Tensor, dtype: torch.dt
             )
         )
         ways.append(
-            Way(
+            TransferWay(
                 "copy then cast",
                 memory,
                 partial(in_two, source, buffer, there),
@@ -114,7 +113,7 @@ def _up(kernels: Backend, whole: Segments, pinned: torch.Tensor, dtype: torch.dt
             )
         )
     if kernels.native and (pinned.dtype, dtype) in CASTS:
-        ways.append(Way("fused", "pinned", partial(cast, kernels, whole, pinned, there), pinned.nbytes))
+        ways.append(TransferWay("fused", "pinned", partial(cast, kernels, whole, pinned, there), pinned.nbytes))
     return "host to device", pinned.dtype, short_name(dtype), ways
 
 
@@ -122,21 +121,21 @@ def _down(kernels: Backend, whole: Segments, there: torch.Tensor, pinned: torch.
     ways = []
     for memory, target in (("pinned", pinned), ("pageable", torch.empty_like(pinned).clone())):
         if there.dtype is target.dtype:
-            ways.append(Way("copy", memory, partial(in_one, there, target), there.nbytes))
+            ways.append(TransferWay("copy", memory, partial(in_one, there, target), there.nbytes))
             continue
         buffer = torch.empty_like(there, dtype=target.dtype)
         here = _on_host(target.numel(), there.dtype, memory)
         ways.append(
-            Way(
+            TransferWay(
                 "cast then copy",
                 memory,
                 partial(in_two, there, buffer, target),
                 target.nbytes,
             )
         )
-        ways.append(Way("copy then cast", memory, partial(in_two, there, here, target), there.nbytes))
+        ways.append(TransferWay("copy then cast", memory, partial(in_two, there, here, target), there.nbytes))
     if kernels.native and (there.dtype, pinned.dtype) in CASTS:
-        ways.append(Way("fused", "pinned", partial(cast, kernels, whole, there, pinned), pinned.nbytes))
+        ways.append(TransferWay("fused", "pinned", partial(cast, kernels, whole, there, pinned), pinned.nbytes))
     return "device to host", there.dtype, short_name(pinned.dtype), ways
 
 
@@ -144,13 +143,15 @@ def _within(kernels: Backend, whole: Segments, source: torch.Tensor, dtype: torc
     target = torch.empty(source.numel(), dtype=dtype, device=DEVICE)
     one, other = source.nbytes, target.nbytes
     nbytes = one + other
-    ways = [Way("torch", "device", partial(in_one, source, target), nbytes)]
+    ways = [TransferWay("torch", "device", partial(in_one, source, target), nbytes)]
     if source.dtype is not dtype:
         cast_there, copied = torch.empty_like(target), torch.empty_like(source)
-        ways.append(Way("cast then copy", "device", partial(in_two, source, cast_there, target), one + 3 * other))
-        ways.append(Way("copy then cast", "device", partial(in_two, source, copied, target), 3 * one + other))
+        ways.append(
+            TransferWay("cast then copy", "device", partial(in_two, source, cast_there, target), one + 3 * other)
+        )
+        ways.append(TransferWay("copy then cast", "device", partial(in_two, source, copied, target), 3 * one + other))
     if kernels.native and (source.dtype, dtype) in CASTS:
-        ways.append(Way("fused", "device", partial(cast, kernels, whole, source, target), nbytes))
+        ways.append(TransferWay("fused", "device", partial(cast, kernels, whole, source, target), nbytes))
     return "device to device", source.dtype, short_name(dtype), ways
 
 
@@ -195,10 +196,10 @@ def _quantised_up(kernels: Backend, form: str, pinned: torch.Tensor) -> Route:
         here = _Codes(form, numel, memory)
         cast_first = partial(_after, partial(here.make, _BY_TORCH, source), partial(there.copy, here))
         copy_first = partial(_after, partial(in_one, source, buffer), partial(there.make, kernels, buffer))
-        ways.append(Way("cast then copy", memory, cast_first, there.nbytes))
-        ways.append(Way("copy then cast", memory, copy_first, source.nbytes))
+        ways.append(TransferWay("cast then copy", memory, cast_first, there.nbytes))
+        ways.append(TransferWay("copy then cast", memory, copy_first, source.nbytes))
     if kernels.native:
-        ways.append(Way("fused", "pinned", partial(there.make, kernels, pinned), pinned.nbytes))
+        ways.append(TransferWay("fused", "pinned", partial(there.make, kernels, pinned), pinned.nbytes))
     return "host to device", torch.float32, form, ways
 
 
@@ -209,11 +210,11 @@ def _quantised_down(kernels: Backend, form: str, numel: int) -> Route:
         here, buffer = _Codes(form, numel, where), _on_host(numel, torch.float32, where)
         cast_first = partial(_after, partial(there.make, kernels, source), partial(here.copy, there))
         copy_first = partial(_after, partial(_arrive, source, buffer), partial(here.make, _BY_TORCH, buffer))
-        ways.append(Way("cast then copy", where, cast_first, there.nbytes))
-        ways.append(Way("copy then cast", where, copy_first, source.nbytes))
+        ways.append(TransferWay("cast then copy", where, cast_first, there.nbytes))
+        ways.append(TransferWay("copy then cast", where, copy_first, source.nbytes))
     if kernels.native:
         here = _Codes(form, numel, "pinned")
-        ways.append(Way("fused", "pinned", partial(here.make, kernels, source), here.nbytes))
+        ways.append(TransferWay("fused", "pinned", partial(here.make, kernels, source), here.nbytes))
     return "device to host", torch.float32, form, ways
 
 
@@ -240,13 +241,14 @@ def keep_ways(*, quick: bool = False) -> str:
         return f"ways across the link: torch's operators only ({kernels.reason})"
     best = measure_ways(device, kernels, _WAY_ELEMENTS // (16 if quick else 1))
     try:
-        kept = f"kept in {ways.save_ways(best, torch.cuda.get_device_name(device.torch_device), driver_version())}"
+        name = torch.cuda.get_device_name(device.torch_device)
+        kept = f"kept in {cuda_copies.save_ways(best, name, driver_version())}"
     except OSError as error:
         kept = f"not kept, as the cache cannot be written to ({error})"
     return f"weights by {best.weights.value}, gradients by {best.gradients.value}, {best.blocks} blocks: {kept}"
 
 
-def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7) -> ways.Ways:
+def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7) -> cuda_copies.Ways:
     """The faster way for float32 weights to a bfloat16 slot, and for bfloat16 gradients to a float32 home.
 
     Needs 4 bytes an element of host memory, 4 of the device, and 16 MiB. Each time is the median of `rounds`.
@@ -257,8 +259,8 @@ def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: in
         home = torch.frombuffer(host.buffer(0, 4 * elements), dtype=torch.float32)
         slot, gradient = (torch.zeros(elements, dtype=torch.bfloat16, device=device.torch_device) for _ in range(2))
 
-        def seconds(way: ways.Way, blocks: int, *, inwards: bool) -> float:
-            asked = ways.Ways(way, way, blocks)
+        def seconds(way: cuda_copies.Way, blocks: int, *, inwards: bool) -> float:
+            asked = cuda_copies.Ways(way, way, blocks)
             moves = Moves(device.torch_device, kernels, asked, lambda tensor: True)
             move = (
                 partial(moves.copy_in, slot, home)
@@ -267,7 +269,7 @@ def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: in
             )
             return statistics.median(timed(move, rounds, on_device=True))
 
-        engine, kernel = ways.Way.COPY_ENGINE, ways.Way.KERNEL
+        engine, kernel = cuda_copies.Way.COPY_ENGINE, cuda_copies.Way.KERNEL
         engines = [seconds(engine, BLOCKS[0], inwards=inwards) for inwards in (True, False)]
         grids = [{blocks: seconds(kernel, blocks, inwards=inwards) for blocks in BLOCKS} for inwards in (True, False)]
     finally:
@@ -282,12 +284,12 @@ def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: in
     return replace(best, source=f"measured: {said}")
 
 
-def fastest(weights_engine: float, weights: Grids, gradients_engine: float, gradients: Grids) -> ways.Ways:
+def fastest(weights_engine: float, weights: Grids, gradients_engine: float, gradients: Grids) -> cuda_copies.Ways:
     """From seconds of each way: a kernel where it is faster, with the fewest blocks that do as well as any."""
     chosen, grids = [], [1]
     for engine, grid in ((weights_engine, weights), (gradients_engine, gradients)):
         by_kernel = min(grid.values()) < engine
-        chosen.append(ways.Way.KERNEL if by_kernel else ways.Way.COPY_ENGINE)
+        chosen.append(cuda_copies.Way.KERNEL if by_kernel else cuda_copies.Way.COPY_ENGINE)
         if by_kernel:
             grids.append(min(blocks for blocks, taken in grid.items() if taken <= _ALIKE * min(grid.values())))
-    return ways.Ways(chosen[0], chosen[1], max(grids))
+    return cuda_copies.Ways(chosen[0], chosen[1], max(grids))

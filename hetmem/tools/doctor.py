@@ -18,7 +18,7 @@ from hetmem.base.units import MIB, format_size
 from hetmem.cpu import kernel_name
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
-from hetmem.memory.copy_settings import load_ways
+from hetmem.memory.cuda_copies import load_ways
 from hetmem.memory.cuda_device import driver_version
 from hetmem.memory.free_memory import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore

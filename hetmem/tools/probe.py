@@ -21,7 +21,7 @@ from hetmem.base.units import MIB
 from hetmem.cpu import AdamWStep, adamw
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
-from hetmem.memory import disk_settings
+from hetmem.memory import nvme_requests
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
@@ -149,7 +149,7 @@ def _disk_both_ways(directory: Path, nbytes: int) -> float:
 
 def _keep(directory: Path, samples: list[DiskSample]) -> str:
     """Let later stores ask the disk as was best here; says so."""
-    settings, path = disk_settings.remember(os.fspath(directory), samples)
+    settings, path = nvme_requests.remember(os.fspath(directory), samples)
     return f"best: {settings}; " + (f"kept in {path}" if path else "not kept, as the cache cannot be written to")
 
 

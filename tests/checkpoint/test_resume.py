@@ -64,7 +64,6 @@ CASES = {
     "8-bit moments": Case(adamw(moments="8bit", seed=5), adamw(moments="8bit"), placements=("nvme", "host")),
     "stochastic": Case(adamw(stochastic_rounding=True, seed=5), adamw(stochastic_rounding=True), dtype=BF16),
     "backward": Case(adamw(overlap="backward"), adamw(overlap="forward"), placements=("nvme", "host")),
-    "speculative": Case(adamw(overlap="speculative", max_grad_norm=0.1), placements=("host", "host")),
     "forward": Case(adamw(overlap="forward"), placements=("nvme", "nvme")),
     "streamed": Case(adamw(overlap="forward", gradients="streamed"), placements=("nvme", "nvme")),
     "SGD": Case(offloaded(torch.optim.SGD, momentum=0.9)),

@@ -26,7 +26,7 @@ from hetmem.memory.compute_streams import ComputeStreams
 from hetmem.memory.cuda_device import CudaDevice, CudaStreams
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from tests.optim.machines import SLOW_HOST
 
 pytestmark = [

@@ -16,8 +16,7 @@ from torch import nn
 
 import hetmem
 from hetmem.cuda.backend import Backend, TorchBackend, backend
-from hetmem.memory.copy_settings import Way, Ways
-from hetmem.memory.cuda_copies import PIECE_BYTES
+from hetmem.memory.cuda_copies import PIECE_BYTES, Way, Ways
 from hetmem.memory.cuda_device import CudaDevice, pci_address
 from hetmem.memory.mapping import Mapping
 from tests.cuda.vectors import assert_same, ordinary

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import hetmem.memory.cuda_device
 from hetmem.cuda.backend import Backend, TorchBackend
 from hetmem.engine import live_bytes
-from hetmem.memory.copy_settings import Ways
+from hetmem.memory.cuda_copies import Ways
 from hetmem.memory.cuda_device import CudaDevice
 from tests.cuda.shim import ShimBackend
 

@@ -21,7 +21,7 @@ from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
 from tests.runtime.lazy_device import HostSlots

@@ -19,7 +19,7 @@ from hetmem.memory.compute_streams import ComputeStreams
 from hetmem.memory.cuda_device import CudaStreams
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.runtime.harness import BATCHES, PLACEMENTS, manage, mlp

@@ -11,8 +11,8 @@ import pytest
 
 from hetmem.base.config import cache_directory
 from hetmem.base.units import MIB
-from hetmem.memory import disk_settings
-from hetmem.memory.disk_settings import DEFAULT, DiskSettings, Requests
+from hetmem.memory import nvme_requests
+from hetmem.memory.nvme_requests import DEFAULT, DiskSettings, Requests
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.hardware import DiskSample
 from hetmem.tools.probe import _keep
@@ -50,7 +50,7 @@ def test_what_the_probe_measured_is_kept_and_taken_by_later_stores_on_that_disk(
 
 
 def test_requests_and_threads_that_were_asked_for_win(tmp_path: Path) -> None:
-    disk_settings.remember(str(tmp_path), SAMPLES)
+    nvme_requests.remember(str(tmp_path), SAMPLES)
     cases: tuple[tuple[dict[str, Any], Requests], ...] = (
         ({"threads": 3}, Requests(16 * MIB, 3)),
         ({"request_bytes": MIB}, Requests(MIB, 4)),
@@ -65,24 +65,24 @@ def test_requests_and_threads_that_were_asked_for_win(tmp_path: Path) -> None:
 def test_a_measurement_is_of_one_disk_and_others_are_kept_beside_it(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk_settings.remember(str(tmp_path), SAMPLES)
+    nvme_requests.remember(str(tmp_path), SAMPLES)
     with monkeypatch.context() as patch:
-        patch.setattr(disk_settings, "_disk_of", lambda _: "nvme7n1 259:7 f00d")
-        assert disk_settings.settings_for(str(tmp_path)) == DEFAULT
-        disk_settings.remember(str(tmp_path), SAMPLES[:1])
-        assert disk_settings.settings_for(str(tmp_path)).read == Requests(MIB, 1)
-    assert disk_settings.settings_for(str(tmp_path)) == FOUND
+        patch.setattr(nvme_requests, "_disk_of", lambda _: "nvme7n1 259:7 f00d")
+        assert nvme_requests.settings_for(str(tmp_path)) == DEFAULT
+        nvme_requests.remember(str(tmp_path), SAMPLES[:1])
+        assert nvme_requests.settings_for(str(tmp_path)).read == Requests(MIB, 1)
+    assert nvme_requests.settings_for(str(tmp_path)) == FOUND
     assert len(json.loads(cache.read_text())["disks"]) == 2
 
 
 def test_a_disk_is_told_by_name_number_and_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = disk_settings._disk_of(str(tmp_path))
+    name = nvme_requests._disk_of(str(tmp_path))
     real = os.statvfs
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda path: type("Other", (), {"f_fsid": real(path).f_fsid + 1}))
-        assert disk_settings._disk_of(str(tmp_path)) != name
-    assert disk_settings._disk_of(str(tmp_path / "..")) == name
-    assert disk_settings._disk_of("/proc") != name
+        assert nvme_requests._disk_of(str(tmp_path)) != name
+    assert nvme_requests._disk_of(str(tmp_path / "..")) == name
+    assert nvme_requests._disk_of("/proc") != name
 
 
 GOOD = {"nbytes": MIB, "threads": 2}
@@ -124,23 +124,23 @@ def with_entry(entry: Any) -> Any:
 )
 def test_a_cache_file_that_makes_no_sense_is_ignored_and_replaced(tmp_path: Path, cache: Path, content: Any) -> None:
     cache.parent.mkdir(parents=True)
-    cache.write_text(content(disk_settings._disk_of(str(tmp_path))), encoding="latin-1")
-    assert disk_settings.settings_for(str(tmp_path)) == DEFAULT
-    assert disk_settings.remember(str(tmp_path), SAMPLES) == (FOUND, cache)
-    assert disk_settings.settings_for(str(tmp_path)) == FOUND
+    cache.write_text(content(nvme_requests._disk_of(str(tmp_path))), encoding="latin-1")
+    assert nvme_requests.settings_for(str(tmp_path)) == DEFAULT
+    assert nvme_requests.remember(str(tmp_path), SAMPLES) == (FOUND, cache)
+    assert nvme_requests.settings_for(str(tmp_path)) == FOUND
 
 
 def test_a_cache_that_cannot_be_read_or_written_is_no_error(tmp_path: Path, cache: Path) -> None:
     cache.parent.parent.mkdir(parents=True)
     cache.parent.write_text("a file where the directory should be")
-    assert disk_settings.settings_for(str(tmp_path)) == DEFAULT
-    assert disk_settings.remember(str(tmp_path), SAMPLES) == (FOUND, None)
+    assert nvme_requests.settings_for(str(tmp_path)) == DEFAULT
+    assert nvme_requests.remember(str(tmp_path), SAMPLES) == (FOUND, None)
     assert "not kept" in _keep(tmp_path, SAMPLES)
 
 
 def test_what_cannot_be_kept_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
     cache.mkdir(parents=True)  # nothing can take its place
-    assert disk_settings.remember(str(tmp_path), SAMPLES) == (FOUND, None)
+    assert nvme_requests.remember(str(tmp_path), SAMPLES) == (FOUND, None)
     assert list(cache.parent.iterdir()) == [cache]
 
 
@@ -152,5 +152,5 @@ def test_without_a_home_there_is_no_cache_and_no_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(FileNotFoundError, match="set XDG_CACHE_HOME"):
         cache_directory()
-    assert disk_settings.settings_for(str(tmp_path)) == DEFAULT
-    assert disk_settings.remember(str(tmp_path), SAMPLES) == (FOUND, None)
+    assert nvme_requests.settings_for(str(tmp_path)) == DEFAULT
+    assert nvme_requests.remember(str(tmp_path), SAMPLES) == (FOUND, None)

@@ -13,7 +13,7 @@ import pytest
 from hetmem.memory.device import SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 
 from hetmem.cuda.segments import Segments
 from hetmem.memory import cuda_copies
-from hetmem.memory.copy_settings import Way, Ways
+from hetmem.memory.cuda_copies import Way, Ways
 from hetmem.memory.mapping import Mapping
 from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary

@@ -18,30 +18,30 @@ from tests.runtime.harness import PLACEMENTS, Tower, manage, token_batches, vect
 
 __all__ = ["cuda"]  # a fixture
 
-ARRIVED = "carrier.wait_for_one < homeward.wait < gradients.arrive: take"
+ARRIVED = "executor.wait_for_one < gradient_copies.wait < gradients.arrive: take"
 """The end of backward: users find gradients at home."""
-UPDATED = "carrier.wait_for_one < updates.finish < stepper._carry_out: take"
+UPDATED = "executor.wait_for_one < update_queue.finish < step._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
-FETCHED = "carrier.wait_for_one < pending.go_on < uses._wait_for: take"
+FETCHED = "executor.wait_for_one < pending.go_on < leases._wait_for: take"
 """What is used next is on its way, from the disk, or behind an update that trails into the forward and is late."""
 ON_NVME = {
     FETCHED,
-    "carrier.wait_for_one < traffic.open_role < gradients._open: take",
-    "carrier.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
-    "carrier.wait_for_one < gradients.wait_for_staged_gradients < stepper.begin: take",
-    "carrier.wait_for_one < traffic.wait_until_written < gradients.arrive: take",
-    "carrier.wait_for_one < writes._differs < writes.changed: take",  # what was read may be older than the home
-    "carrier.wait_for_one < writes._differs < writes.make_sure: take",
-    "carrier.wait_for_one < traffic.wait_until_written < stepper._carry_out: take",
+    "executor.wait_for_one < traffic.open_role < gradients._open: take",
+    "executor.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
+    "executor.wait_for_one < gradients.wait_for_staged_gradients < step.begin: take",
+    "executor.wait_for_one < traffic.wait_until_written < gradients.arrive: take",
+    "executor.wait_for_one < write_check._differs < write_check.changed: take",  # what was read may be old
+    "executor.wait_for_one < write_check._differs < write_check.make_sure: take",
+    "executor.wait_for_one < traffic.wait_until_written < step._carry_out: take",
 }
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
-    "carrier.wait_for_one < homeward.wait < gradients._send",
+    "executor.wait_for_one < gradient_copies.wait < gradients._send",
     "progress.sample_of",
     "progress.bits_at",
     "tiles.as_array",
 )
-WRITES = "writes.compare < writes.by_view"
+WRITES = "write_check.compare < write_check.by_view"
 """A model that takes `weight.data` in forward may write to it: the one way to know is to look."""
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hetmem.base.config import kernel_cache_directory
 from hetmem.memory import cuda_device as cuda_module
-from hetmem.memory.copy_settings import Way, Ways, load_ways, save_ways, ways_file
+from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
 from hetmem.memory.cuda_device import CudaDevice
 from hetmem.tools import bench_device
 from tests.cuda.shim import GPP, build_all

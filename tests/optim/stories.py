@@ -14,7 +14,7 @@ from hetmem import testing
 from tests.pairs import mostly
 from tests.runtime.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
 
-OVERLAPS = ("off", "backward", "speculative", "forward")
+OVERLAPS = ("off", "backward", "forward")
 overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
 on_either = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED))
 on_the_other = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED[::-1]))

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.optim.stories import Twins, on_either, on_the_other, one, overlaps, twins
 from tests.runtime.harness import (
-    assert_same_states,
     assert_same_weights,
     loss_of,
     mlp,
@@ -107,31 +106,6 @@ def test_a_weight_whose_value_is_needed_after_its_gradient(overlap: str, tmp_pat
 @overlaps
 def test_a_weight_that_is_used_again_within_backward(overlap: str, tmp_path: Path) -> None:
     assert_never_of_the_new_weights(twins(pair(Recomputed, "host", tmp_path), overlap=overlap), "overlap")
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x) * self.scale
-
-
-@streamed
-def test_states_of_a_single_number_are_undone_and_made_again(placement: str, tmp_path: Path) -> None:
-    """They look like a step count."""
-    both = twins(pair(Scaled, placement, tmp_path), overlap="speculative", max_grad_norm=1e-2)
-    for batch in vector_batches(5, 4, 64):
-        one(both.managed, batch, both.right)
-        loss_of(both.plain, batch).backward()
-        for parameter in both.plain.parameters():
-            parameter.grad.mul_(1e-2 / (both.right.grad_norm + 1e-6))
-        both.left.step()
-        both.left.zero_grad()
-        assert_same_states(both.left, both.right)
-    assert_same_weights(both.plain, both.managed)
 
 
 class Backwards(nn.Module):

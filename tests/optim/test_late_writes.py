@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from hetmem.intercept import registry
-from hetmem.optim.update_queue import Job, Updates
+from hetmem.optim.progress import Job
+from hetmem.optim.update_queue import Updates
 from hetmem.schedule.trace import Tier
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import twins

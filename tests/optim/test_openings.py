@@ -17,8 +17,9 @@ from torch import nn
 import hetmem
 from hetmem.cpu.workers import WorkerPool
 from hetmem.intercept import registry
-from hetmem.optim.update_queue import Job, Updates
-from hetmem.schedule.copies import CopyState
+from hetmem.optim.progress import Job
+from hetmem.optim.update_queue import Updates
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 from tests.faults.disk import FaultyDisk
 from tests.pairs import case
@@ -91,7 +92,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "backward": {"overlap": "backward"},
     "streamed": {"overlap": "backward", "gradients": "streamed"},
     "forward": {"overlap": "forward"},
-    "speculative": {"overlap": "speculative", "max_grad_norm": 1e-3},
 }
 
 

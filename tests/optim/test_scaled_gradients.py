@@ -133,7 +133,7 @@ def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
         assert right.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "speculative", "forward"])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_the_norm_is_of_gradients_that_were_scaled_before_their_turn(
     overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,11 +120,10 @@ def assert_alike(one: Any, other: Any) -> None:
     assert_same_states(one[1], other[1])
 
 
-@pytest.mark.parametrize(("overlap", "mixed"), mostly(["off", "backward", "speculative"], [None, BF16]))
+@pytest.mark.parametrize(("overlap", "mixed"), mostly(["off", "backward"], [None, BF16]))
 def test_clipped_and_scaled_updates_have_the_bits_of_those_on_the_host(
     mixed: torch.dtype | None, overlap: str, tmp_path: Path
 ) -> None:
-    """Speculative ones are made on the device, taken back, and made there again with another factor."""
     options: dict[str, Any] = {
         "overlap": overlap,
         "max_grad_norm": 0.01,

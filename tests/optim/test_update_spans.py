@@ -9,7 +9,8 @@ import torch
 
 import hetmem
 from hetmem.intercept import registry
-from hetmem.optim.update_queue import Job, Updates
+from hetmem.optim.progress import Job
+from hetmem.optim.update_queue import Updates
 
 
 def test_what_the_thread_prepares_for_an_update_is_no_time_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

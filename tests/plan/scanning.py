@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.cache import Cache
-from hetmem.schedule.copies import CopyState
-from hetmem.schedule.policy import CopyFacts
+from hetmem.schedule.eviction import CopyFacts
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.slots import SlotMap
 from hetmem.schedule.supply import Supply

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hetmem.schedule.commands import Command, Drop, Fetch
-from hetmem.schedule.copies import Block
+from hetmem.schedule.blocks import Block, Command, Drop, Fetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

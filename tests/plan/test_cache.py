@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.commands import Command, Drop, Fetch, Write
-from hetmem.schedule.copies import Block, CopyState
-from hetmem.schedule.eviction_order import NOTHING, Order
-from hetmem.schedule.policy import FIFO, LRU, NextUse
+from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
+from hetmem.schedule.eviction import FIFO, LRU, NOTHING, NextUse, Order
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook
 from tests.plan.scanning import compare

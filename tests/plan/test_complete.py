@@ -7,13 +7,11 @@ from dataclasses import replace
 from hetmem.base.units import MIB
 from hetmem.planner.search import Setting, arranged
 from hetmem.planner.step_program import Rehearsal
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Event
-from hetmem.schedule.copies import CopyState
-from hetmem.schedule.gradient_completion import Complete
+from hetmem.planner.workload import Event, Updating
+from hetmem.schedule.blocks import GRADIENTS_IN_FLIGHT, CopyState
 from hetmem.schedule.hardware import Rate
-from hetmem.schedule.links import GRADIENTS_IN_FLIGHT
 from hetmem.schedule.placement import Capacities
+from hetmem.schedule.queues import Complete
 from hetmem.schedule.trace import Tier
 from tests.plan.test_planner import HARDWARE, workload
 

@@ -10,8 +10,7 @@ from hetmem.base.units import MIB, format_enough, format_seconds, parse_size, ro
 from hetmem.planner.decide import Decision, Variant, decide
 from hetmem.planner.reservation import arrange
 from hetmem.planner.search import Candidate, Setting, _chunk_sizes, chunk_bytes_near, judge
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Kind, Work, Workload
+from hetmem.planner.workload import Kind, Updating, Work, Workload
 from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout
 from hetmem.schedule.placement import Capacities

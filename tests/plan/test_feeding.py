@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from hetmem.schedule.commands import Command, Drop
+from hetmem.schedule.blocks import Command, Drop
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, TraceBook, Uses
 from tests.plan.stories import DEVICE, HOST, NVME, read, residency, up, use

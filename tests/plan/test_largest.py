@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hetmem.base.units import MIB
-from hetmem.planner import largest
+from hetmem.planner import what_if
 from hetmem.planner.decide import decide
-from hetmem.planner.growth import grown, stacks
-from hetmem.planner.largest import largest_parameters
 from hetmem.planner.search import Candidate, Setting, judged, search
+from hetmem.planner.what_if import grown, largest_parameters, stacks
 from hetmem.planner.workload import Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.layout import ParameterSpec
@@ -98,13 +97,13 @@ def test_many_micro_batches_cost_no_more_and_what_fits_fits_with_them(
     """A hundred once took a hundred times the search."""
     model, asked = named(4), Setting(room, MIB)
     best, _ = search(model, asked, HARDWARE, 5)
-    rehearsed, fits = set(), largest.first_that_fits
+    rehearsed, fits = set(), what_if.first_that_fits
 
     def watched(made: Workload, asked: Setting, hardware: HardwareProfile, count: int, *, steps: int) -> object:
         rehearsed.add(count)
         return fits(made, asked, hardware, count, steps=steps)
 
-    monkeypatch.setattr(largest, "first_that_fits", watched)
+    monkeypatch.setattr(what_if, "first_that_fits", watched)
     layers = largest_parameters(model, asked, best, HARDWARE, 5) // ELEMENTS
     assert rehearsed == {2}
     whole = replace(asked, capacities=replace(room, device_chunk_bytes=room.device_bytes))

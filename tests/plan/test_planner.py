@@ -11,8 +11,7 @@ from hetmem.planner.decide import Variant, decide
 from hetmem.planner.reservation import arrange, by_first_use, state_bytes
 from hetmem.planner.search import Setting, judge
 from hetmem.planner.step_program import rehearse
-from hetmem.planner.updating import Updating
-from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
+from hetmem.planner.workload import Event, Kind, Phase, Updating, Work, Workload
 from hetmem.schedule.hardware import Rate, ThreadCosts
 from hetmem.schedule.layout import ParameterSpec
 from hetmem.schedule.placement import Capacities, NoRoom

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.optimum import fewest_bytes, fewest_fetches
 from hetmem.errors import CapacityError
-from hetmem.schedule.commands import Drop, Fetch
-from hetmem.schedule.copies import Block
-from hetmem.schedule.optimum import fewest_bytes, fewest_fetches
-from hetmem.schedule.policy import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
+from hetmem.schedule.blocks import Block, Drop, Fetch
+from hetmem.schedule.eviction import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import NEVER, Schedule, Tier
 

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.replay import Trace, gpt, optimum, replay
-from hetmem.schedule.commands import Drop, Write
-from hetmem.schedule.copies import Block, CopyState
-from hetmem.schedule.policy import NextUse
+from hetmem.schedule.blocks import Block, CopyState, Drop, Write
+from hetmem.schedule.eviction import NextUse
 from hetmem.schedule.trace import Schedule, Uses
 from tests.plan.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 
 from hetmem.base.units import MIB
-from hetmem.planner.repetition import Repetition
-from hetmem.planner.result import StepResult
+from hetmem.planner import repetition
+from hetmem.planner.repetition import micro_batches
 from hetmem.planner.search import Setting, arranged
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.updating import Updating
+from hetmem.planner.workload import StepResult, Updating
 from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.placement import Capacities
 from tests.plan.test_planner import HARDWARE, workload
@@ -35,55 +38,63 @@ ROOMS = {
 }
 
 
-def left_out(count: int, seconds: Iterable[float], states: Iterable[object]) -> list[tuple[int, int, float]]:
-    """(after which one, how many, seconds of each) of `count` micro-batches that take `seconds` and leave `states`."""
-    clock = [0.0]
-    repetition, found = Repetition(count, lambda: (clock[0],)), []
-    for at, (took, state) in enumerate(zip(seconds, states, strict=False), 1):
-        clock[0] += took
-        repeated = repetition.ended(lambda state=state: state)  # type: ignore[misc]
-        if repeated is not None:
-            found.append((at, repeated.count, repeated.each[0]))
-    return found
+class Clock:
+    """Counts as `SimulatedTraffic` does, of micro-batches that take `seconds`."""
+
+    def __init__(self, seconds: Iterable[float]) -> None:
+        self.now = self.stall_seconds = 0.0
+        self.links = {name: SimpleNamespace(load=SimpleNamespace(bytes=0, seconds=0.0)) for name in "abcd"}
+        self.residency = SimpleNamespace(counts=SimpleNamespace(fetches=Counter(), faults=Counter()))
+        self._seconds = iter(seconds)
+        self.rehearsed = 0
+
+    def rehearse(self) -> None:
+        self.now += next(self._seconds)
+        self.rehearsed += 1
 
 
-def test_what_comes_again_is_left_out_but_for_the_last_one() -> None:
-    assert left_out(32, [9.0, 2.0, 3.0, 3.0], ["a", "b", "b", "b"]) == [(3, 28, 3.0)]
+def left_out(count: int, seconds: Iterable[float], settled: Iterable[bool] = ()) -> list[tuple[int, int, float]]:
+    """(after which one, how many, seconds of all) of `count` micro-batches that take `seconds`."""
+    clock, found, quiet = Clock(seconds), [], chain(settled, repeat(True))
+    _, more = micro_batches(
+        count,
+        clock,  # type: ignore[arg-type]
+        clock.rehearse,
+        lambda skipped: found.append((clock.rehearsed, skipped)),
+        lambda: next(quiet),
+    )
+    return [(*one, more) for one in found]
 
 
-def test_what_comes_again_by_turns_is_left_out_by_whole_turns() -> None:
-    assert left_out(12, [9.0, 2.0, 3.0, 5.0], ["a", "b", "c", "b"]) == [(4, 6, 4.0)]
+def test_the_mean_of_four_stands_for_the_others_but_the_first_and_the_last() -> None:
+    assert left_out(100, [9.0] * 4 + [2.0, 3.0, 2.0, 3.0, 7.0]) == [(8, 91, 91 * 2.5)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 9])
 def test_of_a_few_every_one_is_rehearsed(count: int) -> None:
-    assert left_out(count, [1.0] * count, ["a"] * count) == []
+    assert left_out(count, [1.0] * count) == []
 
 
-def test_where_nothing_comes_again_the_later_half_stands_for_the_others() -> None:
-    assert left_out(100, [9.0] * 4 + [2.0, 3.0, 2.0, 3.0], range(8)) == [(8, 91, 2.5)]
+def test_while_updates_are_under_way_nothing_is_left_out() -> None:
+    assert left_out(20, [9.0] * 3 + [1.0] * 9, [False, False, True]) == [(10, 9, 9.0)]
 
 
-def test_while_updates_are_under_way_nothing_is_compared() -> None:
-    assert left_out(100, [1.0] * 6, [None] * 6) == []
-
-
-def steps(room: Capacities, micro_batches: int, how: Updating, on: HardwareProfile) -> StepResult:
+def steps(room: Capacities, count: int, how: Updating, on: HardwareProfile) -> StepResult:
     setting = Setting(room, MIB, updating=how)
     made = arranged(workload(13), setting)
-    return rehearse(workload(13), made, room, on, micro_batches=micro_batches, updating=how)
+    return rehearse(workload(13), made, room, on, micro_batches=count, updating=how)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS.keys())
 @pytest.mark.parametrize("how", [Updating(), Updating(overlapped=True)], ids=["in the step", "in the backward"])
-@pytest.mark.parametrize("micro_batches", [7, 12])
+@pytest.mark.parametrize("count", [12, 20])
 def test_a_step_comes_to_what_it_does_with_all_of_them_rehearsed(
-    room: Capacities, how: Updating, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+    room: Capacities, how: Updating, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = steps(room, micro_batches, how, UNEVEN)
-    monkeypatch.setattr(Repetition, "ended", lambda self, state: None)
-    whole = steps(room, micro_batches, how, UNEVEN)
+    quick = steps(room, count, how, UNEVEN)
+    monkeypatch.setattr(repetition, "_REHEARSED", 99)
+    whole = steps(room, count, how, UNEVEN)
     assert quick.events < whole.events
     for seconds, exact in [
         (quick.seconds, whole.seconds),
@@ -101,17 +112,16 @@ def test_many_micro_batches_take_no_more_rehearsing_than_a_few(
     room: Capacities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Rehearsal(workload(13), arranged(workload(13), Setting(room, MIB)), room, UNEVEN, micro_batches=512)
-    seen: list[int] = []
-    real = Repetition.ended
+    real, seen = Rehearsal._micro_batch, list[int]()
 
-    def counted(self: Repetition, state: object) -> object:
+    def counted(self: Rehearsal) -> None:
         seen.append(1)
-        return real(self, state)  # type: ignore[arg-type]
+        real(self)
 
-    monkeypatch.setattr(Repetition, "ended", counted)
+    monkeypatch.setattr(Rehearsal, "_micro_batch", counted)
     for _ in range(4):
         seen.clear()
         result = run.step()
-        assert len(seen) <= 9
+        assert len(seen) == 9
     assert result.seconds >= 512 * workload(13).compute_seconds(UNEVEN.device)
     assert result.bytes["device_to_host"] == 512 * 13 * MIB or room is ROOMS["some homes on the device"]

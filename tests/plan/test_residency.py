@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.schedule.commands import Drop, Write
-from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.blocks import Block, CopyState, Drop, Write
 from hetmem.schedule.trace import Schedule
 from tests.plan.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, visit
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hetmem.errors import StateError
-from hetmem.schedule.commands import Drop, Write
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState, Drop, Write
 from tests.plan.stories import DEVICE, HOST, NVME, bring, read, residency, up, visit
 
 

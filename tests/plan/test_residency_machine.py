@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetmem.errors import CapacityError, StateError
-from hetmem.schedule.commands import Command, Drop, Fetch, Write
-from hetmem.schedule.copies import Block, CopyState
-from hetmem.schedule.policy import FIFO, LRU, EvictionPolicy, NextUse
+from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
+from hetmem.schedule.eviction import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Schedule, Tier
 from tests.plan.scanning import compare

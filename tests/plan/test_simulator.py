@@ -12,10 +12,10 @@ from hetmem.errors import CapacityError
 from hetmem.planner.link_queue import LinkQueue
 from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.copies import Block, CopyState
+from hetmem.schedule.blocks import Block, CopyState
+from hetmem.schedule.eviction import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.policy import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.schedule.trace import Schedule, Tier
 from tests.plan.test_hardware import profile
 

@@ -11,13 +11,12 @@ from hetmem.base.units import MIB, format_seconds
 from hetmem.planner.decide import Decision, decide
 from hetmem.planner.link_queue import LinkQueue
 from hetmem.planner.reservation import arrange
-from hetmem.planner.result import StepResult
 from hetmem.planner.search import Setting, Streaming, judge
 from hetmem.planner.simulated_device_updates import StreamedUpdates, fits
 from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulated_updates import Crossing, Update, Updates
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.workload import Workload
+from hetmem.planner.workload import StepResult, Workload
 from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.placement import Capacities
 from hetmem.schedule.trace import Tier

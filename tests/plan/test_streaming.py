@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetmem.schedule.hardware import Rate
-from hetmem.schedule.streamed_share import Facts, Fitting, StreamedShare, spread
+from hetmem.schedule.update_split import Facts, Fitting, StreamedShare, spread
 from tests.optim.machines import SLOW_HOST
 
 CHUNKS = [Fitting(number, 1000, 16382 + number) for number in range(4)]

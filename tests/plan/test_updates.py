@@ -9,13 +9,12 @@ import pytest
 from hetmem.base.units import MIB
 from hetmem.errors import CapacityError
 from hetmem.planner.reservation import arrange
-from hetmem.planner.result import StepResult
 from hetmem.planner.search import Setting, judge
 from hetmem.planner.simulated_updates import Staged, Update, Updates
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.updating import Updating
-from hetmem.schedule.copies import CopyState
+from hetmem.planner.workload import StepResult, Updating
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.schedule.placement import Capacities
 from hetmem.schedule.trace import Tier

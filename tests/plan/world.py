@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hetmem.schedule.commands import Drop, Fetch, Write
-from hetmem.schedule.copies import Block
+from hetmem.schedule.blocks import Block, Drop, Fetch, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

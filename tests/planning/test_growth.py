@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hetmem.planner.growth import grown, stacks
 from hetmem.planner.model import Call, trace
+from hetmem.planner.what_if import grown, stacks
 from hetmem.planner.workload import Event, Work, Workload
 
 

@@ -23,7 +23,7 @@ from hetmem.planner.model import trace_real
 from hetmem.planner.plan import SENT_STATES
 from hetmem.planner.reservation import ROLES, arrange
 from hetmem.planner.step_program import Rehearsal
-from hetmem.planner.updating import Updating
+from hetmem.planner.workload import Updating
 from hetmem.schedule.hardware import HardwareProfile, ProfileError, Rate
 from hetmem.schedule.placement import Capacities
 from tests.optim.machines import GB, SLOW_HOST

@@ -7,7 +7,7 @@ from typing import Any
 from hetmem.engine.events import CopyChange, MomentSeen, Span, Transfer
 from hetmem.report.timeline import BlockFacts
 from hetmem.report.window import Window
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 
 TIERS: dict[str, dict[str, Any]] = {
     "device": {"capacity_bytes": 1000, "used_bytes": 500},

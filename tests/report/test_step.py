@@ -8,7 +8,7 @@ import pytest
 
 from hetmem.engine.events import Fault, Span, Transfer
 from hetmem.report.step import format_seconds, step_section
-from hetmem.schedule.links import Link
+from hetmem.schedule.blocks import Link
 from tests.report.logs import TIERS, backward, forward, read, to_device, window
 
 

@@ -269,7 +269,7 @@ def drawn(seed: int) -> Program:
     optimizer = draw.choice(("AdamW",) * 8 + tuple(OPTIMIZERS))
     options: dict[str, Any] = {}
     if not optimizer.startswith("torch"):
-        options["overlap"] = draw.choice(("off", "backward", "speculative", "forward"))
+        options["overlap"] = draw.choice(("off", "backward", "forward"))
         if options["overlap"] in ("backward", "forward") and draw.random() < 0.3:
             options["gradients"] = "streamed"
         elif draw.random() < 0.4:

@@ -31,7 +31,7 @@ from tests.runtime.leaving import BF16, MIXED, build, is_resident, optimizers_of
 @MIXED
 @pytest.mark.parametrize("sanitize", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_larger_batch_than_ever_trains_on_with_the_bits_of_plain_torch(
     before: int, overlap: str, accumulation: int, sanitize: bool, mixed: torch.dtype | None, tmp_path: Path
@@ -80,7 +80,7 @@ def test_gradients_of_the_step_so_far_come_along_in_the_tensors_that_users_have(
 
 @pytest.mark.each
 @MIXED
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
+@pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
     optimizers = optimizers_of(plain, managed, overlap=overlap)

@@ -36,7 +36,7 @@ from tests.runtime.harness import (
 OPTIONS: dict[str, dict[str, Any]] = {
     "off": {},
     "backward": {"overlap": "backward"},
-    "speculative": {"overlap": "speculative", "max_grad_norm": 1e-3},
+    "clipped": {"overlap": "backward", "max_grad_norm": 1e-3},
     "forward": {"overlap": "forward", "max_grad_norm": 1e-3},
     "streamed": {"overlap": "forward", "gradients": "streamed"},
     "scaled": {"loss_scale": 4.0},

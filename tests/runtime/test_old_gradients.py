@@ -129,7 +129,7 @@ def test_a_view_of_an_earlier_gradient_is_warned_of_once(placement: str, tmp_pat
 
 @pytest.mark.each
 @streamed
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 def test_gradients_that_nobody_keeps_are_not_copied(overlap: str, placement: str, tmp_path: Path) -> None:
     """The same tensor shows them in every step."""
     plain, managed = pair(mlp, placement, tmp_path)

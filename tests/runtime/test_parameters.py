@@ -98,7 +98,7 @@ class Parts(nn.Module):
 
 @pytest.mark.each
 @offloaded
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 def test_the_update_of_a_part_of_a_tensor_is_no_write_of_the_users_to_the_others(
     overlap: str, placement: str, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def one_more_step(pairs: tuple[nn.Module, nn.Module], optimizers: Any, recipe: R
 @pytest.mark.pairs
 @WHERE
 @MIXED
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 def test_the_bits_are_those_of_plain_torch(overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
     optimizers = adamws(plain, managed, overlap=overlap)
@@ -188,7 +188,7 @@ def test_homes_go_back_when_a_larger_batch_needs_their_memory(
 @pytest.mark.each
 @WHERE
 @MIXED
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
+@pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
     overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -367,7 +367,7 @@ def test_streamed_gradients_of_moved_chunks_stay_on_the_device(mixed: torch.dtyp
     assert not moved(managed)
 
 
-@pytest.mark.parametrize("overlap", ["off", "speculative"])
+@pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_clipping_and_a_loss_scale_within_the_optimizer_equal_torch(overlap: str, tmp_path: Path) -> None:
     plain, managed = pair(build, room("host", None, tmp_path), tmp_path)
     left, right = adamws(plain, managed, overlap=overlap, max_grad_norm=0.25, loss_scale=1024.0)

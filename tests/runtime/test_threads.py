@@ -173,7 +173,7 @@ def test_a_lock_around_single_calls_is_as_good_as_one_thread(hetmems: bool, plac
     assert_same_weights(*modules)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "speculative", "forward"])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
 @streamed
 def test_between_a_backward_that_updates_and_its_step_nothing_computes_with_these_weights(
     overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

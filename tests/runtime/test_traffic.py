@@ -21,8 +21,7 @@ from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.memory.tensor_views import address_of
-from hetmem.schedule.commands import Drop
-from hetmem.schedule.copies import CopyState
+from hetmem.schedule.blocks import CopyState, Drop
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
 from tests.runtime.harness import (
