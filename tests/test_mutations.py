@@ -189,7 +189,7 @@ MUTATIONS = {
         COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward[multiplied-host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "runtime/home_copies.py",
+        "engine/home_copies.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
         "tests/runtime/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
