@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hetmem.base.requirements import refuse_environment
+
+refuse_environment(torch.__version__)  # before what follows fails by something else
+
 from hetmem.api import manage, managed, release
 from hetmem.base.config import Budget
 from hetmem.memory.device import SimDevice

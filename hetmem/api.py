@@ -15,7 +15,7 @@ from hetmem.base.config import Budget, refuse_budget
 from hetmem.base.units import parse_size
 from hetmem.engine.build import build_memory, move_home
 from hetmem.engine.consumed_gradients import UsedUp
-from hetmem.engine.precision import refuse_precision
+from hetmem.engine.precision import Precision, precision_of
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, grad_scalers, registry
@@ -85,7 +85,7 @@ def manage(
     budget: Budget | None = None,
     *,
     device: str | torch.device | Device | None = None,
-    mixed_precision: torch.dtype | None = None,
+    mixed_precision: Precision | None = None,
     chunk_bytes: int | str | None = None,
     policy: EvictionPolicy | None = None,
     sanitize: bool = False,
@@ -128,7 +128,7 @@ def manage(
     if not isinstance(module, torch.nn.Module):
         raise ManageError(f"expected a torch.nn.Module, got {type(module).__name__}")
     registry.refuse_managed(module)
-    refuse_precision(mixed_precision)
+    mixed_precision = precision_of(mixed_precision)
     refuse_budget(budget)
     if policy is not None and (isinstance(policy, type) or not callable(getattr(policy, "rank", None))):
         raise ManageError(f"policy must be an instance like hetmem.LRU(), with a method rank, got {policy!r}")

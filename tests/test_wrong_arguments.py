@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.base.requirements import refuse_environment
 from hetmem.errors import BudgetError, CheckpointError, ManageError, StoreError
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -43,7 +45,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a class of policy": ({"policy": hetmem.LRU}, r"policy must be an instance like hetmem\.LRU\(\)"),
     "a word for a switch": ({"sanitize": "no"}, "sanitize must be True or False, got 'no'"),
     "a number as hardware": ({"hardware": 3}, "hardware must be the name of a profile, its path or .* got 3"),
-    "a precision's name": ({"mixed_precision": "bf16"}, r"mixed_precision must be torch\.bfloat16, .* got 'bf16'"),
+    "a precision's name": (
+        {"mixed_precision": "fp8"},
+        r"mixed_precision must be torch\.bfloat16 \('bf16'\), .* got 'fp8'",
+    ),
 }
 
 
@@ -160,7 +165,10 @@ PLANNED: dict[str, tuple[dict[str, Any], str]] = {
     "a size as budget": ({"budget": "20GiB"}, r"expected a hetmem\.Budget\(.*\), got '20GiB'"),
     "a number as hardware": ({"hardware": 3}, "hardware must be the name of a profile, its path or .* got 3"),
     "a loss's name": ({"loss": "sum"}, "loss must be a function from the model's output to a scalar, got 'sum'"),
-    "a precision's name": ({"mixed_precision": "bf16"}, r"mixed_precision must be torch\.bfloat16, .* got 'bf16'"),
+    "a precision's name": (
+        {"mixed_precision": "fp8"},
+        r"mixed_precision must be torch\.bfloat16 \('bf16'\), .* got 'fp8'",
+    ),
     "half a batch": ({"micro_batches": 1.5}, r"micro_batches must be an int, at least 1, got 1\.5"),
     "no chunk": ({"chunk_bytes": 0}, r"chunk_bytes must be at least 16\.00 KiB"),
 }
@@ -226,3 +234,31 @@ def test_a_module_that_refuses_to_be_looked_after_is_as_it_was(tmp_path: Path) -
         assert model.state_dict(keep_vars=True)[name] is tensor and torch.equal(tensor, value)
     model(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("float16", torch.float16)])
+def test_a_precision_may_be_named(name: Any, dtype: torch.dtype) -> None:
+    model = hetmem.manage(nn.Linear(64, 64), hetmem.Budget(device="1M", host="1M"), device="sim", mixed_precision=name)
+    assert model(torch.ones(1, 64)).dtype is dtype
+    plan = hetmem.plan(lambda: nn.Linear(64, 64), torch.ones(1, 64), mixed_precision=name, loss=torch.Tensor.sum)
+    assert plan.mixed_precision == str(dtype).removeprefix("torch.")
+
+
+ENVIRONMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "macOS": ({"platform": "darwin"}, "2.13.0", "runs on Linux and this is darwin"),
+    "Windows": ({"platform": "win32"}, "2.13.0", "runs on Linux and this is win32"),
+    "an old Python": ({"version_info": (3, 9, 7), "version": "3.9.7 (main)"}, "2.13.0", "Python 3.10 .* is 3.9.7$"),
+    "an old torch": ({}, "2.9.1+cu128", r"torch 2\.11 or newer, and this is 2\.9\.1\+cu128: pip install"),
+}
+
+
+@pytest.mark.parametrize(("system", "version", "match"), ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_a_machine_that_hetmem_does_not_run_on_is_told_so_at_import(
+    system: dict[str, Any], version: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_environment(torch.__version__)
+    refuse_environment("3.0.0a0+git1234")
+    for name, value in system.items():
+        monkeypatch.setattr(sys, name, value)
+    with pytest.raises(ImportError, match=match):
+        refuse_environment(version)

@@ -22,12 +22,16 @@ _UNITS = {
     "mib": 1 << 20,
     "gib": 1 << 30,
     "tib": 1 << 40,
+    "k": 1 << 10,  # one letter is binary, as in `docker run --memory 20g` and `sbatch --mem=20G`
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(size: int | str, what: str = "size") -> int:
-    """Bytes of `size`: an int of bytes, or a number with a unit ("512MiB", "20GB", "1.5 TiB").
+    """Return the bytes of `size`: an int of bytes, or a number with a unit ("512MiB", "20GB", "1.5 TiB"; "20G" is GiB).
 
     Raises `BudgetError` (a ValueError) for a negative number, an unknown unit or anything else.
     """
@@ -39,7 +43,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
         return size
     match = _SIZE.fullmatch(size)
     if match is None or match[2].lower() not in _UNITS:
-        known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB (K, M, G, T are KiB, MiB, GiB, TiB)"
         raise BudgetError(f"{what} {size!r} is not a size: write a number and one of {known}, e.g. '20GiB'")
     nbytes = float(match[1]) * _UNITS[match[2].lower()]
     if nbytes == float("inf"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -11,11 +11,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from hetmem.errors import ManageError
 from hetmem.schedule.layout import ParameterSpec
 
+Precision = torch.dtype | Literal["bf16", "bfloat16", "fp16", "float16"]
+"""What users may say of a dtype that operators compute in."""
 
-def refuse_precision(dtype: Any) -> None:
-    """Raise `ManageError` for what operators cannot compute in beside float32 parameters."""
-    if dtype not in (None, torch.bfloat16, torch.float16):
-        raise ManageError(f"mixed_precision must be torch.bfloat16, torch.float16 or None, got {dtype!r}")
+_NAMED = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+
+
+def precision_of(asked: Any) -> torch.dtype | None:
+    """Return the dtype of `asked`, a `Precision` or None. Raises `ManageError` for anything else."""
+    found = _NAMED.get(asked) if isinstance(asked, str) else asked
+    if found in (torch.bfloat16, torch.float16) or asked is None:
+        return found
+    raise ManageError(f"mixed_precision must be torch.bfloat16 ('bf16'), torch.float16 ('fp16') or None, got {asked!r}")
 
 
 def compute_dtypes(

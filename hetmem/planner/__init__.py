@@ -14,7 +14,7 @@ import torch
 
 from hetmem.base.config import Budget, Limits, refuse_budget
 from hetmem.base.units import parse_size
-from hetmem.engine.precision import refuse_precision
+from hetmem.engine.precision import Precision, precision_of
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.planner.decide import Variant, decide, plan_of
 from hetmem.planner.meta_results import Results
@@ -59,7 +59,7 @@ def plan(
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    mixed_precision: torch.dtype | None = None,
+    mixed_precision: Precision | None = None,
     chunk_bytes: int | str | None = None,
     micro_batches: int = 1,
     checkpointing: bool = False,
@@ -86,7 +86,7 @@ def plan(
     `.missing_bytes` and `.advice` say what to do.
     """
     refuse_budget(budget)
-    refuse_precision(mixed_precision)
+    mixed_precision = precision_of(mixed_precision)
     if loss is not None and not callable(loss):
         raise PlanError(f"loss must be a function from the model's output to a scalar, got {loss!r}")
     asked = DEFAULT_HARDWARE if hardware is None else hardware
