@@ -90,6 +90,7 @@ def test_what_trails_behind_a_step_and_could_not_be_read_is_updated_for_whoever_
                 wait_for_all()
             wait_for_all()
         left.zero_grad()
+        right.zero_grad()
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
     hetmem.release(managed)

@@ -190,6 +190,7 @@ def test_a_backward_that_updates_and_is_interrupted_says_how_to_go_on(
     optimizer = hetmem.AdamW(model.parameters(), overlap=overlap)
     for batch in BATCHES[:2]:
         assert not train_on(model, optimizer, batch, 0)
+        optimizer.zero_grad()
     with patience():
         with struck.later(4), pytest.raises(KeyboardInterrupt):  # of six gradients
             loss_of(model, BATCHES[2]).backward()
