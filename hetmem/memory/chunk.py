@@ -154,7 +154,8 @@ class ManagedParameter:
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage and
     `device_references` how often hetmem itself refers to that. `version` is the parameter's version counter as last
     seen: a different one means that somebody wrote to it. `data_sets` counts how often `.data` was set within a forward
-    or backward.
+    or backward. `kind` is the parameter's class, `unbound_kind` what that is while something computes and the parameter
+    is not bound to its copy (see `runtime.faults`); `bound` counts the calls of modules that it is bound for.
     """
 
     parameter: torch.nn.Parameter
@@ -179,6 +180,17 @@ class ManagedParameter:
     grad_address: int = 0
     grad_hooked: bool = False
     first_use: int = -1
+    kind: type = torch.nn.Parameter
+    unbound_kind: type = torch.nn.Parameter
+    bound: int = 0
+
+    @property
+    def version_now(self) -> int:
+        """The parameter's version counter, whatever class it has."""
+        if type(self.parameter) is self.kind:
+            return self.parameter._version
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version
 
     def open_grad_home(self) -> None:
         """Make `grad_home` a new view of where the gradient lives."""

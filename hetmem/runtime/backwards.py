@@ -3,15 +3,14 @@
 Note "one thread": torch runs the nodes of each device on a thread of that device, and those of the host on the thread
 that has called the backward. A graph has nodes of both where weights, or gradients of them, are used at home: a penalty
 on weights, or on their gradients. Two threads at once would wait for each other's copies, add to one `p.grad` at the
-same time, and sum gradients in the order in which they happen to come. So the thread that calls runs all nodes of such
-a graph, in torch's order.
+same time, and sum gradients in the order in which they happen to come. So the thread that calls runs all nodes, in
+torch's order, which is the same for a graph of one device: to look for nodes of the host would cost more than it saves.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -20,11 +19,10 @@ import torch
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime import registry
 from hetmem.runtime.compiled import opaque, uncompiled
-from hetmem.runtime.compute import forget_backward_that_raised
 from hetmem.runtime.differentiated import accumulators, differentiate
-from hetmem.runtime.monitor import nodes_behind
 from hetmem.runtime.segments import RUNNING, in_backward
 
+_AS_IT_IS = contextlib.nullcontext()
 _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
@@ -40,16 +38,20 @@ def watch() -> None:
 @opaque
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of torch's function of that name."""
-    outermost = False
+    return differentiate(_backward, outputs, *args, **kwargs)
+
+
+def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch's own does, with all told that manage a model."""
+    outermost, began = not in_backward(), list[Any]()
     try:
-        outermost = _begins()
-        if any(interception.gradients.counts_arrivals() for interception in registry.interceptions()):
+        _begins(began, outermost=outermost)
+        if any(interception.gradients.counts_arrivals() for interception in began):
             _tell_of_arrivals(outputs)
-        with _threads(outputs) if outermost else contextlib.nullcontext():
-            return differentiate(_engine, outputs, *args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False) if outermost and _may_cross(began) else _AS_IT_IS:
+            return _engine(outputs, *args, **kwargs)
     except BaseException:
         with HELD_BACK:
-            forget_backward_that_raised()
             if outermost:
                 RUNNING.end()
                 _settle_after_error()
@@ -57,27 +59,33 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         if outermost:
             RUNNING.end()
-
-
-def _begins() -> bool:
-    """A backward is called; whether it is within no other."""
-    if in_backward():
-        return False
-    with HELD_BACK:
-        for interception in registry.interceptions():
-            interception.segments.settle_if_raised()
-    RUNNING.begin()
-    return True
+        _ends(began)
 
 
 @uncompiled
-def _threads(outputs: Any) -> AbstractContextManager[None]:
-    """Those that run the nodes behind `outputs`: see note "one thread"."""
-    memories = (interception.runtime.memory for interception in registry.interceptions())
-    may_cross = any(memory.streams and memory.device.torch_device.type != "cpu" for memory in memories)
-    if may_cross and any(each.device.type == "cpu" for node in nodes_behind(outputs) for each in node._input_metadata):
-        return torch.autograd.set_multithreading_enabled(False)
-    return contextlib.nullcontext()
+@HELD_BACK
+def _begins(began: list[Any], *, outermost: bool) -> None:
+    """A backward is called, which is told to all that manage a model, `began`; `outermost`: it is within no other."""
+    if outermost:
+        for interception in registry.interceptions():
+            interception.segments.settle_if_raised()
+        RUNNING.begin()
+    for interception in registry.interceptions():
+        interception.backward_begins()
+        began.append(interception)
+
+
+@uncompiled
+@HELD_BACK
+def _ends(began: list[Any]) -> None:
+    while began:
+        began.pop().backward_ends()
+
+
+def _may_cross(began: list[Any]) -> bool:
+    """Whether a graph may have nodes of the host beside those of a device: see note "one thread"."""
+    memories = (interception.runtime.memory for interception in began)
+    return any(memory.streams and memory.device.torch_device.type != "cpu" for memory in memories)
 
 
 @uncompiled

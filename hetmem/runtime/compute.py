@@ -6,8 +6,7 @@ whether the calls that it was put there for are on the stack of their thread; on
 
 Note "compiled functions": a function that `torch.compile` makes code of, and that a forward calls (attention with a
 score of the user's, say), is traced with what is on the stack of function modes, as if that were a part of it. So there
-the mode is what it is for tensors that are no weights: nothing. Where a weight is used the graph ends, and the mode
-does its work, which is never compiled itself.
+the mode is nothing; where a weight that nobody has bound is used the graph ends.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.compiled import exchange, skipped
 
 _AUTOGRAD: Any = torch._C._autograd
@@ -33,13 +33,16 @@ Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 
 
 class Call:
-    """A call of a module; it holds neither the module nor a frame."""
+    """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its length,
+    `displaced` the hooks of others that gave way for that."""
 
-    __slots__ = ("_frame", "_module")
+    __slots__ = ("_frame", "_module", "displaced", "used")
 
     def __init__(self, module: torch.nn.Module, frame: FrameType | None) -> None:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
         self._module, self._frame = weakref.ref(module), id(frame)
+        self.used: list[ManagedParameter] = []
+        self.displaced: Any = None
 
     def is_made_in(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes it; torch calls hooks after an error in another one."""
@@ -72,14 +75,13 @@ class Compute:
     """A stretch of compute on one thread: a forward, or what a backward computes once more of one.
 
     `task` is the backward that it is within, -1 for none; `calls` are those of modules that run, outermost first.
-    If a call began it, it is over when that is; see note "interrupts". If not, `end` says when, or `lasts_for_node`.
-    `ended` is called when it is found to be over.
+    It is over when the call that began it is; see note "interrupts". `ended` is called when it is found to be over, and
+    `let_go` with each call of it that an interrupt has ended.
     """
 
-    def __init__(self, began: Call | None, ended: Callable[[Compute], None]) -> None:
+    def __init__(self, began: Call, ended: Callable[[Compute], None], let_go: Callable[[Call], None]) -> None:
         self.task, self.thread = torch._C._current_graph_task_id(), get_ident()
-        self.calls = [] if began is None else [began]
-        self.with_call, self.is_over = began is not None, False
+        self.calls, self.let_go, self.is_over = [began], let_go, False
         self.functions_running = 0
         """Functions that `functions` was called for and that have not returned: while there is one, it is under way."""
         self.functions: Handler | None = None
@@ -87,12 +89,11 @@ class Compute:
         self.compiler: Any = None
         """Who compiles what is around it; see `compiled`."""
         self._ended = ended
-        self._until_gone: _Functions | None = None
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 
     def runs(self) -> bool:
         """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
-        if self.is_over or not self.with_call or self.functions_running:
+        if self.is_over or self.functions_running:
             return not self.is_over
         own = self.thread == get_ident()
         top = sys._getframe(1) if own else sys._current_frames().get(self.thread)
@@ -107,14 +108,12 @@ class Compute:
         """Whether it is over, asked by its thread, `top` being the top of the stack that counts. Forgets what calls of
         it an interrupt has ended."""
         while self.calls and not self.calls[-1].is_on(top):
-            self.calls.pop()
-        if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
-            return self._until_gone not in _get_current_function_mode_stack()
-        return self.with_call and not self.calls
+            self.let_go(self.calls.pop())
+        return not self.calls
 
     def is_computing(self, top: FrameType | None) -> bool:
         """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
-        within = self.task == torch._C._current_graph_task_id() and self.with_call
+        within = self.task == torch._C._current_graph_task_id()
         return within and bool(self.calls) and self.calls[-1].is_on(top)
 
     def is_within_others(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
@@ -146,40 +145,12 @@ class Compute:
         self.operators = handler
         _Operators(self).__enter__()
 
-    def lasts_for_node(self) -> None:
-        """It is within a node of autograd, at whose end there is no hook: autograd restores what was entered before it
-        by itself, so it is over when what it entered last is gone."""
-        top = _get_current_function_mode_stack()[-1]
-        assert isinstance(top, _Functions)
-        self._until_gone = top
-        _UNTIL_NODES_END.add(self)
-
-    def is_left_behind(self) -> bool:
-        """Of one that lasts for a node: whether the backward that this was in has raised, so that nothing was told."""
-        if self.thread == get_ident():
-            return bool(self.task > torch._C._current_graph_task_id())
-        return self.thread not in sys._current_frames()
-
-    def give_up(self) -> None:
-        """It has ended without a word."""
-        self._ended(self)
-
     def end(self) -> None:
         """It is over."""
         self.is_over = True
         self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
         self.calls.clear()
         forget_what_is_over()
-
-
-_UNTIL_NODES_END: weakref.WeakSet[Compute] = weakref.WeakSet()
-
-
-def forget_backward_that_raised() -> None:
-    """What lasted for the node that raised is over."""
-    for compute in list(_UNTIL_NODES_END):
-        if not compute.is_over and compute.is_left_behind():
-            compute.give_up()
 
 
 class _Functions(TorchFunctionMode):
@@ -194,8 +165,6 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # never true where this runs; see note "compiled functions"
-            if _have_weights(args) or (kwargs and _have_weights(kwargs.values())):
-                torch._dynamo.graph_break("a weight that hetmem manages, in a function that is compiled by itself")
             return func(*args, **(kwargs or {}))
         compute = self._compute()
         if compute is None or not compute.runs() or compute.functions is None:
@@ -221,16 +190,6 @@ class _Functions(TorchFunctionMode):
         return compute is None or compute.is_over
 
 
-def _have_weights(values: Any) -> bool:
-    """Whether a parameter is among `values`, or lists and tuples within; for whoever traces a function."""
-    for value in values:
-        if isinstance(value, torch.nn.Parameter):
-            return True
-        if isinstance(value, (list, tuple)) and _have_weights(value):
-            return True
-    return False
-
-
 class _Operators(TorchDispatchMode):
     """What is on torch's stack of dispatch modes for a `Compute`."""
 
@@ -253,15 +212,21 @@ class _Operators(TorchDispatchMode):
 
 
 class Hook:
-    """What is on autograd's stack of hooks for saved tensors for a `Compute`: what packs, by calling it."""
+    """What is on autograd's stack of hooks for saved tensors for a `Compute`, or (None) for the node that runs, at whose
+    end autograd takes it away: what packs, by calling it."""
 
-    def __init__(self, compute: Compute) -> None:
-        self._compute = weakref.ref(compute)
+    def __init__(self, compute: Compute | None) -> None:
+        self._compute = None if compute is None else weakref.ref(compute)
+
+    def counts(self) -> bool:
+        """Whether it is to do anything, asked by its thread."""
+        compute = None if self._compute is None else self._compute()
+        return self._compute is None or (compute is not None and compute.runs())
 
     def is_over(self) -> bool:
         """Whether it does nothing any more."""
-        compute = self._compute()
-        return compute is None or compute.is_over
+        compute = None if self._compute is None else self._compute()
+        return self._compute is not None and (compute is None or compute.is_over)
 
 
 def forget_what_is_over() -> None:

@@ -8,7 +8,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ class GradientSink:
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
         self.watchers: WeakOnes[Watcher] = WeakOnes()
-        self.nothing_computes: Callable[[], None] = lambda: None
-        """Called when a gradient arrives, between the nodes of a backward."""
+        self.sent_home: list[ManagedParameter] = []
+        """Those that hooks of the user find at home, until something is computed once more."""
         self.lends = False
         """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
         self._lent: set[Chunk] = set()
@@ -85,7 +85,7 @@ class GradientSink:
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
         parameter = managed.parameter
-        self.nothing_computes()
+        self.send_home(managed)
         for watcher in self.watchers:
             watcher.coming(managed)
         if id(managed) not in self._taken:
@@ -123,6 +123,17 @@ class GradientSink:
             for watcher in self.watchers:
                 watcher.arrived(managed)
 
+    def send_home(self, managed: ManagedParameter) -> None:
+        """Hooks of what arrives at `managed` run: it is its home there, and an ordinary parameter."""
+        if self.runtime.bindings.send_home(managed):
+            self.sent_home.append(managed)
+
+    def rest_again(self) -> None:
+        """Something is computed once more, or another gradient arrives."""
+        if self.sent_home:
+            used, self.sent_home = self.sent_home, []
+            self.runtime.rest_again(used)
+
     def lost(self, chunk: Chunk) -> None:
         """A gradient of `chunk` was sent and did not arrive."""
         for watcher in self.watchers:
@@ -143,6 +154,10 @@ class GradientSink:
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
         self._complete.begin()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._look_at_parameters()
+
+    def _look_at_parameters(self) -> None:
         for managed in self.runtime.parameters:
             if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
@@ -155,13 +170,12 @@ class GradientSink:
 
     def finish(self) -> None:
         """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
-        for managed in self.runtime.parameters:
-            if not self._taken:
-                break
-            if id(managed) in self._taken:
-                previous = self._taken.pop(id(managed))
-                if managed.parameter.grad is None:
-                    show_gradient(managed.parameter, previous)
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in self.runtime.parameters if self._taken else ():
+                if id(managed) in self._taken:
+                    previous = self._taken.pop(id(managed))
+                    if managed.parameter.grad is None:
+                        show_gradient(managed.parameter, previous)
         self.arrive()
         for watcher in self.watchers:
             watcher.backward_over()

@@ -1,7 +1,8 @@
-"""How torch tells the runtime what it uses: module hooks, a function mode, and saved-tensor hooks. No logic of its own.
+"""How torch tells the runtime what it uses: module hooks, unbound parameters and saved-tensor hooks.
 
-Modes and saved-tensor hooks are entered by the forward hook of whichever module is called first and left when that
-returns.
+A module's own weights are bound to their device copies for the length of its call (`leases`), whatever else is met for
+the length of a function (`faults`). What is put on torch's stacks is put there by the forward hook of the module that is
+called first, and taken off when that returns.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -19,12 +19,14 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.errors import ManageError
+from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import exchange, hook_forwards, skipped
 from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
+from hetmem.runtime.faults import Faults, run_again
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict, Convert, asked_format, hook_conversions
-from hetmem.runtime.operators import OperatorFaults
+from hetmem.runtime.leases import Leases
 from hetmem.runtime.regions import Regions
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
@@ -44,10 +46,10 @@ class _OfThread(threading.local):
 class Interception:
     """The hooks of one managed module, and what is entered while one of its modules runs.
 
-    Note "recomputation": a checkpoint computes a part of the forward once more, within a node of the backward or
-    before it, when autograd unpacks what it saved. What it calls, a module or any function, is to find weights and
-    inputs as it did within the forward. So modes are entered there, before the first call, whenever the checkpoint
-    was within a forward of the model; a module that is called then is not an outermost one.
+    Note "recomputation": a checkpoint computes a part of the forward once more, within a node of the backward, when
+    autograd unpacks what it saved. What it calls, a module or any function, is to find weights and inputs as it did
+    within the forward: parameters rest for the whole of a backward, and inputs are cast by a forward alone. Hooks of
+    the user, which run between nodes, find parameters at home.
     """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
@@ -55,16 +57,19 @@ class Interception:
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
-        self.gradients.nothing_computes = self._between_nodes
         self._computes = _OfThread()
         self._turn = threading.Lock()
         self._process = os.getpid()
         self._forward: Compute | None = None
         """The last one."""
-        self._saved = SavedTensors(runtime, self.segments, self)
+        self._saved = SavedTensors(runtime, self.segments)
+        self._faults = Faults(runtime, self.gradients, self._saved, self)
+        self.leases = Leases(runtime, self.gradients, self._saved)
+        self._backwards = 0
+        """Those that run, one within the other."""
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
-        self._regions = Regions(runtime)
+        self._regions = Regions(runtime, self.leases, self._saved)
         self._buffers = weakref.WeakMethod(module.buffers)
         self._model = weakref.ref(module)
         try:
@@ -120,6 +125,8 @@ class Interception:
                 else:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
+                if not self._regions.runs:
+                    self.leases.begin(call, module)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
             compiles = compiler
@@ -129,14 +136,17 @@ class Interception:
 
     def _goes_on(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
         """Whether the call of `module` by `frame` is a part of what computes, and nothing else: most are. Takes note of
-        it. An interrupt may come in here: a call that is noted and does not run is forgotten."""
+        it, and binds its weights."""
         here = self._here()
         if not here or frame is None or self._regions.may_begin(module):
             return False
         compute = here[-1]
         if not compute.is_computing(frame.f_back):
             return False
-        compute.calls.append(Call(module, frame))
+        with HELD_BACK:
+            call = Call(module, frame)
+            compute.calls.append(call)
+            self.leases.begin(call, module)
         return True
 
     def _begin_with(
@@ -156,7 +166,7 @@ class Interception:
                 self._forward, self._regions.compiler = compute, compiler
         try:
             dtype = self.runtime.memory.mixed_precision
-            if dtype is not None:
+            if dtype is not None and compute.task < 0:
                 args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
             self._enter(compute, module, args, kwargs)
         except BaseException:
@@ -186,19 +196,30 @@ class Interception:
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
-        self._enter_modes(compute, stands_by=measured and self.share.may_leave_device)
+        self._enter_modes(compute, watched=measured)
 
-    def _enter_modes(self, compute: Compute, *, stands_by: bool = False) -> None:
-        """`stands_by`: also if the model is whole on the device, as it may have to leave that."""
-        if not (self.runtime.memory.streams or stands_by):
+    def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
+        """`watched`: the device may refuse memory that nobody knows of yet."""
+        memory = self.runtime.memory
+        if watched and (memory.streams or self.share.may_leave_device):
+            compute.enter_functions(self._watched)
+        if not memory.streams:
             return
         if compute.task >= 0:
-            self.runtime.trailing.pause()
             self.runtime.notice_writes_by_hooks()
-        with self.runtime.unwatched():
-            self.runtime.bindings.leave_home()
-        compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
+            self.gradients.rest_again()
+        else:
+            with self.runtime.unwatched():
+                self.runtime.bindings.leave_home()
         self._saved.enter(compute)
+
+    def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
+        device until there is no memory for this."""
+        try:
+            return run_again(self.runtime, func, args, kwargs)
+        finally:
+            self.runtime.monitor.left = False
 
     @skipped
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
@@ -217,8 +238,8 @@ class Interception:
                 compute = self._current(sys._getframe())
                 if compute is None or not compute.calls or not compute.calls[-1].is_made_in(frame):
                     return
-                compute.calls.pop()
-                if not compute.calls and compute.with_call:
+                self.leases.end(compute.calls.pop())
+                if not compute.calls:
                     compiles = compute.compiler
                     self._leave(compute, output)
         finally:
@@ -229,52 +250,59 @@ class Interception:
         here = self._here()
         if not here or self._regions.may_end() or not here[-1].is_within_others(module, frame):
             return False
-        here[-1].calls.pop()
+        with HELD_BACK:
+            self.leases.end(here[-1].calls.pop())
         return True
 
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
         self._end(compute)
-        self._saved.watch_functions(output, forward_is_over=compute.task < 0)
         if compute.task < 0:
             self.runtime.notice_writes_without_versions()
             if measured:
                 self.runtime.monitor.watch_backward(output)
 
-    # ---- what a backward computes once more ----------------------------------------------------------------------
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
+        runtime = self.runtime
+        if not runtime.memory.streams:
+            return
+        if not self._backwards:
+            runtime.trailing.pause()
+        self._backwards += 1
+        runtime.bindings.leave_home()
+        self.gradients.rest_again()
+
+    def backward_ends(self) -> None:
+        """Also one that has raised."""
+        if self._backwards:
+            self._backwards -= 1
+            self._current(sys._getframe())
+            self.runtime.bindings.go_home()
+            if not self._backwards and not self._here():
+                self.runtime.trailing.resume()
 
     def computes(self) -> bool:
-        """Whether a forward, or a part of one, is computed on this thread now."""
-        return self._current(sys._getframe()) is not None
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """A checkpoint within a forward of the model computes within, as that did."""
+        """Whether what meets a weight on this thread now is a part of a forward, or is computed once more within a node
+        of a backward. Code of the user's between two nodes, or behind an interrupt, is no such thing."""
         if self._current(sys._getframe()) is not None:
-            yield
-            return
-        compute = self._begin(None)
-        try:
-            with HELD_BACK:
-                self._enter_modes(compute)
-            yield
-        finally:
-            with HELD_BACK:
-                self._end(compute)
+            return True
+        if in_backward():
+            node = torch._C._current_autograd_node()
+            return node is not None and not hasattr(node, "variable")
+        self._forget_interrupted()
+        return False
 
-    def recomputes_until_node_ends(self) -> None:
-        """A function of the user's within a forward is at its backward now, and may compute something once more."""
-        if self._current(sys._getframe()) is None and self.runtime.memory.streams:
-            compute = self._begin(None)
-            self._enter_modes(compute)
-            compute.lasts_for_node()
-
-    def _between_nodes(self) -> None:
-        """A gradient arrives: nothing is computed, unless the whole backward is a part of a forward."""
-        self._current(sys._getframe())
-        if not any(compute.task < 0 for compute in self._here()):
-            self.runtime.bindings.go_home()
+    def keep(self, used: list[ManagedParameter]) -> bool:
+        """`used`, which are bound, stay so until the innermost call of a module is over. False if there is none."""
+        compute = self._current(sys._getframe())
+        if compute is None:
+            return False
+        self.leases.keep(compute.calls[-1], used)
+        return True
 
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
@@ -316,8 +344,8 @@ class Interception:
                 f"Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
             )
 
-    def _begin(self, call: Call | None) -> Compute:
-        compute = Compute(call, self._end)
+    def _begin(self, call: Call) -> Compute:
+        compute = Compute(call, self._end, self.leases.end)
         self._here().append(compute)
         return compute
 
@@ -326,10 +354,13 @@ class Interception:
         here = self._here()
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
-            here.pop().end()
-        if not any(compute.task < 0 for compute in here):
-            self.runtime.bindings.go_home()
-        if not here:
+            ended = here.pop()
+            while ended.calls:
+                self.leases.end(ended.calls.pop())
+            ended.end()
+            if ended.task < 0:
+                self.runtime.bindings.go_home()
+        if not here and not self._backwards:
             self.runtime.trailing.resume()
 
     def _forget_interrupted(self) -> None:
@@ -338,7 +369,15 @@ class Interception:
         forget_what_is_over()
         if not self._here() and self._forward is not None and not self._forward.runs():
             self._regions.abandon([self._forward])
-            self.runtime.bindings.go_home()
+            self._rest_of(self._forward)
+
+    def _rest_of(self, compute: Compute) -> None:
+        """`compute` was interrupted, perhaps on another thread."""
+        while compute.calls:
+            self.leases.end(compute.calls.pop())
+        if not in_backward():
+            self._backwards = 0
+            self.runtime.bindings.all_home()
 
     def before_state_dict(self) -> None:
         """What users read, or write over, is what the last step made."""
@@ -389,9 +428,10 @@ class Interception:
         here = self._here()
         if here:
             self._end(here[0])
+        if self._forward is not None:
+            self._rest_of(self._forward)
         self._computes = _OfThread()
         forget_what_is_over()
-        self.runtime.bindings.go_home()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -19,8 +19,10 @@ import torch
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.compiled import Tracing, can_compile, has_compiled_forward
 from hetmem.runtime.compute import Call, Compute
-from hetmem.runtime.operators import OperatorFaults
+from hetmem.runtime.gradients import hide_gradients, show_gradient
+from hetmem.runtime.leases import Leases
 from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.saved import SavedTensors
 
 _PART = 4
 """A region has at most one part in so many of the device, so that the next one's weights come while it computes, and
@@ -29,21 +31,19 @@ never more than chunks may have of it."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """`call`, which uses `used`, within `compute`; `outside` compiles what is around it."""
+    """`call` within `compute`; gradients are `hidden` meanwhile, and `outside` compiles what is around it."""
 
     compute: Compute
     call: Call
-    faults: OperatorFaults | None
-    used: list[ManagedParameter]
-    begun: Any
+    hidden: list[tuple[torch.Tensor, torch.Tensor]]
     outside: Any
 
 
 class Regions:
     """The region of one model that runs, if one does, and who would compile one."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, leases: Leases, saved: SavedTensors) -> None:
+        self._runtime, self._leases, self._saved = runtime, leases, saved
         self.tracing = Tracing()
         self.compiler: Any = None
         """Whoever compiles the last forward as a whole."""
@@ -51,6 +51,11 @@ class Regions:
         self._held_back: tuple[Compute, Call, Any] | None = None
         """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""
         self._warned = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether a region runs."""
+        return self._running is not None
 
     def runs_around(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes a call within the region."""
@@ -76,8 +81,7 @@ class Regions:
         asked = (compiler is not None and compiler is not self.compiler) or has_compiled_forward(module)
         if not asked and self.compiler is None:
             return None
-        faults = compute.functions if isinstance(compute.functions, OperatorFaults) else None
-        used = faults.weights(module) if faults is not None else []
+        used = self._weights(module)
         room = self._has_room(used)
         if has_compiled_forward(module) and not (room and can_compile()) and self._held_back is None:
             self._held_back = compute, call, torch.compiler.set_stance("force_eager")
@@ -86,15 +90,25 @@ class Regions:
                 self._warn(module)
             return None
         compute.leave_functions()
+        name = f"compiled {type(module).__name__}"
         try:
-            begun = None if faults is None else faults.begin_region(f"compiled {type(module).__name__}", used)
+            if used:
+                self._leases.bind(call, used, name)
         except BaseException:
             compute.enter_functions_again()
             raise
-        self._running, self.tracing.region = _Region(compute, call, faults, used, begun, compiler), True
+        self._saved.region = name, used
+        self._running, self.tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
         if not can_compile():
             return None
         return self.compiler if compiler is None else compiler
+
+    def _weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
+        """Those of `module` that are brought to the device."""
+        by_id = self._runtime.bindings.by_id
+        if not self._runtime.memory.streams:
+            return []
+        return [by_id[id(parameter)] for parameter in module.parameters() if id(parameter) in by_id]
 
     def _has_room(self, used: list[ManagedParameter]) -> bool:
         memory = self._runtime.memory
@@ -134,8 +148,10 @@ class Regions:
         region, self._running = self._running, None
         self.tracing.region = False
         if region is not None:
-            if region.faults is not None:
-                region.faults.end_region(region.used, region.begun)
+            self._saved.region = None
+            self._leases.end(region.call)
+            for parameter, gradient in region.hidden:
+                show_gradient(parameter, gradient)
             region.compute.enter_functions_again()
 
     def _release(self) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 
 import torch
 
 from hetmem.errors import CapacityError
-from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
+from hetmem.memory.views import without_graph
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import STEP, Tier
@@ -59,6 +60,8 @@ class Runtime:
         self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
+        self.give_leases_up: Callable[[], bool] = lambda: False
+        """Called where copies that are used at once have no room: whether some are used no more."""
         self._held: dict[int, ManagedParameter] = {}
         self._first_uses = 0
         self._untracked: set[int] = set()
@@ -114,25 +117,28 @@ class Runtime:
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
-        """Bind `used` to their device copies for one operator. Nothing is bound if this raises."""
+        """Bind `used` to their device copies. Nothing is bound if this raises."""
         with self.unwatched():
-            self._let_go()
-            for managed in used:
-                if managed.first_use < 0:
-                    managed.first_use = self._first_uses = self._first_uses + 1
-                if managed.parameter._version != managed.version:
-                    self.writes.by_user(managed)
-                if managed.chunk in self.writes.unsure:
-                    self.writes.make_sure(managed.chunk)
-            blocks = [param_block(managed) for managed in used]
-            self._moment(operator, tuple(dict.fromkeys(blocks)))
-            acquired = 0
+            acquired: list[int] = []
             try:
+                self._let_go()
+                for managed in used:
+                    managed.parameter.__class__ = managed.kind
+                    if managed.first_use < 0:
+                        managed.first_use = self._first_uses = self._first_uses + 1
+                    if managed.parameter._version != managed.version:
+                        self._notice_write(managed)
+                    if managed.chunk in self.writes.unsure:
+                        self.writes.make_sure(managed.chunk)
+                blocks = [param_block(managed) for managed in used]
+                self._moment(operator, tuple(dict.fromkeys(blocks)))
                 for managed, block in zip(used, blocks, strict=True):
                     self._acquire_device(managed, block, operator)
-                    acquired += 1
+                    acquired.append(block)
             except BaseException:
-                for block in blocks[:acquired]:
+                if self.bindings.away:
+                    self.bindings.rest(used)
+                for block in acquired:
                     self.traffic.release(block, Tier.DEVICE)
                 raise
             self.bindings.bind(used)
@@ -140,45 +146,43 @@ class Runtime:
     def end_use(
         self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
     ) -> None:
-        """The operator is over: parameters rest, what it wrote goes home, what nobody holds may be evicted.
+        """End `use`: parameters rest, what was written to them goes home, what nobody holds may be evicted.
 
-        `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: those that
-        it may itself have written to without counting one.
+        `untracked`: a view was handed out whose writes count no versions (`parameter.data`); `writes`: those that may
+        have been written to without counting one.
         """
         first: BaseException | None = None
         with self.unwatched():
-            self.bindings.unbind(used)
             for managed in used:
                 try:
-                    self._end_use_of(managed, untracked=untracked, may_be_written=managed in writes)
+                    if managed.parameter._version != managed.version:
+                        self.writes.by_operator(managed)
+                    elif managed in writes:
+                        self.writes.compare(managed)
                 except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
                     first = first or error
+            self.bindings.unbind(used)
+            for managed in used:
+                held, key = self.bindings.held(managed), id(managed)
+                if held and untracked:
+                    self._untracked.add(key)
+                if held and key not in self._held:
+                    self._held[key] = managed
+                else:
+                    self.traffic.release(param_block(managed), Tier.DEVICE)
         try:
             if first is not None:
                 raise first
         finally:
             del first  # as in `Carrier.execute`
 
-    def _end_use_of(self, managed: ManagedParameter, *, untracked: bool, may_be_written: bool) -> None:
-        try:
-            if managed.parameter._version != managed.version:
-                self.writes.by_operator(managed)
-            elif may_be_written:
-                self.writes.compare(managed)
-        finally:
-            held, key = self.bindings.held(managed), id(managed)
-            if held and untracked:
-                self._untracked.add(key)
-            if held and key not in self._held:
-                self._held[key] = managed
-            else:
-                self.traffic.release(param_block(managed), Tier.DEVICE)
-
-    def end_region(self, used: list[ManagedParameter]) -> None:
+    def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
         measured, and from then on in the weights that had such."""
         data_set = [(managed, managed.parameter.data) for managed in used if self.bindings.is_elsewhere(managed)]
         measured, uncounted = self.tracer.measured, self.writes.uncounted
+        for managed, _ in data_set:
+            managed.parameter.data = managed.device
         self.end_use(used, writes=used if measured else [managed for managed in used if id(managed) in uncounted])
         for managed, value in data_set:
             self.data_set(managed, value)
@@ -214,9 +218,9 @@ class Runtime:
             self.out_of_memory()
             return self.traffic.acquire(block, Tier.DEVICE)
         except CapacityError:
-            if not self.room.widen():
+            if not (self.room.widen() or self.give_leases_up()):
                 raise
-            return self.traffic.acquire(block, Tier.DEVICE)
+            return self._acquire_with_more_room(block)
 
     def out_of_memory(self) -> None:
         """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
@@ -224,26 +228,49 @@ class Runtime:
             self._let_go()
             self.room.out_of_memory()
 
-    def notice_writes_to_views(self) -> None:
-        """An operator met no parameter, but it may have written to a view of one: then that goes home too."""
-        if self._held:
-            self._notice_writes(self.writes.by_operator)
-
     def notice_writes_without_versions(self) -> None:
-        """A forward is over: what it wrote last to views that count no versions goes home before anybody reads that."""
+        """A forward is over: what it wrote last to views goes home before anybody reads that."""
+        self._notice_writes_to_views()
         if self._untracked:
             with self.unwatched():
                 self._let_go()
 
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
-        self._notice_writes(self.writes.by_user)
-
-    def _notice_writes(self, count: Callable[[ManagedParameter], None]) -> None:
         for managed in self._held.values():
-            if managed.parameter._version != managed.version and managed.device is not None:
+            if managed.version_now != managed.version and managed.device is not None:
                 with self.unwatched():
-                    count(managed)
+                    self.writes.by_user(managed)
+
+    def _notice_writes_to_views(self) -> None:
+        """Functions that met no parameter may have written to a view of one: then that goes home too."""
+        for managed in self._held.values():
+            if managed.version_now != managed.version and managed.device is not None:
+                with self.unwatched():
+                    self.writes.by_operator(managed)
+
+    def _notice_write(self, managed: ManagedParameter) -> None:
+        """Somebody has written to `managed` since it was used: to a view of the copy that is held, or at home."""
+        if id(managed) in self._held and managed.device is not None:
+            self.writes.by_operator(managed)
+        else:
+            self.writes.by_user(managed)
+
+    def read_at_home(self, managed: ManagedParameter) -> None:
+        """The user reads `managed` while something computes, between the nodes of a backward: wait for its update."""
+        with self.unwatched(), without_graph():
+            self.traffic.wait_for_update(managed.chunk)
+            self.traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
+
+    def rest_again(self, used: Iterable[ManagedParameter]) -> None:
+        """`used`, which the user found at home, rest again; what was written there counts."""
+        with self.unwatched():
+            used = list(used)
+            for managed in used:
+                if managed.parameter._version != managed.version or self.bindings.is_elsewhere(managed):
+                    self.writes.by_user(managed)
+            if self.bindings.away:
+                self.bindings.rest(used)
 
     def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute."""
