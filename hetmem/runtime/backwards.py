@@ -66,6 +66,7 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 @HELD_BACK
 def _begins(began: list[Any], *, outermost: bool) -> None:
     """A backward is called, which is told to all that manage a model, `began`; `outermost`: it is within no other."""
+    HELD_BACK.begin_segment()
     if outermost:
         for interception in registry.interceptions():
             interception.segments.settle_if_raised()
@@ -80,6 +81,7 @@ def _begins(began: list[Any], *, outermost: bool) -> None:
 def _ends(began: list[Any]) -> None:
     while began:
         began.pop().backward_ends()
+    HELD_BACK.end_segment()
 
 
 def _may_cross(began: list[Any]) -> bool:

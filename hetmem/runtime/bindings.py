@@ -68,7 +68,8 @@ class Bindings:
             dtype = managed.chunk.compute_dtype
             view = managed.device = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
             managed.device_storage = view.untyped_storage()._cdata
-            managed.device_references = _references(managed.device_storage)
+            managed.device_references = references(managed.device_storage)
+            managed.device_address = view.data_ptr()
             if managed.numel:
                 self.by_address[view.untyped_storage().data_ptr()] = managed
         return managed.device
@@ -100,8 +101,10 @@ class Bindings:
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Whether somebody has set `managed.parameter.data`, which was bound."""
-        at, known = managed.parameter.data_ptr(), (managed.device, managed.home, managed.rest)
-        return all(tensor is None or tensor.data_ptr() != at for tensor in known)
+        at = managed.parameter.data_ptr()
+        if managed.device is not None and at == managed.device_address:
+            return False
+        return at not in (managed.home.data_ptr(), managed.rest.data_ptr())
 
     @property
     def away(self) -> bool:
@@ -149,7 +152,7 @@ class Bindings:
     @staticmethod
     def held(managed: ManagedParameter) -> bool:
         """Whether anybody still has memory of the device view (which must not be bound)."""
-        return managed.device is not None and _references(managed.device_storage) > managed.device_references
+        return managed.device is not None and references(managed.device_storage) > managed.device_references
 
     def leave_to_holders(self, managed: ManagedParameter) -> None:
         """`managed` becomes another tensor's values: whoever holds its device view keeps what that shows. Raises
@@ -166,17 +169,13 @@ class Bindings:
         managed.device = None
 
 
+references: Any = torch._C._storage_Use_Count
 _is_of_a_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # it has no storage that can be asked for
-
-
-def _references(storage: int) -> int:
-    count: int = torch._C._storage_Use_Count(storage)
-    return count
 
 
 def storage_references(tensor: torch.Tensor) -> int:
     """How often the memory of `tensor` is referred to, by tensors and by what C++ holds."""
-    return _references(tensor.untyped_storage()._cdata)
+    return references(tensor.untyped_storage()._cdata)  # type: ignore[no-any-return]
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

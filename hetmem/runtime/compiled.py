@@ -34,10 +34,8 @@ def opaque(function: _FunctionT) -> _FunctionT:
     return skipped(function)
 
 
-@skipped
-def exchange(callback: Any) -> Any:
-    """Have `callback` compile the frames that this thread runs from here on. Returns the one that did so far."""
-    return _EVAL.set_eval_frame(callback)
+set_compiler: Any = _EVAL.set_eval_frame
+"""Has the callback that it is given compile the frames that this thread runs from here on. Returns the one so far."""
 
 
 def uncompiled(function: _FunctionT) -> _FunctionT:
@@ -46,18 +44,18 @@ def uncompiled(function: _FunctionT) -> _FunctionT:
     @opaque
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        compiler = exchange(None)
+        compiler = set_compiler(None)
         try:
             return function(*args, **kwargs)
         finally:
-            exchange(compiler)
+            if compiler is not None:
+                set_compiler(compiler)
 
     return cast(_FunctionT, call)
 
 
 def called_by_autograd(function: _FunctionT) -> _FunctionT:
     """The same, with interrupts held back: for what autograd calls some hundred times in a step."""
-    set_compiler = _EVAL.set_eval_frame
 
     @opaque
     @functools.wraps(function)
@@ -67,7 +65,8 @@ def called_by_autograd(function: _FunctionT) -> _FunctionT:
             with HELD_BACK:
                 return function(*args)
         finally:
-            set_compiler(compiler)
+            if compiler is not None:
+                set_compiler(compiler)
 
     return cast(_FunctionT, call)
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.runtime.compiled import exchange, skipped
+from hetmem.runtime.compiled import set_compiler, skipped
 
 _AUTOGRAD: Any = torch._C._autograd
 _get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -32,20 +32,28 @@ Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
 
 
+CALLS: Any = next(
+    (each for each in torch.nn.Module._call_impl.__code__.co_consts if getattr(each, "co_name", "") == "inner"), None
+)
+"""What torch calls a module that has hooks in, and these, as long as it is not compiled; None in a torch without."""
+
+
 class Call:
     """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its length,
     `displaced` the hooks of others that gave way for that."""
 
-    __slots__ = ("_frame", "_module", "displaced", "used")
+    __slots__ = ("_frame", "_module", "_plain", "displaced", "used")
 
     def __init__(self, module: torch.nn.Module, frame: FrameType | None) -> None:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
         self._module, self._frame = weakref.ref(module), id(frame)
+        self._plain = frame is not None and frame.f_code is CALLS
         self.used: list[ManagedParameter] = []
         self.displaced: Any = None
 
     def is_made_in(self, frame: FrameType | None) -> bool:
-        """Whether `frame` makes it; torch calls hooks after an error in another one."""
+        """Whether `frame` makes it; torch calls hooks after an error in another one. A frame that is gone may have left
+        its memory to another one."""
         return frame is not None and id(frame) == self._frame and frame.f_locals.get("self", self) is self._module()
 
     def is_of(self, module: torch.nn.Module, frame: FrameType) -> bool:
@@ -54,10 +62,10 @@ class Call:
 
     def is_on(self, frame: FrameType | None) -> bool:
         """Whether it is on the stack that has `frame` on top."""
-        own = self._frame
+        plain = self._plain  # the numbers of fewer frames are asked for
         while frame is not None:
-            if id(frame) == own and self.is_made_in(frame):  # asked for each frame: a call would cost more
-                return True  # and not by one that has got the memory of a frame that is gone
+            if (not plain or frame.f_code is CALLS) and id(frame) == self._frame and self.is_made_in(frame):
+                return True
             frame = frame.f_back
         return False
 
@@ -171,14 +179,14 @@ class _Functions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         compiler = _get_compiler()
         if compiler is not None:
-            exchange(None)
+            set_compiler(None)
         compute.functions_running += 1
         try:
             return compute.functions(func, types, args, kwargs or {})
         finally:
             compute.functions_running -= 1
             if compiler is not None:
-                exchange(compiler)
+                set_compiler(compiler)
 
     def is_of(self, compute: Compute) -> bool:
         """Whether it is there for `compute`."""

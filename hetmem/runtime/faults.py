@@ -17,7 +17,7 @@ import torch
 
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.runtime.compiled import exchange, skipped
+from hetmem.runtime.compiled import set_compiler, skipped
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
@@ -269,12 +269,12 @@ class _Unbound:
                 return func(*args, **(kwargs or {}))
         compiler = _get_compiler()
         if compiler is not None:
-            exchange(None)
+            set_compiler(None)
         try:
             return faults(func, args, kwargs or {})
         finally:
             if compiler is not None:
-                exchange(compiler)
+                set_compiler(compiler)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._as_it_was("__deepcopy__", memo)

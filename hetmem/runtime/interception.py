@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.runtime.compiled import exchange, hook_forwards, skipped
-from hetmem.runtime.compute import Call, Compute, calling_frame, forget_what_is_over
+from hetmem.runtime.compiled import hook_forwards, set_compiler, skipped
+from hetmem.runtime.compute import CALLS, Call, Compute, calling_frame, forget_what_is_over
 from hetmem.runtime.faults import Faults, run_again
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict, Convert, asked_format, hook_conversions
@@ -110,11 +110,13 @@ class Interception:
 
         With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
         """
-        compiler = exchange(None)
+        compiler = set_compiler(None)
         compiles = compiler
         try:
-            frame = calling_frame(module, sys._getframe(2))
-            if compiler is None and self._goes_on(module, frame):
+            frame = sys._getframe(3)
+            if frame.f_code is not CALLS:
+                frame = calling_frame(module, frame)
+            if compiler is None and frame is not None and self._goes_on(module, frame):
                 return None
             with HELD_BACK:
                 if self._regions.runs_around(frame):
@@ -132,17 +134,21 @@ class Interception:
             compiles = compiler
             raise
         finally:
-            exchange(compiles)
+            if compiles is not None:
+                set_compiler(compiles)
 
-    def _goes_on(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+    def _goes_on(self, module: torch.nn.Module, frame: FrameType) -> bool:
         """Whether the call of `module` by `frame` is a part of what computes, and nothing else: most are. Takes note of
         it, and binds its weights."""
-        here = self._here()
-        if not here or frame is None or self._regions.may_begin(module):
+        here = self._computes.here
+        if not here or self._regions.compiler is not None or self._regions.may_begin(module):
             return False
         compute = here[-1]
         if not compute.is_computing(frame.f_back):
             return False
+        if not module._parameters:
+            compute.calls.append(Call(module, frame))
+            return True
         with HELD_BACK:
             call = Call(module, frame)
             compute.calls.append(call)
@@ -224,11 +230,16 @@ class Interception:
     @skipped
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
-        compiles = exchange(None)
+        compiles = set_compiler(None)
         try:
-            frame, error = calling_frame(module, sys._getframe(2)), sys.exc_info()[1]
-            if error is None and self._goes_on_after(module, frame):
-                return
+            frame: FrameType | None = sys._getframe(3)
+            assert frame is not None
+            if frame.f_code is CALLS:  # it has returned
+                if self._goes_on_after(module, frame):
+                    return
+            else:
+                frame = calling_frame(module, frame)
+            error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
@@ -243,15 +254,18 @@ class Interception:
                     compiles = compute.compiler
                     self._leave(compute, output)
         finally:
-            exchange(compiles)
+            if compiles is not None:
+                set_compiler(compiles)
 
-    def _goes_on_after(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+    def _goes_on_after(self, module: torch.nn.Module, frame: FrameType) -> bool:
         """Whether the call of `module` by `frame`, which is over, was one of those that `_goes_on` noted."""
-        here = self._here()
-        if not here or self._regions.may_end() or not here[-1].is_within_others(module, frame):
+        here = self._computes.here
+        if not here or self._regions.may_end or not here[-1].is_within_others(module, frame):
             return False
-        with HELD_BACK:
-            self.leases.end(here[-1].calls.pop())
+        call = here[-1].calls.pop()
+        if call.used or call.displaced is not None:
+            with HELD_BACK:
+                self.leases.end(call)
         return True
 
     def _leave(self, compute: Compute, output: Any) -> None:
@@ -282,6 +296,7 @@ class Interception:
             self._backwards -= 1
             self._current(sys._getframe())
             self.runtime.bindings.go_home()
+            self.gradients.sent_home.clear()
             if not self._backwards and not self._here():
                 self.runtime.trailing.resume()
 
@@ -345,6 +360,7 @@ class Interception:
             )
 
     def _begin(self, call: Call) -> Compute:
+        HELD_BACK.begin_segment()
         compute = Compute(call, self._end, self.leases.end)
         self._here().append(compute)
         return compute
@@ -358,6 +374,8 @@ class Interception:
             while ended.calls:
                 self.leases.end(ended.calls.pop())
             ended.end()
+            if ended.thread == threading.get_ident():
+                HELD_BACK.end_segment()
             if ended.task < 0:
                 self.runtime.bindings.go_home()
         if not here and not self._backwards:

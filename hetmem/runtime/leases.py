@@ -7,7 +7,9 @@ their room.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -18,6 +20,8 @@ from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
 from hetmem.runtime.segments import in_backward
+
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Leases:
@@ -31,35 +35,38 @@ class Leases:
         runtime.give_leases_up = self._give_up
 
     def begin(self, call: Call, module: torch.nn.Module) -> None:
-        """Bind the own weights of `module`, which `call` calls, as far as they fit at once. Nothing is if this raises."""
-        if not self._runtime.memory.streams:
-            return
-        by_id = self._by_id
-        used = [by_id[id(each)] for each in module._parameters.values() if id(each) in by_id]
-        if used:
-            try:
+        """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises."""
+        by_id, used = self._by_id, call.used
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                managed = by_id.get(id(parameter))
+                if managed is not None:
+                    used.append(managed)
+        if used and self._runtime.memory.streams:
+            call.used = []
+            with contextlib.suppress(CapacityError):
                 self.bind(call, used, type(module).__name__)
-            except CapacityError:
-                pass
+        else:
+            used.clear()
 
-    def bind(self, call: Call, used: Iterable[ManagedParameter], name: str) -> None:
+    def bind(self, call: Call, used: list[ManagedParameter], name: str) -> None:
         """Bind `used` until `end(call)`; they are called `name` together."""
-        used = list(dict.fromkeys(used))
         if in_backward():
             self._gradients.recompute_with(used)
-        fresh = [managed for managed in used if not managed.bound]
+        fresh = used if len(used) == 1 and not used[0].bound else _unbound(used)
         if fresh:
             self._runtime.use(name, fresh)
-        call.displaced = self._saved.displace_others()
+        if _top_hooks(True) is not None:
+            call.displaced = self._saved.displace_others()
         self.keep(call, used)
 
     def keep(self, call: Call, used: Iterable[ManagedParameter]) -> None:
         """`used`, which are bound, are so until `end(call)`."""
+        if not call.used:
+            self._bound.append(call)
         for managed in used:
             managed.bound += 1
             call.used.append(managed)
-        if call not in self._bound:
-            self._bound.append(call)
 
     def end(self, call: Call) -> None:
         """`call` is over. On its thread, or on any if that one was interrupted."""
@@ -70,7 +77,10 @@ class Leases:
 
     def _let_go(self, call: Call) -> None:
         used, call.used = call.used, []
-        self._bound.remove(call)
+        if self._bound[-1] is call:
+            self._bound.pop()
+        else:
+            self._bound.remove(call)
         over = []
         for managed in used:
             managed.bound -= 1
@@ -85,3 +95,8 @@ class Leases:
             return False
         self._let_go(self._bound[0])
         return True
+
+
+def _unbound(used: list[ManagedParameter]) -> list[ManagedParameter]:
+    """Each of `used` once that is not bound yet."""
+    return list(dict.fromkeys(managed for managed in used if not managed.bound))

@@ -69,8 +69,9 @@ class Regions:
 
     def may_begin(self, module: torch.nn.Module) -> bool:
         """Whether a call of `module` that nobody asks to compile may be a region all the same, or lie within one."""
-        return self.compiler is not None or self._running is not None or has_compiled_forward(module)
+        return self._running is not None or ("forward" in module.__dict__ and has_compiled_forward(module))
 
+    @property
     def may_end(self) -> bool:
         """Whether the end of a call may be that of a region, or of what must not compile by itself."""
         return self._running is not None or self._held_back is not None

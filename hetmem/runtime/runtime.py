@@ -6,10 +6,10 @@ are `traffic`'s, how many there may be `room`'s, writes that were not hetmem's `
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from time import perf_counter
 
 import torch
 
@@ -20,7 +20,7 @@ from hetmem.memory.views import without_graph
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.plan.residency import Residency
 from hetmem.plan.trace import STEP, Tier
-from hetmem.runtime.bindings import Bindings
+from hetmem.runtime.bindings import Bindings, references
 from hetmem.runtime.events import EventLog, MomentSeen
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.room import DeviceRoom
@@ -54,6 +54,7 @@ class Runtime:
         self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
+        self.unwatched = self.monitor.unwatched
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if anybody has said so."""
@@ -97,31 +98,44 @@ class Runtime:
         self.traffic.execute(self.traffic.residency.expect_all(self.tracer.book.schedules(key)))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
-        memory, residency = self.memory, self.traffic.residency
-        self.traffic.pending.poll()
-        live = self.room.look_at_allocator() if self.tracer.measured else memory.buffer_bytes
-        moment = self.tracer.moment(operator, blocks, live, self.traffic.gradients.leaving_bytes)
-        self.room.before_moment(moment)
+        memory, residency, room = self.memory, self.traffic.residency, self.room
+        measured, leaving_bytes = self.tracer.measured, self.traffic.gradients.leaving_bytes
+        live = room.look_at_allocator() if measured else memory.buffer_bytes
+        moment = self.tracer.moment(operator, blocks, live, leaving_bytes)
+        if measured or leaving_bytes or not room.is_as_left(moment):
+            with self.unwatched():
+                room.before_moment(moment)
         expected = moment.non_model_bytes
         residency.reach(blocks, Tier.DEVICE)
-        chunk_bytes = self.room.chunk_bytes()
+        chunk_bytes = room.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)
         staging = residency.used_slots(Tier.HOST) * memory.host_pool.slot_bytes
-        seen = MomentSeen(time.perf_counter(), operator, blocks, chunk_bytes, expected, staging)
+        seen = MomentSeen(perf_counter(), operator, blocks, chunk_bytes, expected, staging)
         self.events.moments.append(seen)
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """See `DeviceMonitor.unwatched`."""
-        return self.monitor.unwatched()
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Bind `used` to their device copies. Nothing is bound if this raises."""
+        if self._held or self.tracer.measured or self.writes.unsure or self.traffic.engine.anything_over():
+            self._use(operator, used)
+            return
+        for managed in used:
+            managed.parameter.__class__ = managed.kind
+            if managed.device is None or managed.parameter._version != managed.version:
+                self._use(operator, used)
+                return
+        blocks = [param_block(managed) for managed in used]
+        self._moment(operator, tuple(blocks) if len(blocks) == 1 else tuple(dict.fromkeys(blocks)))
+        self._acquire_all(operator, used, blocks)
+        for managed in used:
+            managed.parameter.data = managed.device
+
+    def _use(self, operator: str, used: list[ManagedParameter]) -> None:
         with self.unwatched():
-            acquired: list[int] = []
             try:
                 self._let_go()
+                self.traffic.pending.poll()
                 for managed in used:
                     managed.parameter.__class__ = managed.kind
                     if managed.first_use < 0:
@@ -132,16 +146,36 @@ class Runtime:
                         self.writes.make_sure(managed.chunk)
                 blocks = [param_block(managed) for managed in used]
                 self._moment(operator, tuple(dict.fromkeys(blocks)))
-                for managed, block in zip(used, blocks, strict=True):
-                    self._acquire_device(managed, block, operator)
-                    acquired.append(block)
             except BaseException:
-                if self.bindings.away:
-                    self.bindings.rest(used)
-                for block in acquired:
-                    self.traffic.release(block, Tier.DEVICE)
+                self._stay_unbound(used)
                 raise
+            self._acquire_all(operator, used, blocks)
             self.bindings.bind(used)
+
+    def _stay_unbound(self, used: list[ManagedParameter]) -> None:
+        if self.bindings.away:
+            self.bindings.rest(used)
+
+    def _acquire_all(self, operator: str, used: list[ManagedParameter], blocks: list[int]) -> None:
+        """One more use of each of `blocks`, those of `used`; none if this raises."""
+        acquire_again, acquired = self.traffic.residency.acquire_again, 0
+        try:
+            for managed, block in zip(used, blocks, strict=True):
+                slot = acquire_again(block, Tier.DEVICE)
+                if slot is None:
+                    with self.unwatched():
+                        self._acquire_device(managed, block, operator)
+                else:
+                    if self.traffic.engine.ordered:
+                        self.traffic.carrier.order_behind_making(slot)
+                    if managed.device is None:
+                        self.bindings.open_device(managed, self.memory.device_pool, slot)
+                acquired += 1
+        except BaseException:
+            self._stay_unbound(used)
+            for block in blocks[:acquired]:
+                self.traffic.release(block, Tier.DEVICE)
+            raise
 
     def end_use(
         self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
@@ -161,26 +195,38 @@ class Runtime:
                         self.writes.compare(managed)
                 except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
                     first = first or error
-            self.bindings.unbind(used)
-            for managed in used:
-                held, key = self.bindings.held(managed), id(managed)
-                if held and untracked:
-                    self._untracked.add(key)
-                if held and key not in self._held:
-                    self._held[key] = managed
-                else:
-                    self.traffic.release(param_block(managed), Tier.DEVICE)
+            self._unbind(used, untracked=untracked)
         try:
             if first is not None:
                 raise first
         finally:
             del first  # as in `Carrier.execute`
 
+    def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+        """`used` rest, and those that nobody holds may be evicted."""
+        self.bindings.unbind(used)
+        for managed in used:
+            if references(managed.device_storage) > managed.device_references:
+                if untracked:
+                    self._untracked.add(id(managed))
+                if id(managed) not in self._held:
+                    self._held[id(managed)] = managed
+                    continue
+            self.traffic.release(param_block(managed), Tier.DEVICE)
+
     def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
         measured, and from then on in the weights that had such."""
-        data_set = [(managed, managed.parameter.data) for managed in used if self.bindings.is_elsewhere(managed)]
         measured, uncounted = self.tracer.measured, self.writes.uncounted
+        if not (measured or uncounted):
+            for managed in used:
+                parameter = managed.parameter
+                if parameter.data_ptr() != managed.device_address or parameter._version != managed.version:
+                    break
+            else:
+                self._unbind(used)
+                return
+        data_set = [(managed, managed.parameter.data) for managed in used if self.bindings.is_elsewhere(managed)]
         for managed, _ in data_set:
             managed.parameter.data = managed.device
         self.end_use(used, writes=used if measured else [managed for managed in used if id(managed) in uncounted])
@@ -191,15 +237,17 @@ class Runtime:
         """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more."""
         if not self.memory.streams:
             return managed.home
-        with self.unwatched():
-            self._let_go()
-            operator, block = f"backward of {managed.name}", param_block(managed)
-            self._moment(operator, (block,))
-            if id(managed) not in self._held:
-                self._acquire_device(managed, block, operator)
-                self._held[id(managed)] = managed
-            assert managed.device is not None
-            return managed.device
+        operator, block = f"backward of {managed.name}", param_block(managed)
+        if self._held or self.traffic.engine.anything_over():
+            with self.unwatched():
+                self._let_go()
+                self.traffic.pending.poll()
+        self._moment(operator, (block,))
+        if id(managed) not in self._held:
+            self._acquire_all(operator, [managed], [block])
+            self._held[id(managed)] = managed
+        assert managed.device is not None
+        return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         try:
@@ -294,9 +342,9 @@ class Runtime:
         if not self._held:
             return
         for key, managed in list(self._held.items()):
-            if id(managed) in self._untracked:
+            if key in self._untracked:
                 self.writes.by_view(managed)
-            if not self.bindings.held(managed):
+            if managed.device is None or references(managed.device_storage) <= managed.device_references:
                 del self._held[key]
                 self._untracked.discard(id(managed))
                 self.traffic.release(param_block(managed), Tier.DEVICE)

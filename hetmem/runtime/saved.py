@@ -17,12 +17,14 @@ from hetmem.runtime.segments import Segments
 
 _AUTOGRAD: Any = torch._C._autograd
 _STRIDED = torch.strided
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _functions_around: Any = torch._C._len_torch_function_stack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Saved:
-    """What autograd keeps of a weight: where it is, not the memory it had."""
+    """What autograd keeps of a weight: where it is, not the memory it had. Never changed; to make a frozen one would take
+    three times as long."""
 
     managed: ManagedParameter
     dtype: torch.dtype
@@ -106,17 +108,16 @@ class SavedTensors:
 
     def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
-        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         if whole and managed.rest is not managed.home:
             if self.region is not None and managed not in self.region[1]:
                 raise RuntimeError(_is_elsewhere(managed.name, self.region[0]))
-            stride = managed.stride
-        version, sets = managed.version_now, None if tensor is managed.parameter else managed.data_sets
-        return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
+            return _place_of(managed, tensor, managed.stride)
+        return _place_of(managed, tensor, tensor.stride())
 
     def unpack(self, packed: Saved) -> torch.Tensor:
         """What autograd gets back."""
-        self._segments.on_backward()
+        if not self._segments.in_backward and self._runtime.memory.streams:
+            self._segments.on_backward()
         managed = packed.managed
         if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
             self._enter_node()  # create_graph=True: the node saves what it computes with
@@ -145,14 +146,18 @@ class _Pack(Hook):
     @skipped
     def __call__(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
-        if saved is None or type(tensor) is not torch.Tensor or _functions_around() or tensor.layout is not _STRIDED:
+        if saved is None or type(tensor) not in _PLAIN or _functions_around() or tensor.layout is not _STRIDED:
             return self._pack(tensor)
         try:
-            if tensor.untyped_storage().data_ptr() in saved.by_address:
-                return self._pack(tensor)
+            address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
-        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        managed = saved.by_address.get(address)
+        if managed is None:
+            return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        if managed.bound and not managed.data_sets and address == managed.device_address:
+            return saved, _place_of(managed, tensor, tensor.stride())
+        return self._pack(tensor)
 
     @called_by_autograd
     def _pack(self, tensor: torch.Tensor) -> _Packed:
@@ -189,7 +194,7 @@ _Packed = tuple[SavedTensors, Saved] | tuple[torch.Tensor, int]
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
     first, second = packed
-    if isinstance(second, Saved):
+    if type(second) is Saved:
         return _unpack_weight(first, second)
     tensor: Any = first
     if tensor._version != second:
@@ -200,6 +205,12 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 @called_by_autograd
 def _unpack_weight(saved: SavedTensors, packed: Saved) -> torch.Tensor:
     return saved.unpack(packed)
+
+
+def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:
+    version, sets = managed.version_now, None if tensor is managed.parameter else managed.data_sets
+    offset = tensor.storage_offset()
+    return Saved(managed, tensor.dtype, tensor.shape, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
