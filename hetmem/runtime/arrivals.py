@@ -60,7 +60,8 @@ class BeforeArrival:
         sink = self._sink()
         managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
         if sink is not None and managed is not None:
-            sink.segments.on_backward()
+            if not sink.segments.in_backward:
+                sink.segments.on_backward()
             sink.before(managed)
 
 

@@ -26,7 +26,7 @@ class Bindings:
     def __init__(self, parameters: Iterable[ManagedParameter]) -> None:
         self.by_id: dict[int, ManagedParameter] = {}
         self.by_address: dict[int, ManagedParameter] = {}
-        self._away = 0
+        self._away, self._rests = 0, False
         self.learn(parameters)
 
     def learn(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -48,7 +48,7 @@ class Bindings:
             self.by_address.pop(tensor.untyped_storage().data_ptr(), None)
         managed.home, managed.rest = home, rest
         if at_home or resting:  # both, where it was on the device
-            parameter.data = rest if self._away or not at_home else home
+            parameter.data = rest if self._rests or not at_home else home
         managed.home_address = home.data_ptr()
         managed.home_references = storage_references(home) + (parameter.data_ptr() != home.data_ptr())
         parameter.__class__ = unbound
@@ -89,15 +89,18 @@ class Bindings:
         for managed in used:
             assert managed.device is not None
             parameter = managed.parameter
-            parameter.__class__ = managed.kind
+            parameter.__class__ = managed.kind  # which tells nobody of `.data`
             parameter.data = managed.device
+            parameter.__class__ = managed.bound_kind
 
     def unbind(self, used: Iterable[ManagedParameter]) -> None:
         """Operators see the copies of `used` no more: each rests, or is its home if nothing computes."""
         for managed in used:
-            managed.parameter.data = managed.rest if self._away else managed.home
+            parameter = managed.parameter
+            parameter.__class__ = managed.kind
+            parameter.data = managed.rest if self._rests else managed.home
             if self._away:
-                managed.parameter.__class__ = managed.unbound_kind
+                parameter.__class__ = managed.unbound_kind
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Whether somebody has set `managed.parameter.data`, which was bound."""
@@ -111,18 +114,20 @@ class Bindings:
         """Whether something computes, so that parameters which are not bound are no ordinary ones."""
         return self._away > 0
 
-    def leave_home(self) -> None:
-        """Compute begins: what is not bound rests, and whoever meets it asks for it. A custom function of autograd takes
-        a parameter as it is, and expects its gradient on the device, and of the dtype, that it then has."""
+    def leave_home(self, *, backward: bool = False) -> None:
+        """Compute begins: what is not bound is asked for by whoever meets it, and rests. A custom function of autograd
+        takes a parameter as it is, and expects its gradient on the device, and of the dtype, that it then has. In a
+        `backward` parameters stay at home, as a graph from outside of forwards has saved the parameters themselves."""
         self._away += 1
         if self._away == 1:
+            self._rests = not backward
             self.rest(managed for managed in self.by_id.values() if not managed.bound)
 
     def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
         """`managed_ones`, which are at home, rest as all others do while something computes."""
         for managed in managed_ones:
             parameter = managed.parameter
-            if managed.rest is not managed.home:
+            if self._rests and managed.rest is not managed.home:
                 parameter.data = managed.rest
             parameter.__class__ = managed.unbound_kind
 
@@ -131,23 +136,24 @@ class Bindings:
         self._away = max(0, self._away - 1)
         if not self._away:
             for managed in self.by_id.values():
-                self.send_home(managed)
+                if type(managed.parameter) is managed.unbound_kind:
+                    self.send_home(managed)
+            self._rests = False
 
     def all_home(self) -> None:
         """Nothing computes, whatever had begun to."""
         self._away = min(1, self._away)
         self.go_home()
 
-    @staticmethod
-    def send_home(managed: ManagedParameter) -> bool:
+    def send_home(self, managed: ManagedParameter) -> bool:
         """`managed`, if it rests, is its home, for whoever reads it while nothing computes; whether it did."""
         parameter = managed.parameter
-        if type(parameter) is managed.unbound_kind:
-            parameter.__class__ = managed.kind
-            if managed.rest is not managed.home:
-                parameter.data = managed.home
-            return True
-        return False
+        if type(parameter) is not managed.unbound_kind:
+            return False
+        parameter.__class__ = managed.kind
+        if self._rests and managed.rest is not managed.home:
+            parameter.data = managed.home
+        return True
 
     @staticmethod
     def held(managed: ManagedParameter) -> bool:

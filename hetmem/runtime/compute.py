@@ -42,11 +42,11 @@ class Call:
     """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its length,
     `displaced` the hooks of others that gave way for that."""
 
-    __slots__ = ("_frame", "_module", "_plain", "displaced", "used")
+    __slots__ = ("_plain", "displaced", "module", "number", "used")
 
     def __init__(self, module: torch.nn.Module, frame: FrameType | None) -> None:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
-        self._module, self._frame = weakref.ref(module), id(frame)
+        self.module, self.number = weakref.ref(module), id(frame)
         self._plain = frame is not None and frame.f_code is CALLS
         self.used: list[ManagedParameter] = []
         self.displaced: Any = None
@@ -54,18 +54,15 @@ class Call:
     def is_made_in(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes it; torch calls hooks after an error in another one. A frame that is gone may have left
         its memory to another one."""
-        return frame is not None and id(frame) == self._frame and frame.f_locals.get("self", self) is self._module()
-
-    def is_of(self, module: torch.nn.Module, frame: FrameType) -> bool:
-        """The same of a `frame` that is known to call `module`."""
-        return id(frame) == self._frame and self._module() is module
+        return frame is not None and id(frame) == self.number and frame.f_locals.get("self", self) is self.module()
 
     def is_on(self, frame: FrameType | None) -> bool:
         """Whether it is on the stack that has `frame` on top."""
         plain = self._plain  # the numbers of fewer frames are asked for
         while frame is not None:
-            if (not plain or frame.f_code is CALLS) and id(frame) == self._frame and self.is_made_in(frame):
-                return True
+            if (not plain or frame.f_code is CALLS) and id(frame) == self.number:
+                if frame.f_locals.get("self", self) is self.module():  # as in `is_made_in`
+                    return True
             frame = frame.f_back
         return False
 
@@ -121,12 +118,15 @@ class Compute:
 
     def is_computing(self, top: FrameType | None) -> bool:
         """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
-        within = self.task == torch._C._current_graph_task_id()
-        return within and bool(self.calls) and self.calls[-1].is_on(top)
+        calls = self.calls
+        return bool(calls) and self.task == torch._C._current_graph_task_id() and calls[-1].is_on(top)
 
-    def is_within_others(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
-        """Whether its innermost call is that of `module` by `frame`, and not the one that began it."""
-        return frame is not None and len(self.calls) > 1 and self.calls[-1].is_of(module, frame)
+    def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
+        """Its innermost call, which is over, if that is of `module` by `frame`, and not the one that began it."""
+        calls = self.calls
+        if calls[1:2] and calls[-1].number == id(frame) and calls[-1].module() is module:
+            return calls.pop()
+        return None
 
     def enter_functions(self, handler: Handler) -> None:
         """`handler` is called in the place of torch's functions."""

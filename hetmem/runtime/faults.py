@@ -1,8 +1,9 @@
 """Weights that a function meets and nobody has bound: each is on the device for the length of that function.
 
-Note "unbound": while something computes, a parameter that is bound for no call of a module is of a class of its own,
-which torch asks before it does anything with it; so only functions that meet such a parameter cost anything. It stays
-the same object, and an instance of whatever it was an instance of. torch does the same to parameters without a shape
+Note "classes": while something computes, a parameter that is bound for no call of a module is of a class of its own,
+which torch asks before it does anything with it; so only functions that meet such a parameter cost anything. One that
+is bound is of a class that torch asks nothing, but that tells of `.data`, whose writes count no versions. Each stays the
+same object, and an instance of whatever it was an instance of. torch does the same to parameters without a shape
 (`torch.nn.parameter.UninitializedParameter`).
 """
 
@@ -110,17 +111,37 @@ class Faults:
         self._by_id = runtime.bindings.by_id
         with runtime.unwatched():
             self._on_device = torch.empty(0, device=runtime.memory.device.torch_device)
-        self._kinds: dict[type, type] = {}
+        self._kinds: dict[type, tuple[type, type]] = {}
         for managed in runtime.parameters:
             managed.kind = type(managed.parameter)
-            managed.unbound_kind = self._unbound(managed.kind)
+            managed.bound_kind, managed.unbound_kind = self._kinds_of(managed.kind)
+            if managed.kind is torch.nn.Parameter:
+                saved.kinds.add(managed.bound_kind)
 
-    def _unbound(self, kind: type) -> type:
+    def _kinds_of(self, kind: type) -> tuple[type, type]:
         if kind not in self._kinds:
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            own = {"hetmem_faults": weakref.ref(self), "hetmem_kind": kind}
-            self._kinds[kind] = type(kind.__name__, (_Unbound, kind), {**names, **own})
+            own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "hetmem_faults": weakref.ref(self)}
+            bound = type(kind.__name__, (_Bound, kind), dict(own))
+            self._kinds[kind] = bound, type(kind.__name__, (_Unbound, kind), dict(own))
         return self._kinds[kind]
+
+    def data_of_bound(self, parameter: Any) -> torch.Tensor:
+        """`parameter.data`, through which somebody may write."""
+        managed = self._by_id.get(id(parameter))
+        if managed is not None:
+            managed.data_taken = True
+        found: torch.Tensor = _GET_DATA(parameter)
+        return found
+
+    def set_data_of_bound(self, parameter: Any, value: torch.Tensor) -> None:
+        """`parameter.data = value`, from here on, and at home."""
+        managed = self._by_id.get(id(parameter))
+        if managed is None:
+            _SET_DATA(parameter, value)
+            return
+        with HELD_BACK, torch.no_grad():
+            value = torch.clone(value) if isinstance(value, _Unbound) else value
+            self._runtime.set_bound(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where a parameter that is not bound is among the arguments."""
@@ -251,11 +272,53 @@ def _name(func: Any) -> str:
     return str(func) if name is None else name
 
 
+class _Bound:
+    """What a parameter is that is bound for a call of a module, beside what it is anyway."""
+
+    hetmem_faults: Callable[[], Faults | None]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor."""
+        faults = self.hetmem_faults()
+        found: torch.Tensor = _GET_DATA(self) if faults is None else faults.data_of_bound(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        faults = self.hetmem_faults()
+        if faults is None:
+            _SET_DATA(self, value)
+        else:
+            faults.set_data_of_bound(self, value)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _as_plain(self, "__deepcopy__", memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_plain(self, "__reduce_ex__", protocol)
+
+
+def _as_plain(parameter: Any, method: str, argument: Any) -> Any:
+    """What the parameter's own class makes of it, which is of that class."""
+    bound = type(parameter)
+    parameter.__class__ = bound.__mro__[2]  # behind `_Bound`
+    try:
+        return getattr(parameter, method)(argument)
+    finally:
+        parameter.__class__ = bound
+
+
 class _Unbound:
     """What a parameter is that is bound for nobody while something computes, beside what it is anyway."""
 
     hetmem_faults: Callable[[], Faults | None]
-    hetmem_kind: type
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Never called, as none is made of this class. A class with such a method is traced by no compiler: where a
+        function that is compiled by itself meets one, the graph ends."""
+        raise AssertionError(f"{func} was dispatched to a parameter")
 
     @classmethod
     @skipped

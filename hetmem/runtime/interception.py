@@ -60,6 +60,8 @@ class Interception:
         self._computes = _OfThread()
         self._turn = threading.Lock()
         self._process = os.getpid()
+        self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
         self._forward: Compute | None = None
         """The last one."""
         self._saved = SavedTensors(runtime, self.segments)
@@ -69,7 +71,7 @@ class Interception:
         """Those that run, one within the other."""
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
-        self._regions = Regions(runtime, self.leases, self._saved)
+        self._regions = Regions(runtime, self.leases)
         self._buffers = weakref.WeakMethod(module.buffers)
         self._model = weakref.ref(module)
         try:
@@ -113,8 +115,8 @@ class Interception:
         compiler = set_compiler(None)
         compiles = compiler
         try:
-            frame = sys._getframe(3)
-            if frame.f_code is not CALLS:
+            frame: FrameType | None = sys._getframe(3)
+            if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             if compiler is None and frame is not None and self._goes_on(module, frame):
                 return None
@@ -141,7 +143,7 @@ class Interception:
         """Whether the call of `module` by `frame` is a part of what computes, and nothing else: most are. Takes note of
         it, and binds its weights."""
         here = self._computes.here
-        if not here or self._regions.compiler is not None or self._regions.may_begin(module):
+        if not here or self._regions.compiler is not None or self._regions.runs or "forward" in module.__dict__:
             return False
         compute = here[-1]
         if not compute.is_computing(frame.f_back):
@@ -172,7 +174,9 @@ class Interception:
                 self._forward, self._regions.compiler = compute, compiler
         try:
             dtype = self.runtime.memory.mixed_precision
-            if dtype is not None and compute.task < 0:
+            if compute.task < 0:
+                self._outermost.add(module)
+            if dtype is not None and module in self._outermost:
                 args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
             self._enter(compute, module, args, kwargs)
         except BaseException:
@@ -260,9 +264,8 @@ class Interception:
     def _goes_on_after(self, module: torch.nn.Module, frame: FrameType) -> bool:
         """Whether the call of `module` by `frame`, which is over, was one of those that `_goes_on` noted."""
         here = self._computes.here
-        if not here or self._regions.may_end or not here[-1].is_within_others(module, frame):
+        if not here or self._regions.may_end or (call := here[-1].pop(module, frame)) is None:
             return False
-        call = here[-1].calls.pop()
         if call.used or call.displaced is not None:
             with HELD_BACK:
                 self.leases.end(call)
@@ -271,11 +274,13 @@ class Interception:
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
-        self._end(compute)
-        if compute.task < 0:
-            self.runtime.notice_writes_without_versions()
-            if measured:
-                self.runtime.monitor.watch_backward(output)
+        try:
+            if compute.task < 0:
+                self.runtime.notice_writes_to_views()
+        finally:
+            self._end(compute)
+        if compute.task < 0 and measured:
+            self.runtime.monitor.watch_backward(output)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -287,7 +292,7 @@ class Interception:
         if not self._backwards:
             runtime.trailing.pause()
         self._backwards += 1
-        runtime.bindings.leave_home()
+        runtime.bindings.leave_home(backward=True)
         self.gradients.rest_again()
 
     def backward_ends(self) -> None:

@@ -8,7 +8,6 @@ their room.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.compute import Call
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.saved import SavedTensors
+from hetmem.runtime.saved import Pack, SavedTensors
 from hetmem.runtime.segments import in_backward
 
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -53,20 +52,25 @@ class Leases:
         """Bind `used` until `end(call)`; they are called `name` together."""
         if in_backward():
             self._gradients.recompute_with(used)
-        fresh = used if len(used) == 1 and not used[0].bound else _unbound(used)
+        fresh = used
+        for managed in used:
+            if managed.bound or used[1:]:
+                fresh = list(dict.fromkeys(managed for managed in used if not managed.bound))
+                break
         if fresh:
             self._runtime.use(name, fresh)
-        if _top_hooks(True) is not None:
+        top = _top_hooks(True)
+        if top is not None and type(top[0]) is not Pack:
             call.displaced = self._saved.displace_others()
         self.keep(call, used)
 
-    def keep(self, call: Call, used: Iterable[ManagedParameter]) -> None:
+    def keep(self, call: Call, used: list[ManagedParameter]) -> None:
         """`used`, which are bound, are so until `end(call)`."""
         if not call.used:
             self._bound.append(call)
         for managed in used:
             managed.bound += 1
-            call.used.append(managed)
+        call.used += used
 
     def end(self, call: Call) -> None:
         """`call` is over. On its thread, or on any if that one was interrupted."""
@@ -81,11 +85,13 @@ class Leases:
             self._bound.pop()
         else:
             self._bound.remove(call)
-        over = []
+        over = used
         for managed in used:
             managed.bound -= 1
-            if not managed.bound:
-                over.append(managed)
+            if managed.bound or used[1:]:
+                over = []
+        if not over:
+            over = list(dict.fromkeys(managed for managed in used if not managed.bound))
         if over:
             self._runtime.end_call(over)
 
@@ -95,8 +101,3 @@ class Leases:
             return False
         self._let_go(self._bound[0])
         return True
-
-
-def _unbound(used: list[ManagedParameter]) -> list[ManagedParameter]:
-    """Each of `used` once that is not bound yet."""
-    return list(dict.fromkeys(managed for managed in used if not managed.bound))

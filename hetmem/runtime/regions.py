@@ -22,7 +22,6 @@ from hetmem.runtime.compute import Call, Compute
 from hetmem.runtime.gradients import hide_gradients, show_gradient
 from hetmem.runtime.leases import Leases
 from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.saved import SavedTensors
 
 _PART = 4
 """A region has at most one part in so many of the device, so that the next one's weights come while it computes, and
@@ -42,20 +41,17 @@ class _Region:
 class Regions:
     """The region of one model that runs, if one does, and who would compile one."""
 
-    def __init__(self, runtime: Runtime, leases: Leases, saved: SavedTensors) -> None:
-        self._runtime, self._leases, self._saved = runtime, leases, saved
+    def __init__(self, runtime: Runtime, leases: Leases) -> None:
+        self._runtime, self._leases = runtime, leases
         self.tracing = Tracing()
         self.compiler: Any = None
         """Whoever compiles the last forward as a whole."""
+        self.runs = self.may_end = False
+        """Whether a region runs, and whether the end of a call may be that of one, or of what must not compile by itself."""
         self._running: _Region | None = None
         self._held_back: tuple[Compute, Call, Any] | None = None
         """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""
         self._warned = False
-
-    @property
-    def runs(self) -> bool:
-        """Whether a region runs."""
-        return self._running is not None
 
     def runs_around(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes a call within the region."""
@@ -67,15 +63,6 @@ class Regions:
         self._close()  # an interrupt has ended it without a word
         return False
 
-    def may_begin(self, module: torch.nn.Module) -> bool:
-        """Whether a call of `module` that nobody asks to compile may be a region all the same, or lie within one."""
-        return self._running is not None or ("forward" in module.__dict__ and has_compiled_forward(module))
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the end of a call may be that of a region, or of what must not compile by itself."""
-        return self._running is not None or self._held_back is not None
-
     def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
         """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
         compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""
@@ -85,7 +72,7 @@ class Regions:
         used = self._weights(module)
         room = self._has_room(used)
         if has_compiled_forward(module) and not (room and can_compile()) and self._held_back is None:
-            self._held_back = compute, call, torch.compiler.set_stance("force_eager")
+            self._held_back, self.may_end = (compute, call, torch.compiler.set_stance("force_eager")), True
         if not room:
             if asked:
                 self._warn(module)
@@ -95,10 +82,12 @@ class Regions:
         try:
             if used:
                 self._leases.bind(call, used, name)
+            for managed in used:
+                managed.parameter.__class__ = managed.kind  # what is compiled knows no other
         except BaseException:
             compute.enter_functions_again()
             raise
-        self._saved.region = name, used
+        self.runs = self.may_end = True
         self._running, self.tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
         if not can_compile():
             return None
@@ -147,15 +136,17 @@ class Regions:
 
     def _close(self) -> None:
         region, self._running = self._running, None
+        self.runs, self.may_end = False, self._held_back is not None
         self.tracing.region = False
         if region is not None:
-            self._saved.region = None
             self._leases.end(region.call)
-            for parameter, gradient in region.hidden:
-                show_gradient(parameter, gradient)
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, gradient in region.hidden:
+                    show_gradient(parameter, gradient)
             region.compute.enter_functions_again()
 
     def _release(self) -> None:
         held_back, self._held_back = self._held_back, None
+        self.may_end = self._running is not None
         if held_back is not None:
             held_back[2].__exit__(None, None, None)

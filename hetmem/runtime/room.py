@@ -123,9 +123,15 @@ class DeviceRoom:
     def gradient_sent(self) -> None:
         """A gradient has begun its way home: from here on the trace knows what else there is."""
         if self._memory.device.watched:
-            live_bytes = self.monitor.live_bytes  # before the others: they may die any time, and are none of it then
-            self._tracer.sent(live_bytes - self._traffic.gradients.leaving_bytes)
-            self._wait_for_gradients()
+            own_bytes = 0
+            if self._tracer.measured:
+                live_bytes = (
+                    self.monitor.live_bytes
+                )  # before the others: they may die any time, and are none of it then
+                own_bytes = live_bytes - self._traffic.gradients.leaving_bytes
+            self._tracer.sent(own_bytes)
+            if self._traffic.gradients.under_way:
+                self._wait_for_gradients()
 
     def _wait_for_gradients(self) -> None:
         """More of them may be on their way than in the segment that was measured, and nobody counts what is there now:

@@ -7,9 +7,10 @@ are `traffic`'s, how many there may be `room`'s, writes that were not hetmem's `
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -29,6 +30,8 @@ from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.trailing import Trailing
 from hetmem.runtime.writes import Writes
+
+_functions_around: Any = torch._C._len_torch_function_stack
 
 
 class Runtime:
@@ -54,7 +57,7 @@ class Runtime:
         self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
-        self.unwatched = self.monitor.unwatched
+        self.unwatched = self.traffic.carrier.unwatched = self.monitor.unwatched
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if anybody has said so."""
@@ -103,8 +106,7 @@ class Runtime:
         live = room.look_at_allocator() if measured else memory.buffer_bytes
         moment = self.tracer.moment(operator, blocks, live, leaving_bytes)
         if measured or leaving_bytes or not room.is_as_left(moment):
-            with self.unwatched():
-                room.before_moment(moment)
+            room.before_moment(moment)
         expected = moment.non_model_bytes
         residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = room.chunk_bytes()
@@ -117,54 +119,41 @@ class Runtime:
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Bind `used` to their device copies. Nothing is bound if this raises."""
-        if self._held or self.tracer.measured or self.writes.unsure or self.traffic.engine.anything_over():
-            self._use(operator, used)
-            return
-        for managed in used:
-            managed.parameter.__class__ = managed.kind
-            if managed.device is None or managed.parameter._version != managed.version:
-                self._use(operator, used)
-                return
-        blocks = [param_block(managed) for managed in used]
-        self._moment(operator, tuple(blocks) if len(blocks) == 1 else tuple(dict.fromkeys(blocks)))
-        self._acquire_all(operator, used, blocks)
-        for managed in used:
-            managed.parameter.data = managed.device
-
-    def _use(self, operator: str, used: list[ManagedParameter]) -> None:
         with self.unwatched():
-            try:
+            if self._held:
                 self._let_go()
+            if self.traffic.engine.anything_over():
                 self.traffic.pending.poll()
+            blocks: list[int] = []
+            try:
                 for managed in used:
-                    managed.parameter.__class__ = managed.kind
+                    parameter = managed.parameter
+                    before, parameter.__class__ = type(parameter), managed.kind
+                    if parameter._version != managed.version:
+                        parameter.__class__ = before
+                        self._notice_write(managed)
+                        parameter.__class__ = managed.kind
                     if managed.first_use < 0:
                         managed.first_use = self._first_uses = self._first_uses + 1
-                    if managed.parameter._version != managed.version:
-                        self._notice_write(managed)
-                    if managed.chunk in self.writes.unsure:
+                    if self.writes.unsure and managed.chunk in self.writes.unsure:
                         self.writes.make_sure(managed.chunk)
-                blocks = [param_block(managed) for managed in used]
-                self._moment(operator, tuple(dict.fromkeys(blocks)))
+                    blocks.append(param_block(managed))
+                self._moment(operator, (*blocks,) if not blocks[1:] else tuple(dict.fromkeys(blocks)))
+                self._acquire_all(operator, used, blocks)
             except BaseException:
-                self._stay_unbound(used)
+                if self.bindings.away:
+                    self.bindings.rest(used)
                 raise
-            self._acquire_all(operator, used, blocks)
             self.bindings.bind(used)
 
-    def _stay_unbound(self, used: list[ManagedParameter]) -> None:
-        if self.bindings.away:
-            self.bindings.rest(used)
-
-    def _acquire_all(self, operator: str, used: list[ManagedParameter], blocks: list[int]) -> None:
+    def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""
         acquire_again, acquired = self.traffic.residency.acquire_again, 0
         try:
             for managed, block in zip(used, blocks, strict=True):
                 slot = acquire_again(block, Tier.DEVICE)
                 if slot is None:
-                    with self.unwatched():
-                        self._acquire_device(managed, block, operator)
+                    self._acquire_device(managed, block, operator)
                 else:
                     if self.traffic.engine.ordered:
                         self.traffic.carrier.order_behind_making(slot)
@@ -172,7 +161,6 @@ class Runtime:
                         self.bindings.open_device(managed, self.memory.device_pool, slot)
                 acquired += 1
         except BaseException:
-            self._stay_unbound(used)
             for block in blocks[:acquired]:
                 self.traffic.release(block, Tier.DEVICE)
             raise
@@ -191,7 +179,7 @@ class Runtime:
                 try:
                     if managed.parameter._version != managed.version:
                         self.writes.by_operator(managed)
-                    elif managed in writes:
+                    elif managed in writes or managed.data_taken:
                         self.writes.compare(managed)
                 except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
                     first = first or error
@@ -206,48 +194,71 @@ class Runtime:
         """`used` rest, and those that nobody holds may be evicted."""
         self.bindings.unbind(used)
         for managed in used:
-            if references(managed.device_storage) > managed.device_references:
-                if untracked:
+            if managed.device is not None and references(managed.device_storage) > managed.device_references:
+                if untracked or managed.data_taken:
                     self._untracked.add(id(managed))
                 if id(managed) not in self._held:
                     self._held[id(managed)] = managed
                     continue
+            managed.data_taken = False
             self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
-        """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
-        measured, and from then on in the weights that had such."""
+        """`end_use` of code whose functions nobody sees. Of a region nobody sees `.data` either: writes through that are
+        looked for where a segment is measured, and from then on in the weights that had such."""
         measured, uncounted = self.tracer.measured, self.writes.uncounted
-        if not (measured or uncounted):
+        if not (measured or uncounted or _functions_around()):
             for managed in used:
                 parameter = managed.parameter
-                if parameter.data_ptr() != managed.device_address or parameter._version != managed.version:
+                if managed.data_taken or parameter._version != managed.version:
+                    break
+                if type(parameter) is managed.kind and self.bindings.is_elsewhere(managed):
                     break
             else:
                 self._unbind(used)
                 return
-        data_set = [(managed, managed.parameter.data) for managed in used if self.bindings.is_elsewhere(managed)]
-        for managed, _ in data_set:
-            managed.parameter.data = managed.device
-        self.end_use(used, writes=used if measured else [managed for managed in used if id(managed) in uncounted])
-        for managed, value in data_set:
-            self.data_set(managed, value)
+        with self.unwatched():
+            data_set = [
+                (managed, managed.parameter.data)
+                for managed in used
+                if type(managed.parameter) is managed.kind and self.bindings.is_elsewhere(managed)
+            ]
+            for managed, _ in data_set:
+                managed.parameter.data = managed.home if managed.device is None else managed.device
+            self.end_use(used, writes=used if measured else [each for each in used if id(each) in uncounted])
+            for managed, value in data_set:
+                self.data_set(managed, value)
+
+    def set_bound(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`managed.parameter.data = value` while that is bound: the value goes home, and is what it is bound to."""
+        name, block = f"data of {managed.name}", param_block(managed)
+        with self.unwatched():
+            self.bindings.unbind([managed])
+            managed.parameter.__class__ = managed.kind
+            try:
+                self.data_set(managed, value)
+                self._acquire_device(managed, block, name)
+                self.traffic.release(block, Tier.DEVICE)  # of the use that there was before
+            finally:
+                if managed.device is not None:
+                    self.bindings.bind([managed])
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
         """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more."""
         if not self.memory.streams:
             return managed.home
-        operator, block = f"backward of {managed.name}", param_block(managed)
-        if self._held or self.traffic.engine.anything_over():
-            with self.unwatched():
+        with self.unwatched():
+            if self._held:
                 self._let_go()
+            if self.traffic.engine.anything_over():
                 self.traffic.pending.poll()
-        self._moment(operator, (block,))
-        if id(managed) not in self._held:
-            self._acquire_all(operator, [managed], [block])
-            self._held[id(managed)] = managed
-        assert managed.device is not None
-        return managed.device
+            operator, block = f"backward of {managed.name}", param_block(managed)
+            self._moment(operator, (block,))
+            if id(managed) not in self._held:
+                self._acquire_all(operator, (managed,), (block,))
+                self._held[id(managed)] = managed
+            assert managed.device is not None
+            return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         try:
@@ -276,33 +287,28 @@ class Runtime:
             self._let_go()
             self.room.out_of_memory()
 
-    def notice_writes_without_versions(self) -> None:
+    def notice_writes_to_views(self) -> None:
         """A forward is over: what it wrote last to views goes home before anybody reads that."""
-        self._notice_writes_to_views()
-        if self._untracked:
-            with self.unwatched():
-                self._let_go()
+        with self.unwatched():
+            self._let_go()
 
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
-        for managed in self._held.values():
-            if managed.version_now != managed.version and managed.device is not None:
-                with self.unwatched():
-                    self.writes.by_user(managed)
-
-    def _notice_writes_to_views(self) -> None:
-        """Functions that met no parameter may have written to a view of one: then that goes home too."""
-        for managed in self._held.values():
-            if managed.version_now != managed.version and managed.device is not None:
-                with self.unwatched():
-                    self.writes.by_operator(managed)
+        for managed in list(self._held.values()):
+            self._notice_write(managed)
 
     def _notice_write(self, managed: ManagedParameter) -> None:
-        """Somebody has written to `managed` since it was used: to a view of the copy that is held, or at home."""
-        if id(managed) in self._held and managed.device is not None:
-            self.writes.by_operator(managed)
-        else:
-            self.writes.by_user(managed)
+        """Somebody may have written to `managed` since it was used: at home, or to a view of the copy that is held."""
+        rests = type(managed.parameter) is managed.unbound_kind
+        managed.parameter.__class__ = managed.kind
+        try:
+            if managed.parameter._version != managed.version:
+                held = rests and id(managed) in self._held and managed.device is not None
+                with self.unwatched():
+                    self.writes.by_operator(managed) if held else self.writes.by_user(managed)
+        finally:
+            if rests:
+                managed.parameter.__class__ = managed.unbound_kind
 
     def read_at_home(self, managed: ManagedParameter) -> None:
         """The user reads `managed` while something computes, between the nodes of a backward: wait for its update."""
@@ -344,9 +350,11 @@ class Runtime:
         for key, managed in list(self._held.items()):
             if key in self._untracked:
                 self.writes.by_view(managed)
+            if managed.version_now != managed.version:
+                self._notice_write(managed)
             if managed.device is None or references(managed.device_storage) <= managed.device_references:
                 del self._held[key]
-                self._untracked.discard(id(managed))
+                self._untracked.discard(key)
                 self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def _renew_what_is_held(self) -> None:

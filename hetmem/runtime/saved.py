@@ -17,7 +17,6 @@ from hetmem.runtime.segments import Segments
 
 _AUTOGRAD: Any = torch._C._autograd
 _STRIDED = torch.strided
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _functions_around: Any = torch._C._len_torch_function_stack
 
 
@@ -52,15 +51,15 @@ class SavedTensors:
         self._runtime, self._segments = runtime, segments
         self._by_id = runtime.bindings.by_id
         self.by_address = runtime.bindings.by_address
-        self.region: tuple[str, list[ManagedParameter]] | None = None
-        """The one that runs, see note "regions", and the weights that are on the device for it."""
+        self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
+        """Classes of tensors that may be asked for their memory without anybody's noticing."""
 
     def enter(self, compute: Compute) -> None:
         """Autograd calls these hooks until the end of `compute`, unless there are others."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or not (top is None or _is_ours(top)):
             return  # a checkpoint counts what is saved, and another's hooks see everything
-        _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self, compute), _unpack)
+        _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, compute), _unpack)
 
     def displace_others(self) -> Any:
         """Until `restore_others` is called with what this returns, somebody else's hooks, if those are on top, are given
@@ -104,15 +103,12 @@ class SavedTensors:
         """Until the node that runs is over: autograd takes away what was entered within."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None and _AUTOGRAD._saved_tensors_hooks_is_enabled():
-            _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self, None), _unpack)
+            _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, None), _unpack)
 
     def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
-        if whole and managed.rest is not managed.home:
-            if self.region is not None and managed not in self.region[1]:
-                raise RuntimeError(_is_elsewhere(managed.name, self.region[0]))
-            return _place_of(managed, tensor, managed.stride)
-        return _place_of(managed, tensor, tensor.stride())
+        stands_in = whole and managed.rest is not managed.home
+        return _place_of(managed, tensor, managed.stride if stands_in else tensor.stride())
 
     def unpack(self, packed: Saved) -> torch.Tensor:
         """What autograd gets back."""
@@ -135,7 +131,7 @@ class SavedTensors:
             return torch._neg_view(tensor) if packed.neg else tensor
 
 
-class _Pack(Hook):
+class Pack(Hook):
     """It holds nothing, see note "interrupts". What it packs holds all that it is unpacked with, as a graph may outlive
     its model. Most of what is saved are activations: those cost as little as they can."""
 
@@ -146,15 +142,15 @@ class _Pack(Hook):
     @skipped
     def __call__(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
-        if saved is None or type(tensor) not in _PLAIN or _functions_around() or tensor.layout is not _STRIDED:
+        if saved is None or type(tensor) not in saved.kinds or _functions_around() or tensor.layout is not _STRIDED:
             return self._pack(tensor)
         try:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
-        managed = saved.by_address.get(address)
-        if managed is None:
+        if address not in saved.by_address:
             return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        managed = saved.by_address[address]
         if managed.bound and not managed.data_sets and address == managed.device_address:
             return saved, _place_of(managed, tensor, tensor.stride())
         return self._pack(tensor)
@@ -193,13 +189,13 @@ _Packed = tuple[SavedTensors, Saved] | tuple[torch.Tensor, int]
 
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
-    first, second = packed
+    first: Any = packed[0]
+    second: Any = packed[1]
     if type(second) is Saved:
         return _unpack_weight(first, second)
-    tensor: Any = first
-    if tensor._version != second:
-        raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, second))
-    return tensor  # type: ignore[no-any-return]
+    if first._version != second:
+        raise RuntimeError(_modified(f"a tensor of shape {list(first.shape)}", first._version, second))
+    return first  # type: ignore[no-any-return]
 
 
 @called_by_autograd
@@ -208,7 +204,8 @@ def _unpack_weight(saved: SavedTensors, packed: Saved) -> torch.Tensor:
 
 
 def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:
-    version, sets = managed.version_now, None if tensor is managed.parameter else managed.data_sets
+    version = managed.parameter._version if managed.bound else managed.version_now
+    sets = None if tensor is managed.parameter else managed.data_sets
     offset = tensor.storage_offset()
     return Saved(managed, tensor.dtype, tensor.shape, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
 
@@ -231,15 +228,7 @@ def _flat(device: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
 
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:
-    return isinstance(hooks[0], _Pack)
-
-
-def _is_elsewhere(weight: str, region: str) -> str:
-    return (
-        f"{region} uses {weight}, which is none of the parameters of that module, and so is not on the device while "
-        f"its compiled code runs: what that computed is wrong. Register {weight} there too, as tied weights are, "
-        f"compile a module that has both, or do not compile this one"
-    )
+    return isinstance(hooks[0], Pack)
 
 
 def _set_since(weight: str) -> str:
