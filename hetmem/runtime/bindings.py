@@ -67,11 +67,12 @@ class Bindings:
         if managed.device is None:
             dtype = managed.chunk.compute_dtype
             view = managed.device = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
-            managed.device_storage = view.untyped_storage()._cdata
+            storage = view.untyped_storage()
+            managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
+            del storage  # which counts
             managed.device_references = references(managed.device_storage)
-            managed.device_address = view.data_ptr()
             if managed.numel:
-                self.by_address[view.untyped_storage().data_ptr()] = managed
+                self.by_address[managed.device_address] = managed
         return managed.device
 
     def close_device(self, chunk: Chunk) -> None:
@@ -79,7 +80,7 @@ class Bindings:
         for managed in chunk.parameters:
             if managed.device is not None:
                 if managed.numel:
-                    del self.by_address[managed.device.untyped_storage().data_ptr()]
+                    del self.by_address[managed.device_address]
                 managed.device = None
 
     # ---- what a parameter is now -------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class Bindings:
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Whether somebody has set `managed.parameter.data`, which was bound."""
         at = managed.parameter.data_ptr()
-        if managed.device is not None and at == managed.device_address:
+        if managed.device is not None and at == managed.device.data_ptr():
             return False
         return at not in (managed.home.data_ptr(), managed.rest.data_ptr())
 
@@ -135,10 +136,13 @@ class Bindings:
         """Compute has ended: every parameter is its home again, unless something around it still computes."""
         self._away = max(0, self._away - 1)
         if not self._away:
+            rests, self._rests = self._rests, False
             for managed in self.by_id.values():
-                if type(managed.parameter) is managed.unbound_kind:
-                    self.send_home(managed)
-            self._rests = False
+                parameter = managed.parameter
+                if type(parameter) is managed.unbound_kind:
+                    parameter.__class__ = managed.kind
+                    if rests and managed.rest is not managed.home:
+                        parameter.data = managed.home
 
     def all_home(self) -> None:
         """Nothing computes, whatever had begun to."""
@@ -165,7 +169,7 @@ class Bindings:
         `ManageError` where they cannot."""
         if managed.device is None or not managed.numel or not self.held(managed):
             return
-        address = managed.device.untyped_storage().data_ptr()
+        address = managed.device_address
         if not give_away(managed.device):
             raise ManageError(
                 f"{managed.name}.data was set within a forward while a view of what it was is held (as in "

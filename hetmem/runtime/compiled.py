@@ -82,13 +82,18 @@ def can_compile() -> bool:
 
 
 class Tracing:
-    """What hooks ask of a model while code is made of its modules, which may hold no more than this."""
+    """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no more
+    than this."""
 
-    __slots__ = ("region",)
+    __slots__ = ("quiet", "region", "where")
 
     def __init__(self) -> None:
         self.region = False
         """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
+        self.quiet = 0
+        """The thread on which a forward runs whose weights all are where operators find them; 0 for none."""
+        self.where = 0
+        """The `id` of the module that it is of."""
 
 
 def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> Iterator[RemovableHandle]:

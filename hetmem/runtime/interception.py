@@ -72,6 +72,7 @@ class Interception:
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
         self._regions = Regions(runtime, self.leases)
+        self._tracing = self._regions.tracing
         self._buffers = weakref.WeakMethod(module.buffers)
         self._model = weakref.ref(module)
         try:
@@ -82,7 +83,7 @@ class Interception:
 
     def _install(self, module: torch.nn.Module) -> None:
         """The hooks; those that a module refuses leave the ones before them, for `remove`."""
-        tracing = self._regions.tracing
+        tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
         reading = BeforeStateDict(self)
         for part in module.modules():
@@ -131,6 +132,8 @@ class Interception:
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
                     self.leases.begin(call, module)
+                    if self._is_quiet(compute):
+                        self._tracing.quiet, self._tracing.where = compute.thread, id(module)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
             compiles = compiler
@@ -157,13 +160,18 @@ class Interception:
             self.leases.begin(call, module)
         return True
 
+    def _is_quiet(self, compute: Compute) -> bool:
+        """Whether `compute`, which has just begun, needs to know nothing of the modules within."""
+        whole = not self.runtime.memory.streams and compute.operators is None and compute.functions is None
+        return whole and compute.compiler is None and self._regions.compiler is None and len(compute.calls) == 1
+
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
         self.refuse_a_fork("a forward")
         memory = self.runtime.memory
-        if memory.streams or memory.may_leave_device:
+        if memory.device.captures() and (memory.streams or memory.may_leave_device):
             self.refuse_a_capture("a forward")
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
         with self._turn:
@@ -194,8 +202,8 @@ class Interception:
                 if transformed:
                     runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
                 runtime.writes.notice_all()
-            for managed in runtime.parameters:
-                if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
+            for managed in runtime.parameters if runtime.memory.streams else ():
+                if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
             measured = self.segments.begin_forward(signature(module, args, kwargs))
         if measured and runtime.memory.device.watched:
@@ -373,6 +381,7 @@ class Interception:
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
         here = self._here()
+        self._tracing.quiet = 0
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
             ended = here.pop()

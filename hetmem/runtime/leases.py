@@ -7,7 +7,6 @@ their room.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -43,8 +42,10 @@ class Leases:
                     used.append(managed)
         if used and self._runtime.memory.streams:
             call.used = []
-            with contextlib.suppress(CapacityError):
+            try:
                 self.bind(call, used, type(module).__name__)
+            except CapacityError:  # noqa: SIM105 - for each module that is called
+                pass
         else:
             used.clear()
 

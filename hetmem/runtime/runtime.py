@@ -244,21 +244,21 @@ class Runtime:
                     self.bindings.bind([managed])
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
-        """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more."""
+        """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more. To be
+        called `unwatched`."""
         if not self.memory.streams:
             return managed.home
-        with self.unwatched():
-            if self._held:
-                self._let_go()
-            if self.traffic.engine.anything_over():
-                self.traffic.pending.poll()
-            operator, block = f"backward of {managed.name}", param_block(managed)
-            self._moment(operator, (block,))
-            if id(managed) not in self._held:
-                self._acquire_all(operator, (managed,), (block,))
-                self._held[id(managed)] = managed
-            assert managed.device is not None
-            return managed.device
+        if self._held:
+            self._let_go()
+        if self.traffic.engine.anything_over():
+            self.traffic.pending.poll()
+        operator, block = f"backward of {managed.name}", param_block(managed)
+        self._moment(operator, (block,))
+        if id(managed) not in self._held:
+            self._acquire_all(operator, (managed,), (block,))
+            self._held[id(managed)] = managed
+        assert managed.device is not None
+        return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         try:

@@ -89,7 +89,8 @@ class SavedTensors:
             return tensor
         with torch._C.DisableTorchFunction():
             bound = managed.device is not None and tensor.data_ptr() == managed.device.data_ptr()
-            there = tensor if bound else self._runtime.saved(managed)
+            with self._runtime.unwatched():
+                there = tensor if bound else self._runtime.saved(managed)
             return torch.nn.Parameter(there.detach(), tensor.requires_grad)
 
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
@@ -117,14 +118,14 @@ class SavedTensors:
         managed = packed.managed
         if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
             self._enter_node()  # create_graph=True: the node saves what it computes with
-        device = self._runtime.saved(managed)  # may wait for an update of it
-        if managed.version_now != packed.version:
-            raise RuntimeError(_modified(managed.name, managed.version_now, packed.version))
-        if packed.data_sets not in (None, managed.data_sets):
-            raise RuntimeError(_set_since(managed.name))
-        if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
-            return device
         with self._runtime.unwatched():
+            device = self._runtime.saved(managed)  # may wait for an update of it
+            if managed.version_now != packed.version:
+                raise RuntimeError(_modified(managed.name, managed.version_now, packed.version))
+            if packed.data_sets not in (None, managed.data_sets):
+                raise RuntimeError(_set_since(managed.name))
+            if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
+                return device
             base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
             tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
             tensor = torch.conj(tensor) if packed.conj else tensor

@@ -29,7 +29,8 @@ class Writes:
     def __init__(
         self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic, store: NvmeStore | None
     ) -> None:
-        self._parameters, self._bindings = parameters, bindings
+        self._bindings = bindings
+        self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
         self._traffic, self._store = traffic, store
         self.unsure: set[Chunk] = set()
         """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
@@ -45,8 +46,14 @@ class Writes:
         self._traffic.pending.poll()  # a copy that has arrived must not look as if it were still on its way
         self.unsure.clear()
         self.look_ahead()
-        for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
-            counted = [managed for managed in chunk.parameters if self._counted(managed)]
+        for chunk in self._chunks:
+            counted = []
+            for managed in chunk.parameters:  # of all parameters, before each forward
+                parameter = managed.parameter
+                if parameter._version != managed.version or parameter.data_ptr() != managed.home_address:
+                    counted.append(managed)
+                elif managed.shape != parameter.shape or parameter.stride() != managed.stride:
+                    counted.append(managed)
             if counted:
                 self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
                 others = [each for each in chunk.parameters if each not in counted and self._differs(chunk, each)]
@@ -55,6 +62,8 @@ class Writes:
                 for managed in others:  # seen before: no copy is left now that they could be compared with
                     self.noticed.add(id(managed))
                     self._supersede(managed)
+            elif chunk.operand_block is None:
+                continue  # operators see the home itself
             elif self._coming(chunk):
                 self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
             elif self._differs(chunk):
@@ -67,7 +76,7 @@ class Writes:
         residency, fingerprints = self._traffic.residency, self._traffic.carrier.fingerprints
         if self._store is None:
             return
-        for chunk in dict.fromkeys(managed.chunk for managed in self._parameters):
+        for chunk in self._chunks:
             home = chunk.homes[Role.PARAM]
             if home.extent is None or home.block is None or chunk in self._traffic.updating:
                 continue
