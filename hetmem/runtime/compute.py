@@ -93,7 +93,7 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """Who compiles what is around it; see `compiled`."""
-        self._ended = ended
+        self._ended, self._cached = ended, False
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 
     def runs(self) -> bool:
@@ -152,6 +152,18 @@ class Compute:
         """`handler` is called in the place of operators."""
         self.operators = handler
         _Operators(self).__enter__()
+
+    def leave_autocast_cache(self) -> None:
+        """`torch.autocast` casts weights anew at each use: what it keeps of each until the end of a forward would be as
+        much memory as a copy of the whole model."""
+        self._cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def enter_autocast_cache_again(self) -> None:
+        """On its thread."""
+        if self._cached:
+            self._cached = False
+            torch.set_autocast_cache_enabled(True)
 
     def end(self) -> None:
         """It is over."""

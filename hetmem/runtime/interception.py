@@ -229,6 +229,7 @@ class Interception:
         else:
             with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
+            compute.leave_autocast_cache()
         self._saved.enter(compute)
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -389,6 +390,7 @@ class Interception:
                 self.leases.end(ended.calls.pop())
             ended.end()
             if ended.thread == threading.get_ident():
+                ended.enter_autocast_cache_again()
                 HELD_BACK.end_segment()
             if ended.task < 0:
                 self.runtime.bindings.go_home()
