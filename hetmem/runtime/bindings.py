@@ -27,6 +27,8 @@ class Bindings:
         self.by_id: dict[int, ManagedParameter] = {}
         self.by_address: dict[int, ManagedParameter] = {}
         self._away, self._rests = 0, False
+        self.resting: list[ManagedParameter] = []
+        """Those that rest in a backward; see `end_rest`."""
         self.learn(parameters)
 
     def learn(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -99,9 +101,11 @@ class Bindings:
         for managed in used:
             parameter = managed.parameter
             parameter.__class__ = managed.kind
-            parameter.data = managed.rest if self._rests else managed.home
+            parameter.data = managed.rest if self._away else managed.home
             if self._away:
                 parameter.__class__ = managed.unbound_kind
+                if not self._rests and managed.rest is not managed.home:
+                    self.resting.append(managed)
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Whether somebody has set `managed.parameter.data`, which was bound."""
@@ -132,10 +136,22 @@ class Bindings:
                 parameter.data = managed.rest
             parameter.__class__ = managed.unbound_kind
 
+    def end_rest(self) -> None:
+        """What rests in a backward, as something computed it once more, is its home again: that is over. Until then it
+        must not change its dtype, or torch adds its gradients up in another order."""
+        while self.resting:
+            managed = self.resting.pop()
+            parameter = managed.parameter
+            if not managed.bound and type(parameter) is managed.unbound_kind:
+                parameter.__class__ = managed.kind
+                parameter.data = managed.home
+                parameter.__class__ = managed.unbound_kind
+
     def go_home(self) -> None:
         """Compute has ended: every parameter is its home again, unless something around it still computes."""
         self._away = max(0, self._away - 1)
         if not self._away:
+            self.end_rest()
             rests, self._rests = self._rests, False
             for managed in self.by_id.values():
                 parameter = managed.parameter
@@ -155,7 +171,7 @@ class Bindings:
         if type(parameter) is not managed.unbound_kind:
             return False
         parameter.__class__ = managed.kind
-        if self._rests and managed.rest is not managed.home:
+        if managed.rest is not managed.home and (self._rests or managed in self.resting):
             parameter.data = managed.home
         return True
 

@@ -196,6 +196,7 @@ class Faults:
             return self._set_data(used[0], args[1])
         if in_backward():
             self._gradients.recompute_with(used)
+            self._saved.enter_node()
         self._runtime.use(_name(func), used)
         stays, displaced = False, self._saved.displace_others()
         try:

@@ -85,6 +85,8 @@ class GradientSink:
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
         parameter = managed.parameter
+        if self.runtime.bindings.resting:
+            self.runtime.bindings.end_rest()
         if type(parameter) is managed.unbound_kind:
             self.send_home(managed)
         if self.told or self.runtime.traffic.updating:

@@ -308,6 +308,7 @@ class Interception:
         """Also one that has raised."""
         if self._backwards:
             self._backwards -= 1
+            self.runtime.bindings.end_rest()
             self._current(sys._getframe())
             self.runtime.bindings.go_home()
             self.gradients.sent_home.clear()

@@ -100,7 +100,7 @@ class SavedTensors:
             return _kept(tensor)
         return self._place_of(managed, tensor)
 
-    def _enter_node(self) -> None:
+    def enter_node(self) -> None:
         """Until the node that runs is over: autograd takes away what was entered within."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None and _AUTOGRAD._saved_tensors_hooks_is_enabled():
@@ -115,9 +115,11 @@ class SavedTensors:
         """What autograd gets back."""
         if not self._segments.in_backward and self._runtime.memory.streams:
             self._segments.on_backward()
+        if self._runtime.bindings.resting:
+            self._runtime.bindings.end_rest()
         managed = packed.managed
         if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
-            self._enter_node()  # create_graph=True: the node saves what it computes with
+            self.enter_node()  # create_graph=True: the node saves what it computes with
         with self._runtime.unwatched():
             device = self._runtime.saved(managed)  # may wait for an update of it
             if managed.version_now != packed.version:
