@@ -12,17 +12,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint typecheck docs bench clean
+.PHONY: help demo test test-all gpu lint typecheck docs bench clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(STAMP)  ## train a small model whose weights do not fit the device
 	$(RUN) examples/01_train_gpt.py $(ARGS)
 
+PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --max-worker-restart 0 \
+    -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
 test: $(STAMP)  ## run the tests
-	$(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --max-worker-restart 0 \
-	    -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# What the kernels have passed is written down: `make test` then leaves out what only changed kernels need.
+test-all: $(STAMP)  ## run every case of them, with new random programs
+	@kernels=$$($(RUN) -m tests.cuda.verified) && set -x && \
+	    $(PYTEST) --all-cases --programs fresh $(ARGS) && \
+	    $(if $(ARGS),:,$(RUN) -m tests.cuda.verified $$kernels)
 
 lint: $(STAMP) typecheck  ## check style, format and types
 	$(RUN) -m ruff check .

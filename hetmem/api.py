@@ -292,12 +292,13 @@ def release(module: torch.nn.Module) -> None:
     Raises `ManageError` if `module` is not managed. After an interrupt it is an ordinary one, or still managed.
     """
     interception = registry.of_module(module)
-    try:
-        _wait_for_what_is_begun(interception)  # an interrupt comes here, if anywhere, and nothing is changed yet
-    except Exception:
+    with interception.runtime.turn.held("release"):
+        try:
+            _wait_for_what_is_begun(interception)  # an interrupt comes here, if anywhere, and nothing is changed yet
+        except Exception:
+            _end(module)
+            raise
         _end(module)
-        raise
-    _end(module)
 
 
 def _wait_for_what_is_begun(interception: Interception) -> None:

@@ -115,13 +115,24 @@ def nvme_timeout_seconds() -> float:
 
     Raises `BudgetError` if that is no number of seconds above 0.
     """
-    text = os.environ.get("HETMEM_NVME_TIMEOUT") or "120"
+    return _seconds("HETMEM_NVME_TIMEOUT", "120")
+
+
+def turn_timeout_seconds() -> float:
+    """How long a thread waits for its turn with a model while the thread that has it does nothing:
+    HETMEM_TURN_TIMEOUT, by default 30. Raises as `nvme_timeout_seconds` does.
+    """
+    return _seconds("HETMEM_TURN_TIMEOUT", "30")
+
+
+def _seconds(name: str, default: str) -> float:
+    text = os.environ.get(name) or default
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise BudgetError(f"HETMEM_NVME_TIMEOUT must be a number of seconds above 0, got {text!r}")
+        raise BudgetError(f"{name} must be a number of seconds above 0, got {text!r}")
     return min(seconds, threading.TIMEOUT_MAX)
 
 

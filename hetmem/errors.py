@@ -16,7 +16,7 @@ class BudgetError(HetmemError, ValueError):
 
 
 class ManageError(HetmemError, ValueError):
-    """A module or an optimizer cannot be managed as asked. Nothing was changed."""
+    """A module or an optimizer cannot be managed, or used, as asked. Nothing was changed."""
 
 
 class CapacityError(HetmemError, MemoryError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
+from collections.abc import Iterator
 
 # Idle OpenMP threads spin by default; on two cores that takes the time of threads that work. Before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,7 +14,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-from tests.pairs import every_two_meet
+from tests.cuda.verified import is_verified
+from tests.forked import Forks
+from tests.pairs import Thinning, each_occurs, every_two_meet, values_of
 
 try:
     from hypothesis import settings
@@ -24,6 +28,9 @@ else:
     settings.register_profile("repeatable", deadline=None, derandomize=True)
     settings.register_profile("explore", deadline=None, max_examples=2000)
     settings.load_profile("repeatable")
+
+
+_FRESH_PROGRAMS = 200
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +48,38 @@ def _interrupts_raise() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
-    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`."""
+    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, all
+    that is marked otherwise, and every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
-    parser.addoption("--all-cases", action="store_true", help="do not thin out the cases of tests marked `pairs`")
-    parser.addoption("--programs", default="0:40", help="first:last seed of the random training programs")
+    parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
+    parser.addoption("--programs", default="0:24", help="first:last seed of the random programs, or `fresh`: new ones")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose fresh programs, once for all processes, which get the options of the first."""
+    if config.option.programs == "fresh":
+        first = secrets.randbelow(10**9)
+        config.option.programs = f"{first}:{first + _FRESH_PROGRAMS}"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say how to run the same programs again."""
+    return f"random programs: --programs {config.option.programs}"
+
+
+@pytest.fixture(scope="session")
+def all_cases(request: pytest.FixtureRequest) -> bool:
+    """Whether a test that samples shall take all there is."""
+    return bool(request.config.getoption("--all-cases"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Clean processes that have torch already."""
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -57,16 +92,19 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test marked `pairs` as many cases as it takes for every two values of its parameters to meet."""
+    """Drop cases marked `nightly`, or `kernels_changed` where the kernels are those that they have seen, and those of
+    each test marked `pairs` or `each` that it can do without."""
     if config.getoption("--all-cases"):
         return
-    tests: dict[str, list[pytest.Function]] = {}
+    tests: dict[tuple[str, Thinning], list[pytest.Function]] = {}
+    left_out = ("nightly", "kernels_changed") if is_verified() else ("nightly",)
+    dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    dropped: set[pytest.Item] = set()
-    for cases in tests.values():
-        kept = every_two_meet([tuple(map(id, case.callspec.params.values())) for case in cases])
+        for marker, thinned in (("pairs", every_two_meet), ("each", each_occurs)):
+            if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and item not in dropped:
+                tests.setdefault((item.nodeid.partition("[")[0], thinned), []).append(item)
+    for (_, thinned), cases in tests.items():
+        kept = thinned([values_of(case) for case in cases])
         dropped.update(case for index, case in enumerate(cases) if index not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

@@ -1,4 +1,4 @@
-"""Cases enough for every two values to meet, of tests whose parameters are a full product.
+"""Cases enough of tests whose parameters are a full product: every two values meet, or each value occurs.
 
 Faults that need three particular values at once are rare, and random programs look for them (Kuhn, Wallace, Gallo,
 "Software fault interactions and implications for software testing", IEEE TSE 2004).
@@ -6,14 +6,29 @@ Faults that need three particular values at once are rare, and random programs l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
+
+Values = tuple[Hashable, ...]
+Thinning = Callable[[Sequence[Values]], list[int]]
 
 
-def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
+def values_of(case: pytest.Function) -> Values:
+    """The value of each parameter of a test; those that are named together are one."""
+    marked = [marker.args[0] for marker in case.iter_markers("parametrize")]
+    together = [[name.strip() for name in names.split(",")] if isinstance(names, str) else names for names in marked]
+    single = [[name] for name in case.callspec.params if not any(name in names for names in together)]
+    return tuple(tuple(id(case.callspec.params[name]) for name in names) for names in together + single)
+
+
+def every_two_meet(cases: Sequence[Values]) -> list[int]:
     """Indices of some of `cases`, in order, such that every two values that meet in one of all meet in one of them.
 
-    A case is a number for the value of each parameter; a value without another to meet is kept too.
+    A case is something for the value of each parameter; a value without another to meet is kept too.
 
     Greedy: the case with most that is new comes next, the first of equals. So which ones depends on `cases` only.
     """
@@ -25,3 +40,39 @@ def every_two_meet(cases: Sequence[tuple[int, ...]]) -> list[int]:
         missing -= pairs[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+def each_occurs(cases: Sequence[Values]) -> list[int]:
+    """Indices of some of `cases`, in order, in which each value of each parameter occurs: as few as the parameter with
+    most values needs, over which the values of the others take turns."""
+    values = [set(enumerate(case)) for case in cases]
+    missing, uses = set[Any]().union(*values), Counter[Any]()
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: (len(values[at] & missing), -sum(uses[one] for one in values[at])))
+        missing -= values[best]
+        uses.update(values[best])
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def case(*values: Any, nightly: bool) -> Any:
+    """Parameters of a test; with `--all-cases` only if `nightly`."""
+    return pytest.param(*values, marks=[pytest.mark.nightly] * nightly)
+
+
+def mostly(values: Iterable[Any], others: Iterable[Any], kinds: Iterable[Any] = ()) -> list[Any]:
+    """Two parameters of a test: each of `kinds` with all of `others`, the rest of `values` with one in turn, and the
+    other pairs with `--all-cases`."""
+    kinds, others = list(kinds), list(others)
+    return [
+        case(value, other, nightly=value not in kinds and turn != at % len(others))
+        for at, value in enumerate(values)
+        for turn, other in enumerate(others)
+    ]
+
+
+def some(values: Iterable[Any], every: int) -> list[Any]:
+    """Every so many of `values` (a tuple: of several parameters), and the others with `--all-cases`."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [case(*each, nightly=at % every > 0) for at, each in enumerate(cases)]

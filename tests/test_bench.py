@@ -59,7 +59,7 @@ def test_each_route_has_each_cast_by_each_way_from_both_kinds_of_memory(
         pytest.skip("g++ is not installed")
     kernels: Backend = TorchBackend("a test")
     if native:
-        kernels = ShimBackend({source: build(source, tmp_path) for source in ("cast.cu", "quantise.cu")})
+        kernels = ShimBackend({source: build(source) for source in ("cast.cu", "quantise.cu")})
     monkeypatch.setattr(bench_device, "DEVICE", "cpu")
     monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
     monkeypatch.setattr(bench_device, "backend", lambda: kernels)

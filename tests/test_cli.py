@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import hetmem
 from hetmem import planning
 from hetmem.cli import SUBCOMMANDS, main
+from hetmem.overheads import measure
 from hetmem.plan.hardware import HardwareProfile
 
 MODEL = "tests.test_planning:GPT"
@@ -159,7 +161,8 @@ def test_bad_input_is_one_line_and_status_two(
     assert captured.err.count("\n") == 1
 
 
-def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path) -> None:
+def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetmem.probe.measure", partial(measure, 1))
     target = tmp_path / "here.json"
     assert main(["probe", "--quick", "--nvme-dir", str(tmp_path), "-o", str(target)]) == 0
     assert HardwareProfile.from_json(target.read_text()).disk_samples

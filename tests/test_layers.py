@@ -26,6 +26,7 @@ LAYERS = {
         ("planning", "overheads", "probe", "measuring", "bench", "bench_device", "doctor"), 6
     ),  # plans, measures
     **dict.fromkeys(("api", "cli", "__main__", "__init__"), 6),  # what users call
+    **dict.fromkeys(("testing",), 6),  # what hetmem's own tests ask
 }
 OPEN_LAYERS = {0, 6}  # plain modules that may know each other; the parts of any other layer may not
 TORCH_FREE_LAYERS = {0, 1}

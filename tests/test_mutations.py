@@ -1,23 +1,22 @@
 """The tests see the faults that lose data: each of these makes the test beside it fail.
 
-A copy of the package with one line changed is put before the real one, and the test is run there.
+The test is run in a process of its own that takes one module of the package from a text with one line changed.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.forked import ROOT, Ended, Forks
+
 STORIES = "tests/plan/test_residency.py::"
 BITS = "tests/runtime/test_bit_equality.py::"
 COPIES = "tests/runtime/test_home_copies.py::"
+SMALL = "tests/optim/test_small_states.py::"
 SHARE = "tests/runtime/test_share.py::"
 
 
@@ -42,7 +41,7 @@ MUTATIONS = {
         "runtime/writes.py",
         "_copy_changes(home, source), home.nbytes",
         "None, home.nbytes",
-        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept",
+        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept[mul_-host]",
     ),
     "drop a dirty copy": Mutation(
         "plan/residency.py",
@@ -66,7 +65,7 @@ MUTATIONS = {
         "runtime/runtime.py",
         "if held and key not in self._held:",
         "if False:",
-        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept",
+        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept[view-host]",
     ),
     "give up a copy before its write is done": Mutation(
         "plan/cache.py",
@@ -96,7 +95,7 @@ MUTATIONS = {
         "runtime/carrier.py",
         "        return self._engine.order_compute_after(fetch)\n",
         "        return True\n",
-        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
+        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
     ),
     "copy into a slot that compute still reads": Mutation(
         "runtime/carrier.py",
@@ -108,7 +107,7 @@ MUTATIONS = {
         "runtime/homeward.py",
         "self._carrier.wait_while(lambda: bool(self._on_their_way))",
         "pass",
-        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are",
+        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
     ),
     "round the 16-bit copy down": Mutation(
         "optim/kernels/llvm.py",
@@ -120,7 +119,7 @@ MUTATIONS = {
         "plan/supply.py",
         "        self._suspended.add(block)\n",
         "",
-        "tests/optim/test_overlap.py::test_the_next_forward_runs_while_updates_do",
+        "tests/optim/test_overlap.py::test_the_next_forward_runs_while_updates_do[host]",
     ),
     "update before the gradients have arrived": Mutation(
         "optim/updates.py",
@@ -138,19 +137,19 @@ MUTATIONS = {
         "optim/undo.py",
         "        for role, memory in self.buffers.items():\n",
         "        for role, memory in () if back else self.buffers.items():\n",
-        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients",
+        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients[speculative-fp32-host]",
     ),
     "count an undone step": Mutation(
         "optim/progress.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
-        "tests/optim/test_clipping.py::test_an_overflow_skips_one_step_and_changes_nothing_else",
+        "tests/optim/test_clipping.py::test_an_overflow_skips_one_step_and_changes_nothing_else[speculative-host]",
     ),
     "clip by nothing": Mutation(
         "optim/offloaded.py",
         "return unscale * clip_factor(self.grad_norm, self.max_grad_norm)",
         "return unscale",
-        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients",
+        "tests/optim/test_clipping.py::test_clipping_equals_a_clip_of_plain_gradients[off-fp32-host]",
     ),
     "leave parameters in staging at the end of a step": Mutation(
         "optim/stepper.py",
@@ -162,56 +161,56 @@ MUTATIONS = {
         "runtime/traffic.py",
         "for tier in (Tier.HOST, Tier.DEVICE):  # in this order",
         "for tier in (Tier.DEVICE, Tier.HOST):  # in this order",
-        "tests/runtime/test_user_writes.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
+        "tests/runtime/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
         "runtime/gradients.py",
         "if written or mixed or _staged_differs(runtime, chunk, taken):",
         "if written or mixed:",
-        "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works",
+        "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works[nvme]",
     ),
     "update twice when a failed step is repeated": Mutation(
         "optim/stepper.py",
         "                if not progress.begun or progress.left.places:\n"
         "                    self._add_update(progress, grad_scale)\n",
         "                self._add_update(progress, grad_scale)\n",
-        "tests/faults/test_step_retry.py",
+        "tests/faults/test_step_retry.py::test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once",
     ),
     "update tiles twice when others of their chunk failed": Mutation(
         "optim/updates.py",
         "            self._note_left(job, job.batch, error)\n",
         "",
-        "tests/faults/test_tile_failures.py",
+        "tests/faults/test_tile_failures.py::test_a_step_that_is_repeated_does_the_tiles_that_are_left",
     ),
     "start a parameter's scales where another's end": Mutation(
         "memory/chunk.py",
         " + self.chunk.parameters.index(self)",
         "",
-        "tests/optim/test_small_states.py::test_the_bits_are_those_of_the_kernels_wherever_states_live",
+        SMALL + "test_the_bits_are_those_of_the_kernels_wherever_states_live[off-8-bit moments-nvme]",
     ),
     "leave a 16-bit copy at home as it was before the user wrote": Mutation(
         "runtime/writes.py",
         "            recast(managed, managed.home)\n",
         "            pass\n",
-        COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward",
+        COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward[multiplied-host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
         "runtime/writes.py",
         "return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)",
         "return False",
-        COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward",
+        COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward[through_data-host]",
     ),
     "update no 16-bit copy at home": Mutation(
         "optim/passes.py",
         "copy = job.opened.get(Role.COMPUTE, job.copy)",
         "copy = job.copy",
-        COPIES + "test_training_equals_torch",
+        COPIES + "test_training_equals_torch[off-1-host]",
     ),
     "take an update back, and not the 16-bit copy": Mutation(
         "optim/passes.py",
         "            recast_all(chunk)\n",
         "",
-        COPIES + "test_a_step_that_is_taken_back_takes_copies_back",
+        COPIES + "test_a_step_that_is_taken_back_takes_copies_back[speculative-host]",
     ),
     "make no 16-bit copies at home to begin with": Mutation(
         "runtime/construction.py",
@@ -223,7 +222,7 @@ MUTATIONS = {
         "optim/passes.py",
         "needed[Role.COMPUTE] = len(parts) < len(chunk.parameters)",
         "needed[Role.COMPUTE] = False",
-        COPIES + "test_what_an_update_leaves_out_keeps_its_copy",
+        COPIES + "test_what_an_update_leaves_out_keeps_its_copy[as registered-nvme]",
     ),
     "move a home without what lies there": Mutation(
         "runtime/share.py",
@@ -272,7 +271,7 @@ MUTATIONS = {
         "optim/stepper.py",
         "untouched = progress is not None and progress.of(parts)\n",
         "untouched = progress is not None\n",
-        "tests/optim/test_clipping.py::test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins",
+        "tests/optim/test_clipping.py::test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins[backward-host-written]",
     ),
     "update a state while the disk is still writing it": Mutation(
         "runtime/traffic.py",
@@ -289,26 +288,54 @@ MUTATIONS = {
 }
 
 
+MUTATED = """
+import sys
+from importlib import util
+from importlib.machinery import SourceFileLoader
+
+import numba
+import pytest
+
+module, path, source, kernels, *tests = sys.argv[1:]
+
+class Mutated(SourceFileLoader):
+    def get_code(self, name):
+        return self.source_to_code(source, path)
+
+class Finder:
+    def find_spec(self, name, *_):
+        return util.spec_from_file_location(name, path, loader=Mutated(name, path)) if name == module else None
+
+if module:
+    sys.meta_path.insert(0, Finder())
+if kernels:
+    numba.config.CACHE_DIR = kernels
+sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", "--all-cases", *tests]))
+"""
+
+
+def run(forks: Forks, tests: Iterable[str], directory: Path, file: str = "", source: str = "") -> Ended:
+    """`tests` with `source` in the place of what is in `file`."""
+    module = "hetmem." + file.removesuffix(".py").replace("/", ".") if file else ""
+    kernels = str(directory) if "kernels" in file else ""  # those that were compiled before are not of `source`
+    given = [module, str(ROOT / "hetmem" / file), source, kernels, *tests]
+    basetemp = f"--basetemp={directory / 'tests'}"
+    return forks.run(MUTATED, *given, basetemp, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, seconds=1200)
+
+
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
-def test_the_fault_is_seen(name: str, tmp_path: Path) -> None:
+def test_the_fault_is_seen(name: str, forks: Forks, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
-    for folder in ("hetmem", "tests", "benchmarks", "examples"):  # with what is compiled already: most of the start
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    mutated = tmp_path / "hetmem" / mutation.file
-    source = mutated.read_text()
+    source = (ROOT / "hetmem" / mutation.file).read_text()
     assert source.count(mutation.before) == 1, f"{mutation.file} has changed: mend the mutation"
-    mutated.write_text(source.replace(mutation.before, mutation.after))
-    for compiled in (mutated.parent / "__pycache__").glob(f"{mutated.stem}.*"):
-        compiled.unlink()
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutation.test],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    mutated = source.replace(mutation.before, mutation.after)
+    ended = run(forks, [mutation.test], tmp_path, mutation.file, mutated)
     assert ended.returncode == 1, f"{mutation.test} does not see it:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
     assert " failed" in ended.stdout, ended.stdout[-2000:]
+
+
+@pytest.mark.nightly
+def test_without_a_fault_they_pass(forks: Forks, tmp_path: Path) -> None:
+    """Else they would see anything. Outside of forks they run beside this."""
+    ended = run(forks, sorted({mutation.test for mutation in MUTATIONS.values()}), tmp_path)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import every_two_meet
+from tests.pairs import each_occurs, every_two_meet, mostly
 
 
 @pytest.mark.parametrize(("sizes", "most"), [((4, 2, 4), 16), ((5, 3, 3), 16), ((4, 2, 2, 3), 14), ((7, 2), 14)])
@@ -18,6 +19,24 @@ def test_every_two_values_meet_in_few_cases(sizes: tuple[int, ...], most: int) -
             product(range(sizes[first]), range(sizes[second]))
         )
     assert len(chosen) <= most
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 4), (16, 3), (3, 16, 2), (5,)])
+def test_each_value_occurs_in_as_many_cases_as_there_are_of_one_and_the_others_take_turns(
+    sizes: tuple[int, ...],
+) -> None:
+    cases = list(product(*map(range, sizes)))
+    chosen = [cases[index] for index in each_occurs(cases)]
+    assert len(chosen) == max(sizes)
+    for axis, size in enumerate(sizes):
+        uses = Counter(case[axis] for case in chosen)
+        assert len(uses) == size and max(uses.values()) - min(uses.values()) <= 1
+
+
+def test_mostly_is_all_of_the_kinds_and_one_of_each_other() -> None:
+    cases = [case.values for case in mostly("abcd", range(3), kinds="b") if not case.marks]
+    assert [sum(value == name for value, _ in cases) for name in "abcd"] == [1, 3, 1, 1]
+    assert {other for value, other in cases if value != "b"} == {0, 1, 2} - {1} | {0}
 
 
 def test_what_never_meets_is_not_asked_for() -> None:

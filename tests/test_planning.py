@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem import planning
-from hetmem.memory.chunk import Role
+from hetmem import planning, testing
 from hetmem.plan.arrangement import ROLES, arrange
 from hetmem.plan.hardware import ProfileError
 from hetmem.plan.placement import Capacities
@@ -82,6 +81,7 @@ def train(model: nn.Module, plan: planning.Plan, steps: int = 3, **options: Any)
     return report
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "model", [{}, {"saves": True}, {"backwards": True}], ids=["plain", "checkpointed", "backwards"]
@@ -115,6 +115,7 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         assert report["tiers"][tier]["homes"].get("compute", 0) == plan.role_bytes[tier].get("compute", 0)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("build", [GPT, Normed])
 @pytest.mark.parametrize("copies", [None, False, True])
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -135,17 +136,18 @@ def test_what_is_arranged_is_what_is_reserved(
     budget = hetmem.Budget(device=2 * MIB, host=host, device_chunks=MIB, home_copies=copies, **directory)
     model = hetmem.manage(build(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
     hetmem.AdamW(model.parameters())
-    memory = registry.of_module(model).runtime.memory
-    assert memory.layout == made.ground.layout
-    pool = memory.device_pool
-    assert (pool.slots, pool.slot_bytes) == (made.ground.device_slots, made.ground.slot_bytes)
-    assert memory.staging_slots == made.ground.staging_slots
+    ground, inside = made.ground, testing.of(model)
+    chunks, memory = inside.chunks(), inside.memory()
+    assert registry.of_module(model).runtime.memory.layout == ground.layout
+    assert (memory.device_slots, memory.slot_bytes) == (ground.device_slots, ground.slot_bytes)
+    assert memory.staging_slots == ground.staging_slots
     for role in ROLES:
-        homes = {c.spec.index: c.homes[Role(role)].tier for c in memory.chunks if Role(role) in c.homes}
-        assert homes == made.homes[role]
+        homes = {chunk.index: chunk.homes[role] for chunk in chunks if role in chunk.homes}
+        assert homes == {index: tier.name.lower() for index, tier in made.homes[role].items()}
     hetmem.release(model)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [{}, {"backwards": True}], ids=["plain", "backwards"])
 @pytest.mark.parametrize(("host", "nvme"), [(16 * MIB, 0), (2 * MIB, 16 * MIB)])
@@ -164,11 +166,11 @@ def test_the_homes_that_a_run_moves_to_the_device_are_the_planned_ones(
         run(BATCH).backward()
         optimizer.step()
         optimizer.zero_grad()
-        memory = registry.of_module(run).runtime.memory
+        chunks = testing.of(run).chunks()
         for role in ROLES:
-            homes = {c.spec.index: c.homes[Role(role)].tier for c in memory.chunks if Role(role) in c.homes}
-            assert homes == planned.arrangement.homes[role]
-    assert 0 < sum(chunk.moved for chunk in memory.chunks) < len(memory.chunks)
+            homes = {chunk.index: chunk.homes[role] for chunk in chunks if role in chunk.homes}
+            assert homes == {index: tier.name.lower() for index, tier in planned.arrangement.homes[role].items()}
+    assert 0 < sum(chunk.moved for chunk in chunks) < len(chunks)
     hetmem.release(run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,16 @@ import hetmem.probe
 from hetmem.bench import transfers
 from hetmem.errors import HetmemError
 from hetmem.memory.disks import settings_for
+from hetmem.overheads import measure
 from hetmem.plan.hardware import HardwareProfile
 from hetmem.probe import probe
 from hetmem.units import MIB
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step costs its thread is measured in test_overheads; here it is enough that it is asked for."""
+    monkeypatch.setattr(hetmem.probe, "measure", partial(measure, 1))
 
 
 def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

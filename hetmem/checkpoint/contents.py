@@ -6,6 +6,7 @@ Knows torch's modules and optimizers. Must not know files, nor where the memory 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -54,6 +55,16 @@ class ModelState:
     def names(self) -> set[str]:
         """All keys."""
         return {*self.tensors, *self.tied, *self.made}
+
+
+@contextmanager
+def all_of(model: Any, what: str) -> Iterator[None]:
+    """No other thread computes with `model`; what is none is for `of_model` to refuse."""
+    if not isinstance(model, torch.nn.Module):
+        yield
+        return
+    with registry.turn_with(model.parameters(), what):
+        yield
 
 
 def of_model(model: torch.nn.Module) -> ModelState:

@@ -21,6 +21,7 @@ import torch
 from hetmem.checkpoint.contents import (
     ModelState,
     Streaming,
+    all_of,
     cannot_fill,
     name_numbers,
     of_model,
@@ -60,7 +61,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     No code of the file's choice runs. What `optimizer` has begun of a step (updates during backward) is given up; call
     `optimizer.zero_grad()` if there are gradients. `CheckpointError` if another one has begun a step of `model`.
     """
-    with opened(os.fspath(path)) as source:
+    with all_of(model, "loading a checkpoint"), opened(os.fspath(path)) as source:
         with named(source.path):
             file = _File(source, parse(source.header, source.data_nbytes))
         state = of_model(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hetmem.checkpoint.contents import encode_optimizer, of_model, refuse_half_stepped
+from hetmem.checkpoint.contents import all_of, encode_optimizer, of_model, refuse_half_stepped
 from hetmem.checkpoint.disk import replacing, write_at
 from hetmem.checkpoint.layout import EXTRA, arrange, data_nbytes, header
 from hetmem.checkpoint.moving import write_tensors
@@ -35,8 +35,13 @@ def save(
 
     Raises `CheckpointError` (a ValueError) for what cannot be saved, during a forward, a backward or a half-done step,
     and `StoreError` (an OSError, with path, offset, bytes and errno) when the disk is full or fails. The earlier file
-    is as it was then. Save between steps, and let nothing train meanwhile; gradients are not saved.
+    is as it was then. Save between steps: another thread that trains waits meanwhile. Gradients are not saved.
     """
+    with all_of(model, "a checkpoint"):
+        _save(os.fspath(path), model, optimizer, extra)
+
+
+def _save(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
     state, encoder = of_model(model), Encoder()
     refuse_half_stepped(
         model,
@@ -55,7 +60,6 @@ def save(
     texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
     stored = arrange(tensors)
     blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
-    path = os.fspath(path)
     with replacing(path, len(blank) + data_nbytes(stored)) as fd:
         checks = write_tensors(fd, path, len(blank), stored, tensors)
         write_at(fd, path, memoryview(header(stored, texts, checks)), 0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hetmem.checkpoint.contents import ModelState, cannot_fill, of_model, refuse_half_stepped
+from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, refuse_half_stepped
 from hetmem.checkpoint.declared import Declared
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.loading import partly_loaded
@@ -63,7 +63,7 @@ def load_weights(
     Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later,
     or an interrupt, leaves the model partly loaded, and the message says so. No code of a file's choice runs.
     """
-    with ExitStack() as stack:
+    with all_of(model, "loading weights"), ExitStack() as stack:
         state = of_model(model)
         refuse_half_stepped(model, "call optimizer.step(), or its forget_step(), first")
         declared = Declared(model, state.names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import resource
 import time
 import warnings
 import weakref
@@ -24,6 +25,8 @@ from hetmem.memory.compute import ComputeStreams
 from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.moves import Moves
+from hetmem.memory.page_locks import PageLocks
+from hetmem.memory.pools import PIECE_BYTES
 from hetmem.memory.streams import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.memory.views import Memory
@@ -31,8 +34,6 @@ from hetmem.memory.ways import Ways, load_ways
 from hetmem.plan.links import Link
 from hetmem.units import format_size, parse_size
 
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
-_MAPPED = 2  # cudaHostRegisterMapped: kernels reach it, at the host's own addresses
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
 
@@ -60,7 +61,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
         self._ways = ways
-        self._registered: list[range] = []
+        self._page_locks: list[PageLocks] = []
         self._refused = ""
         self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
         self._peak_bytes = self._fragment_bytes = 0
@@ -101,33 +102,31 @@ class CudaDevice:
         return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
-        """Register `host` with the driver (1 to 2 GB/s), exactly as long as it is. Returns what undoes it.
+        """Register `host` with the driver, exactly as long as it is. Returns what undoes it.
 
-        It should be untouched: registering touches it, and then it lies on the NUMA node of this GPU.
-        Where that is refused (a limit of locked memory, a container), copies still work, several times slower.
+        Its pages are populated first, untouched ones on the NUMA node of this GPU; raises `CapacityError` where the
+        machine has too few. Where registering is refused (a limit of locked memory, a container), copies still work,
+        several times slower, and a warning says so.
         """
         if self.node is not None:
             host.prefer_node(self.node)
-        cudart: Any = torch.cuda.cudart()
+        host.populate()
         with torch.cuda.device(self.torch_device):
-            error = cudart.cudaHostRegister(host.address, host.nbytes, _PORTABLE | _MAPPED)
-        error = int(getattr(error, "value", error))  # torch's own enumeration, which need not be a number
-        if error:
+            locks = PageLocks(torch.cuda.cudart(), host, PIECE_BYTES)
+        if locks.error:
             with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
                 torch.zeros(1, device=self.torch_device)
             self._refused = (
-                f"the driver refused to page-lock {format_size(host.nbytes)} of host memory (CUDA error {error}): "
-                f"copies to and from the GPU will be several times slower. Raise the limit (ulimit -l unlimited; in a "
-                f"container --ulimit memlock=-1), or lower Budget(host=…)"
+                f"the driver refused to page-lock {format_size(host.nbytes - locks.nbytes)} of "
+                f"{format_size(host.nbytes)} of host memory (CUDA error {locks.error}): copies to and from the GPU "
+                f"will be several times slower there. {_locked_memory_advice(host.nbytes)}, or lower Budget(host=…)"
             )
             warnings.warn(self._refused, stacklevel=2)
-            return lambda: None
-        registered = range(host.address, host.address + host.nbytes)
-        self._registered.append(registered)
+        self._page_locks.append(locks)
 
         def unpin() -> None:
-            self._registered.remove(registered)
-            cudart.cudaHostUnregister(host.address)
+            self._page_locks.remove(locks)
+            locks.end()
 
         return unpin
 
@@ -207,7 +206,7 @@ class CudaDevice:
         return backend()
 
     def _is_mapped(self, tensor: torch.Tensor) -> bool:
-        return any(tensor.data_ptr() in registered for registered in self._registered)
+        return any(tensor.data_ptr() in piece for locks in self._page_locks for piece in locks.pieces)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """A stream for each direction."""
@@ -232,6 +231,17 @@ def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) ->
         for device in list(_devices):
             if device.torch_device.index in (index, None):
                 device.refused(asked_bytes)
+
+
+def _locked_memory_advice(nbytes: int) -> str:
+    """What may help where the driver refuses to page-lock `nbytes`; a limit is blamed only where it is too low."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < nbytes:
+        return (
+            f"This process may lock {format_size(limit)}: raise the limit (ulimit -l unlimited; in a container "
+            f"--ulimit memlock=-1)"
+        )
+    return "No limit of this process forbids it: look for the driver's own message (dmesg)"
 
 
 def pci_address(device: torch.device) -> str | None:

@@ -1,24 +1,38 @@
 """Host memory in whole pages, straight from the kernel: what O_DIRECT, page-locking and huge pages all need.
 
-Knows pages and bytes. Must not know torch, pools, chunks or files.
+Knows pages, bytes and what the machine has left. Must not know torch, pools, chunks or files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
+import os
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from hetmem.errors import CapacityError
 from hetmem.memory import numa
-from hetmem.units import MIB, format_size
+from hetmem.memory.free import free_host_bytes
+from hetmem.units import GIB, MIB, format_size, round_up
 
 PAGE_BYTES = mmap.PAGESIZE
 
 # Below this a huge page would be mostly padding (its size is 2 MiB on x86-64 and on most arm64).
 _HUGE_PAGE_BYTES = 2 * MIB
+
+# Linux's; Python's mmap module names neither. Without the first, a machine that counts commitments refuses one mapping
+# larger than the memory it has at present, though only what is touched takes memory.
+_MAP_NORESERVE = 0x4000
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
+
+_POPULATE_STEP_BYTES = GIB
+"""Between two steps of `Mapping.populate` the machine is asked what it has left."""
+_POPULATE_THREADS = 8
 
 
 def address_of(memory: memoryview) -> int:
@@ -29,6 +43,32 @@ def address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a fifth of the time, for each transfer
 
 
+_KEPT_FROM_CHILDREN: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_NEVER_UNMAPPED: list[Mapping] = []
+
+
+def _after_fork() -> None:
+    """In a child: unmapping what it does not have could hit memory that has since come to lie at that address."""
+    _NEVER_UNMAPPED.extend(_KEPT_FROM_CHILDREN)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _touch(address: int, nbytes: int) -> int:
+    """Populate whole pages from `address` on; returns an errno, 0 if it worked. The GIL is not held meanwhile."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
+        return 0
+    error = ctypes.get_errno()
+    if error != errno.EINVAL:
+        return error
+    pages = (ctypes.c_ubyte * nbytes).from_address(address)  # an older kernel: write one byte of each page
+    first = np.ctypeslib.as_array(pages)[::PAGE_BYTES]
+    first |= 0
+    return 0
+
+
 class Mapping:
     """`nbytes` of private, page-aligned, zeroed memory that belongs to no file.
 
@@ -37,7 +77,7 @@ class Mapping:
     a view cannot dangle. Large mappings ask for huge pages, which make disk transfers and updates 1.2 times faster.
     """
 
-    __slots__ = ("_pages", "address", "nbytes")
+    __slots__ = ("__weakref__", "_pages", "address", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         """Raises ValueError for `nbytes` below 1 and `CapacityError` when the address space has no room."""
@@ -45,7 +85,7 @@ class Mapping:
             raise ValueError(f"a mapping needs at least 1 byte, got {nbytes}")
         try:
             # mmap's default, MAP_SHARED, is backed by shmem: that gets no huge pages.
-            self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"cannot map {nbytes} bytes ({format_size(nbytes)}) of host memory: {error}. Lower the host budget, "
@@ -56,6 +96,47 @@ class Mapping:
                 self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.address = address_of(memoryview(self._pages))
+
+    def populate(self) -> None:
+        """Touch every page, by several threads, so that page-locking finds them; their contents stay.
+
+        Raises `CapacityError` as soon as the machine, or a control group of this process, has less memory left than
+        the next step of 1 GiB takes: going on would end the process, or another one.
+        """
+        threads = min(_POPULATE_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, "hetmem-populate") as pool:
+            for start in range(0, self.nbytes, _POPULATE_STEP_BYTES):
+                step = min(_POPULATE_STEP_BYTES, self.nbytes - start)
+                if (left := free_host_bytes()) < step:
+                    raise CapacityError(
+                        f"host memory ends: {format_size(start)} of {format_size(self.nbytes)} are populated, and the "
+                        f"machine (or a control group of this process) has {format_size(left)} left. Lower "
+                        f"Budget(host=…) to at most {format_size(start + left)}, or end other programs"
+                    )
+                part = round_up(-(-step // threads), PAGE_BYTES)
+                parts = [(at, min(part, start + step - at)) for at in range(start, start + step, part)]
+                for error in pool.map(lambda span: _touch(self.address + span[0], span[1]), parts):
+                    if error:
+                        raise CapacityError(
+                            f"cannot populate {format_size(self.nbytes)} of host memory: {os.strerror(error)}. Lower "
+                            f"Budget(host=…), or end other programs"
+                        )
+
+    def keep_from_children(self) -> None:
+        """Leave this memory out of processes made by `fork()`, where reading it becomes a segmentation fault.
+
+        Otherwise each forked process (a worker of a `DataLoader`) costs a copy of it: page-locked pages are copied at
+        once, others as training writes to them.
+        """
+        with contextlib.suppress(OSError):
+            self._pages.madvise(mmap.MADV_DONTFORK)
+            _KEPT_FROM_CHILDREN.add(self)
+
+    def share_with_children(self) -> None:
+        """End `keep_from_children`, for processes forked from now on."""
+        if self in _KEPT_FROM_CHILDREN:
+            self._pages.madvise(mmap.MADV_DOFORK)
+            _KEPT_FROM_CHILDREN.discard(self)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes [offset, offset + nbytes), valid for as long as the view lives.

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from hetmem.errors import CapacityError
 from hetmem.memory.mapping import Mapping
-from hetmem.units import format_size, round_down, round_up
+from hetmem.units import GIB, format_size, round_down, round_up
 
 PAGE_BYTES = 4096
+
+PIECE_BYTES = 64 * GIB
+"""Drivers page-lock no more than this in one call (r580 fails at 512 GiB); no copy may lie in two such pieces, so no
+reservation crosses a multiple of it."""
 
 
 class HostPool:
@@ -19,6 +23,7 @@ class HostPool:
         self.capacity_bytes = round_down(capacity_bytes, PAGE_BYTES)
         self.reserved_bytes = 0
         self.mapping = Mapping(max(PAGE_BYTES, self.capacity_bytes))
+        self.mapping.keep_from_children()
         self._staging_offset = 0
         self.slot_bytes = 0  # of staging
 
@@ -30,14 +35,16 @@ class HostPool:
     def reserve(self, nbytes: int) -> memoryview:
         """`nbytes` of page-aligned memory for good. Raises `CapacityError` with nothing changed."""
         taken = round_up(nbytes, PAGE_BYTES)
-        if taken > self.free_bytes:
+        start = self.reserved_bytes
+        if start // PIECE_BYTES != (start + taken - 1) // PIECE_BYTES and 0 < taken <= PIECE_BYTES:
+            start = round_up(start, PIECE_BYTES)
+        if start + taken > self.capacity_bytes:
             raise CapacityError(
                 f"the host pool has no room: {format_size(taken)} wanted, {format_size(self.free_bytes)} left "
                 f"of {format_size(self.capacity_bytes)}"
             )
-        offset = self.reserved_bytes
-        self.reserved_bytes += taken
-        return self.mapping.buffer(offset, nbytes)
+        self.reserved_bytes = start + taken
+        return self.mapping.buffer(start, nbytes)
 
     def reserve_staging(self, slot_bytes: int, slots: int) -> None:
         """Set `slots` slots of `slot_bytes` (whole pages) aside for staging; once."""

@@ -5,7 +5,9 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -92,7 +94,12 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """By parameter, its states as tensors at home. Waits until all updates have arrived there."""
+        """By parameter, its states as tensors at home. Waits until all updates have arrived there.
+
+        Raises `ManageError` in a forked process, which has none of that memory.
+        """
+        for interception in self._steppers:
+            interception.refuse_a_fork("reading optimizer states")
         self.synchronize()
         return self.states.shown
 
@@ -129,11 +136,20 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
-        try:
-            self._step_all()
-        finally:
-            for interception in self._steppers:  # what trails may be another optimizer's
-                interception.segments.rest()
+        with self._turns("a step"):
+            try:
+                self._step_all()
+            finally:
+                for interception in self._steppers:  # what trails may be another optimizer's
+                    interception.segments.rest()
+
+    @contextmanager
+    def _turns(self, what: str) -> Iterator[None]:
+        """No other thread computes with the models of this optimizer."""
+        with ExitStack() as turns:
+            for turn in sorted((found.runtime.turn for found in self._steppers), key=attrgetter("number")):
+                turns.enter_context(turn.held(what))
+            yield
 
     def _step_all(self) -> None:
         self._arrange_by_use()
@@ -161,9 +177,10 @@ class OffloadedOptimizer(Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
-        if not set_to_none:
-            self.synchronize()  # an update that is under way reads them
-        super().zero_grad(set_to_none)
+        with self._turns("zero_grad()"):
+            if not set_to_none:
+                self.synchronize()  # an update that is under way reads them
+            super().zero_grad(set_to_none)
 
     @HELD_BACK
     @torch.inference_mode(False)  # where tensors take writes later
@@ -173,19 +190,21 @@ class OffloadedOptimizer(Optimizer):
         A state on the `meta` device gets its home only, for the caller to write to. Raises `ManageError`, with nothing
         changed, if states are of another kind (8-bit moments or not).
         """
-        self.synchronize()
-        last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last_hook.remove()
-            self._to_load = []
+        with self._turns("load_state_dict()"):
+            self.synchronize()
+            last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                last_hook.remove()
+                self._to_load = []
 
     @HELD_BACK
     @torch.inference_mode(False)
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what `load_state_dict` does for states of another kind; reserve homes, and change nothing else."""
-        saved_homes(state_dict, self.param_groups, self._with_homes)
+        with self._turns("check_state_dict()"):
+            saved_homes(state_dict, self.param_groups, self._with_homes)
 
     def _take_homes_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch is to load: it would cast the rest to the parameter's dtype, in memory."""
@@ -220,8 +239,9 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def synchronize(self) -> None:
         """Wait until everything is updated and at home, also on NVMe. An error of that is raised here."""
-        for stepper in self._steppers.values():
-            stepper.synchronize()
+        with self._turns("synchronize()"):
+            for stepper in self._steppers.values():
+                stepper.synchronize()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the present `loss_scale`: what to call `backward` on. Without a `loss_scale`, `loss` itself."""
@@ -241,13 +261,14 @@ class OffloadedOptimizer(Optimizer):
         What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
         gradients too: `zero_grad()`. Raises the error of a transfer that failed, or of an update that cannot be ended.
         """
-        self.synchronize()
-        try:
-            for stepper in self._steppers.values():
-                stepper.finish_halves()
-        finally:
-            for stepper in self._steppers.values():
-                stepper.forget()
+        with self._turns("forget_step()"):
+            self.synchronize()
+            try:
+                for stepper in self._steppers.values():
+                    stepper.finish_halves()
+            finally:
+                for stepper in self._steppers.values():
+                    stepper.forget()
 
     def beside_states(self) -> dict[str, Any]:
         """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""

@@ -30,12 +30,13 @@ class Overlap(str, Enum):
     "off": all within `step`. "backward": chunk by chunk as gradients arrive; where a factor that needs all gradients
     (clipping, loss scaling) forbids it, in `step`. "speculative": also there, on trial, undone where the factor turns
     out not to be 1; takes host memory that the budget has left. "forward": as "backward", and `step` returns before
-    all is done: the next forward waits for what it needs, and so does whoever reads or writes a parameter, on the
-    thread of the step; `torch.tensor(p)` and `torch.nn.Parameter(p)`, which torch tells nobody of, need `synchronize`
-    before. It uses gradients up (`p.grad` is None after `step`).
+    all is done: the next forward waits for what it needs, and so does whoever reads or writes a parameter;
+    `torch.tensor(p)` and `torch.nn.Parameter(p)`, which torch tells nobody of, need `synchronize` before. It uses
+    gradients up (`p.grad` is None after `step`).
 
     With all but "off", weights and gradients must stay as they are between the backward and `step`: `step` raises where
-    they were clipped, unscaled by `torch.amp.GradScaler`, set to None or written to.
+    they were clipped, unscaled by `torch.amp.GradScaler`, set to None or written to. So does a forward there that uses
+    a weight which is updated already; another thread's waits for the step.
     """
 
     OFF = "off"

@@ -147,13 +147,15 @@ class Stepper:
         """See `Watcher`."""
         return self._places.place_on_device(chunk)
 
-    def recomputed_with(self, managed: ManagedParameter) -> None:
-        """An operator within a backward uses `managed`, which may be updated already."""
+    def used_again(self, managed: ManagedParameter) -> None:
+        """An operator before the end of the step uses `managed`, which may be updated already."""
         progress = self._progress.get(managed.chunk)
         if progress is not None and progress.begun and not self.failed:
             raise RuntimeError(
-                f"{managed.name} is used by a recomputation within backward after its update had begun (overlap="
-                f"{self._optimizer.overlap.value!r}), as all its gradients had arrived: {advice(self._optimizer)}"
+                f"{managed.name} is used again, by a recomputation within backward or a forward before step(), after "
+                f"its update had begun (overlap={self._optimizer.overlap.value!r}), as all its gradients had arrived: "
+                f"call step() before (to leave it out, or after a backward that did not end, forget_step() and "
+                f"zero_grad()), or {advice(self._optimizer)}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------

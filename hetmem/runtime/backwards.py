@@ -10,6 +10,7 @@ torch's order, which is the same for a graph of one device: to look for nodes of
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -20,7 +21,9 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime import registry
 from hetmem.runtime.compiled import opaque, uncompiled
 from hetmem.runtime.differentiated import accumulators, differentiate
-from hetmem.runtime.segments import RUNNING, in_backward
+from hetmem.runtime.interception import Interception
+from hetmem.runtime.running import RUNNING, in_backward
+from hetmem.runtime.turns import Section, Turn
 
 _AS_IT_IS = contextlib.nullcontext()
 _ENGINE = "_engine_run_backward"
@@ -42,10 +45,12 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch's own does, with all told that manage a model."""
-    outermost, began = not in_backward(), list[Any]()
+    """What torch's own does, with all told that manage a model which it may be of."""
+    outermost, taken, began = not in_backward(), list[tuple[Turn, Section]](), list[Interception]()
     try:
-        _begins(began, outermost=outermost)
+        if outermost:
+            _begin(outputs, taken)
+        _tell_of_begin(began)
         if any(interception.gradients.counts_arrivals() for interception in began):
             _tell_of_arrivals(outputs)
         with torch.autograd.set_multithreading_enabled(False) if outermost and _may_cross(began) else _AS_IT_IS:
@@ -54,48 +59,74 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         with HELD_BACK:
             if outermost:
                 RUNNING.end()
-                _settle_after_error()
+                with contextlib.suppress(Exception):  # the error that is raised counts
+                    _settle_what_raised()
         raise
     finally:
         if outermost:
             RUNNING.end()
-        _ends(began)
+        _tell_of_end(began)
+        for turn, section in reversed(taken):
+            turn.give(section)
+
+
+@HELD_BACK
+def _begin(outputs: Any, taken: list[tuple[Turn, Section]]) -> None:
+    """A backward that is within no other one is called; `taken` are the turns of models that it may be of."""
+    taken.extend((turn, turn.take("a backward")) for turn in _turns(outputs))
+    _settle_what_raised()
+    RUNNING.begin()
+
+
+@uncompiled
+def _turns(outputs: Any) -> list[Turn]:
+    """Those of the models that this thread has computed a graph with. Of what other threads have made graphs of, those
+    whose parameters are in that of `outputs`."""
+    here = threading.get_ident()
+    trained = [found.runtime.turn for found in registry.interceptions() if found.runtime.turn.trainers]
+    turns = [turn for turn in trained if here in turn.trainers]
+    if len(turns) < len(trained):
+        reached = (registry.of_parameter(node.variable) for node in accumulators(outputs))
+        turns += {found[0].runtime.turn for found in reached if found is not None} - {*turns}
+    return sorted(turns, key=lambda turn: turn.number)
 
 
 @uncompiled
 @HELD_BACK
-def _begins(began: list[Any], *, outermost: bool) -> None:
-    """A backward is called, which is told to all that manage a model, `began`; `outermost`: it is within no other."""
+def _tell_of_begin(began: list[Interception]) -> None:
+    """Whatever has a turn that is this thread's is told, and is in `began` then."""
     HELD_BACK.begin_segment()
-    if outermost:
-        for interception in registry.interceptions():
-            interception.segments.settle_if_raised()
-        RUNNING.begin()
     for interception in registry.interceptions():
-        interception.backward_begins()
-        began.append(interception)
+        if interception.runtime.turn.is_mine():
+            interception.backward_begins()
+            began.append(interception)
 
 
 @uncompiled
 @HELD_BACK
-def _ends(began: list[Any]) -> None:
+def _tell_of_end(began: list[Interception]) -> None:
     while began:
         began.pop().backward_ends()
     HELD_BACK.end_segment()
 
 
-def _may_cross(began: list[Any]) -> bool:
+def _may_cross(began: list[Interception]) -> bool:
     """Whether a graph may have nodes of the host beside those of a device: see note "one thread"."""
     memories = (interception.runtime.memory for interception in began)
     return any(memory.streams and memory.device.torch_device.type != "cpu" for memory in memories)
 
 
 @uncompiled
-def _settle_after_error() -> None:
-    """The error that is raised is the one that counts: what did not arrive is tried again."""
+def _settle_what_raised() -> None:
+    """Backwards that have raised are over; those that another thread has the turn of are its own."""
     for interception in registry.interceptions():
-        with contextlib.suppress(Exception):
-            interception.segments.settle_if_raised()
+        turn = interception.runtime.turn
+        section = turn.take_if_free("a backward") if interception.segments.in_backward else None
+        if section is not None:
+            try:
+                interception.segments.settle_if_raised()
+            finally:
+                turn.give(section)
 
 
 @uncompiled

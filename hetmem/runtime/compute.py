@@ -44,7 +44,7 @@ class Call:
 
     __slots__ = ("_plain", "displaced", "module", "number", "used")
 
-    def __init__(self, module: torch.nn.Module, frame: FrameType | None) -> None:
+    def __init__(self, module: object, frame: FrameType | None) -> None:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
         self.module, self.number = weakref.ref(module), id(frame)
         self._plain = frame is not None and frame.f_code is CALLS
@@ -67,13 +67,47 @@ class Call:
         return False
 
 
-def calling_frame(module: torch.nn.Module, hook: FrameType) -> FrameType | None:
+def calling_frame(module: object, hook: FrameType) -> FrameType | None:
     """The frame in which torch calls `module`, asked by one of its hooks, which runs in the frame `hook`: the innermost
     one with the module as `self`."""
     frame: FrameType | None = hook
     while frame is not None and frame.f_locals.get("self") is not module:
         frame = frame.f_back
     return frame
+
+
+def outermost_of_modules(frame: FrameType) -> FrameType:
+    """The call of a module's method, like `state_dict`, that `frame`, which is torch's, is a part of."""
+    while frame.f_back is not None and frame.f_back.f_globals.get("__name__") == torch.nn.Module.__module__:
+        frame = frame.f_back
+    return frame
+
+
+def running(frame: FrameType | None) -> Callable[[], bool]:
+    """Whether `frame`, in which an object's method runs on this thread, still does so; to be asked by any thread."""
+    owner = None if frame is None else frame.f_locals.get("self")
+    if frame is None or owner is None:
+        return lambda: False
+    call, thread, bottom = Call(owner, frame), get_ident(), _bottom(frame)
+    return lambda: _runs_elsewhere([call], thread, bottom)
+
+
+def _bottom(frame: FrameType) -> int:
+    """What identifies the first frame of the thread that `frame` is of."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return id(frame)
+
+
+def _runs_elsewhere(calls: Sequence[Call], thread: int, bottom: int) -> bool:
+    """Whether any of `calls` is on the stack of `thread`, which runs meanwhile. A frame that has just returned has none
+    below it any more, so only who gets to the `bottom` knows that none is."""
+    frame, last = sys._current_frames().get(thread), None
+    while frame is not None:
+        if any(call.is_made_in(frame) for call in calls):
+            return True
+        last, frame = frame, frame.f_back
+    return last is not None and id(last) != bottom
 
 
 class Compute:
@@ -93,6 +127,9 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """Who compiles what is around it; see `compiled`."""
+        self._bottom = _bottom(sys._getframe())
+        self.section: Any = None
+        """Its part of the turn of its thread, see `turns`."""
         self._ended, self._cached = ended, False
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 
@@ -100,13 +137,13 @@ class Compute:
         """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
         if self.is_over or self.functions_running:
             return not self.is_over
-        own = self.thread == get_ident()
-        top = sys._getframe(1) if own else sys._current_frames().get(self.thread)
+        if self.thread != get_ident():
+            return _runs_elsewhere(tuple(self.calls), self.thread, self._bottom)
+        top = sys._getframe(1)
         for call in reversed(self.calls):  # asked at every function of torch's
             if call.is_on(top):
                 return True
-        if own:
-            self._ended(self)
+        self._ended(self)
         return False
 
     def has_ended(self, top: FrameType | None) -> bool:

@@ -23,6 +23,7 @@ from hetmem.memory.pools import HostPool
 from hetmem.plan.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
 from hetmem.plan.placement import Capacities, NoRoom, survey
 from hetmem.runtime.bindings import rest_of, stand_in, storage_references
+from hetmem.runtime.early_views import refuse_early_views
 from hetmem.runtime.memory import Memory
 from hetmem.runtime.precision import compute_dtypes, specs
 
@@ -66,6 +67,7 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     for (_, end, name), (start, other_end, other) in pairwise(spans):
         if start < end and start < other_end:
             raise ManageError(f"{name} and {other} share memory but are two parameters: tie them by using one object")
+    refuse_early_views(module, parameters)
     return parameters
 
 
@@ -103,6 +105,7 @@ def build_memory(
     pins: list[Callable[[], None]] = []
     try:
         host_pool = HostPool(capacities.host_bytes)
+        pins.append(host_pool.mapping.share_with_children)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         if not ground.resident:  # what no copy uses is not pinned
             pins.append(device.pin(host_pool.mapping))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from hetmem.plan.links import Link
@@ -80,6 +81,11 @@ class EventLog:
         """`what` begins, and what ran before is over."""
         self.end_segment()
         self._segment = (what, time.perf_counter())
+
+    def newest(self) -> Hashable:
+        """What is another thing whenever something else has happened."""
+        logs = (self.moments, self.transfers, self.updates)
+        return tuple(log[-1] if log else None for log in logs)
 
     def end_segment(self) -> None:
         """No segment runs."""

@@ -20,9 +20,9 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import set_compiler, skipped
 from hetmem.runtime.gradients import GradientSink
+from hetmem.runtime.running import in_backward
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
-from hetmem.runtime.segments import in_backward
 
 _get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _AsItIs: Any = torch._C.DisableTorchFunctionSubclass
@@ -194,8 +194,9 @@ class Faults:
     ) -> Any:
         if func == _SET_DATA and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
+        if self._gradients.within_step or in_backward():
+            self._gradients.use_again(used)
         if in_backward():
-            self._gradients.recompute_with(used)
             self._saved.enter_node()
         self._runtime.use(_name(func), used)
         stays, displaced = False, self._saved.displace_others()

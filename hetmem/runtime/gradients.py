@@ -36,6 +36,8 @@ class GradientSink:
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
         self.watchers: WeakOnes[Watcher] = WeakOnes()
+        self.within_step = False
+        """Whether the forward that runs began between a backward that has updated weights and its step."""
         self.told = True
         """Whether any of `watchers` has to be told of each gradient of this backward."""
         self.sent_home: list[ManagedParameter] = []
@@ -158,11 +160,16 @@ class GradientSink:
         if chunk in self._complete and not traffic.gradients.arriving(chunk):
             traffic.settle([chunk.homes[Role.GRAD]])
 
-    def recompute_with(self, used: list[ManagedParameter]) -> None:
-        """A part of the forward is computed once more within a backward, with `used`."""
+    @property
+    def half_stepped(self) -> bool:
+        """Whether a step has begun to update weights and is not over."""
+        return any(True for watcher in self.watchers for _ in watcher.begun())
+
+    def use_again(self, used: list[ManagedParameter]) -> None:
+        """`used` are computed with between the begin of a backward and the end of the step."""
         for watcher in self.watchers:
             for managed in used:
-                watcher.recomputed_with(managed)
+                watcher.used_again(managed)
 
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +28,8 @@ class Hooked(Protocol):
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised."""
 
-    def before_state_dict(self) -> None:
-        """Weights are to be read, or written over."""
+    def before_state_dict(self, by: FrameType) -> None:
+        """Weights are to be read, or written over, by a method of a module that runs in `by`."""
 
     def before_assignment(self) -> None:
         """Other parameters are to take the place of the module's."""
@@ -102,7 +104,7 @@ class BeforeStateDict:
     def __call__(self, *args: Any) -> None:
         hooked = self._hooked()
         if hooked is not None:
-            hooked.before_state_dict()
+            hooked.before_state_dict(sys._getframe(2))  # behind `HELD_BACK`
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
                 hooked.before_assignment()
 

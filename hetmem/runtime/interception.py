@@ -22,18 +22,28 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime.compiled import hook_forwards, set_compiler, skipped
-from hetmem.runtime.compute import CALLS, Call, Compute, calling_frame, forget_what_is_over
+from hetmem.runtime.compute import (
+    CALLS,
+    Call,
+    Compute,
+    calling_frame,
+    forget_what_is_over,
+    outermost_of_modules,
+    running,
+)
 from hetmem.runtime.faults import Faults, run_again
 from hetmem.runtime.gradients import GradientSink
 from hetmem.runtime.hooks import AfterForward, BeforeForward, BeforeStateDict, Convert, asked_format, hook_conversions
 from hetmem.runtime.leases import Leases
 from hetmem.runtime.regions import Regions
+from hetmem.runtime.running import in_backward
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import SavedTensors
-from hetmem.runtime.segments import Segments, in_backward, signature
+from hetmem.runtime.segments import Segments, signature
 from hetmem.runtime.share import ResidentShare
 from hetmem.runtime.strangers import explain, is_of_torch, raised_in_call
 from hetmem.runtime.surroundings import refuse_a_surrounding
+from hetmem.runtime.turns import Section
 
 
 class _OfThread(threading.local):
@@ -58,12 +68,12 @@ class Interception:
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
         self._computes = _OfThread()
-        self._turn = threading.Lock()
         self._process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
         self._forward: Compute | None = None
         """The last one."""
+        self._reading: Section | None = None
         self._saved = SavedTensors(runtime, self.segments)
         self._faults = Faults(runtime, self.gradients, self._saved, self)
         self.leases = Leases(runtime, self.gradients, self._saved)
@@ -174,12 +184,10 @@ class Interception:
         if memory.device.captures() and (memory.streams or memory.may_leave_device):
             self.refuse_a_capture("a forward")
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
-        with self._turn:
-            self._refuse_two_threads()
-            compute = self._begin(call)
-            compute.compiler = compiler
-            if compute.task < 0:
-                self._forward, self._regions.compiler = compute, compiler
+        compute = self._begin(call)
+        compute.compiler = compiler
+        if compute.task < 0:
+            self._forward, self._regions.compiler = compute, compiler
         try:
             dtype = self.runtime.memory.mixed_precision
             if compute.task < 0:
@@ -196,6 +204,8 @@ class Interception:
         runtime = self.runtime
         measured, transformed = runtime.sanitize, False
         if compute.task < 0:
+            if torch.is_grad_enabled():
+                runtime.turn.trainers.add(compute.thread)
             runtime.trailing.pause()
             transformed = torch._C._functorch.maybe_current_level() is not None
             with runtime.unwatched():
@@ -230,6 +240,7 @@ class Interception:
             with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
             compute.leave_autocast_cache()
+            self.gradients.within_step = self.gradients.half_stepped
         self._saved.enter(compute)
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -283,13 +294,14 @@ class Interception:
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
-        try:
-            if compute.task < 0:
-                self.runtime.notice_writes_to_views()
-        finally:
-            self._end(compute)
-        if compute.task < 0 and measured:
-            self.runtime.monitor.watch_backward(output)
+        with self.runtime.turn.held("a forward"):
+            try:
+                if compute.task < 0:
+                    self.runtime.notice_writes_to_views()
+            finally:
+                self._end(compute)
+            if compute.task < 0 and measured:
+                self.runtime.monitor.watch_backward(output)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -346,24 +358,12 @@ class Interception:
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it
 
-    def _refuse_two_threads(self) -> None:
-        """Raise `ManageError` if a forward runs on another thread. Waiting could be for ever: it may be waiting itself,
-        for threads that it has started."""
-        forward = self._forward
-        if forward is None or forward.thread == threading.get_ident() or in_backward():
-            return
-        if forward.runs():
-            raise ManageError(
-                "a forward of this model runs on another thread: hetmem computes one at a time, as a device does; put "
-                "a lock around the calls"
-            )
-
     def refuse_a_fork(self, what: str) -> None:
-        """Raise `ManageError` if `what` would wait for threads that this process, a fork, does not have."""
-        if os.getpid() != self._process and self.runtime.memory.streams:
+        """Raise `ManageError` if `what` needs threads or memory that this process, a fork, does not have."""
+        if os.getpid() != self._process:
             raise ManageError(
-                f"{what} in a forked process: what moves weights are threads, and those are the parent's. Compute "
-                f"there, fork before hetmem.manage, or give the child a copy.deepcopy(model), which is an ordinary one"
+                f"{what} in a forked process: the memory and the threads that hold the model are the parent's. Compute "
+                f"there, fork before hetmem.manage, or fork with a copy.deepcopy(model), which is an ordinary one"
             )
 
     def refuse_a_capture(self, what: str) -> None:
@@ -375,18 +375,28 @@ class Interception:
             )
 
     def _begin(self, call: Call) -> Compute:
-        HELD_BACK.begin_segment()
         compute = Compute(call, self._end, self.leases.end)
+        ready = None if compute.task >= 0 or self._here() else self.is_whole
+        compute.section = self.runtime.turn.take("a forward", compute.runs, ready)
+        HELD_BACK.begin_segment()
         self._here().append(compute)
         return compute
 
+    def is_whole(self) -> bool:
+        """Whether no other thread is between a backward that has begun to update weights and its step; asked with the
+        turn."""
+        if self.segments.backward_thread == threading.get_ident():
+            return True
+        return not self.gradients.half_stepped
+
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
-        here = self._here()
+        here, over = self._here(), list[Compute]()
         self._tracing.quiet = 0
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
             ended = here.pop()
+            over.append(ended)
             while ended.calls:
                 self.leases.end(ended.calls.pop())
             ended.end()
@@ -397,6 +407,8 @@ class Interception:
                 self.runtime.bindings.go_home()
         if not here and not self._backwards:
             self.runtime.trailing.resume()
+        for each in over:
+            self.runtime.turn.give(each.section)
 
     def _forget_interrupted(self) -> None:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
@@ -414,10 +426,17 @@ class Interception:
             self._backwards = 0
             self.runtime.bindings.all_home()
 
-    def before_state_dict(self) -> None:
-        """What users read, or write over, is what the last step made."""
-        self._forget_interrupted()
-        self.runtime.traffic.wait_for_updates()
+    def before_state_dict(self, by: FrameType | None = None) -> None:
+        """What users read, or write over, is what the last step made. It is this thread's as long as `by` runs, which
+        is what a module does for them."""
+        turn = self.runtime.turn
+        if by is not None and not (self._reading is not None and turn.is_mine() and not self._reading.is_over()):
+            if self._reading is not None:
+                turn.give(self._reading)
+            self._reading = turn.take("a state dict", running(outermost_of_modules(by)), self.is_whole)
+        with turn.held("a state dict"):
+            self._forget_interrupted()
+            self.runtime.traffic.wait_for_updates()
 
     def before_assignment(self) -> None:
         """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""
@@ -429,7 +448,8 @@ class Interception:
     def not_converted(self, convert: Convert) -> list[torch.Tensor]:
         """`Module.to` and the like: managed parameters, and their gradients, stay where they are, as they come to the
         device for operators. Raises `ManageError` where they would get another dtype, or strides."""
-        self._forget_interrupted()
+        with self.runtime.turn.held("a conversion"):
+            self._forget_interrupted()
         for dtype in {managed.chunk.dtype for managed in self.runtime.parameters}:
             with self.runtime.unwatched(), torch.no_grad():
                 asked = convert(torch.empty(0, dtype=dtype, device=self.runtime.memory.device.torch_device)).dtype
@@ -455,7 +475,8 @@ class Interception:
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
-        self._forget_interrupted()
+        with self.runtime.turn.held("a checkpoint"):
+            self._forget_interrupted()
         return not self._here() and not in_backward()
 
     def reset(self) -> None:

@@ -15,9 +15,9 @@ from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.compute import Call
 from hetmem.runtime.gradients import GradientSink
+from hetmem.runtime.running import in_backward
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.saved import Pack, SavedTensors
-from hetmem.runtime.segments import in_backward
 
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -51,8 +51,8 @@ class Leases:
 
     def bind(self, call: Call, used: list[ManagedParameter], name: str) -> None:
         """Bind `used` until `end(call)`; they are called `name` together."""
-        if in_backward():
-            self._gradients.recompute_with(used)
+        if self._gradients.within_step or in_backward():
+            self._gradients.use_again(used)
         fresh = used
         for managed in used:
             if managed.bound or used[1:]:

@@ -49,7 +49,7 @@ class Memory:
     staging_slots: int
     mixed_precision: torch.dtype | None
     pins: list[Callable[[], None]]
-    """What ends page-locking."""
+    """What ends page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
     device_home_bytes: int = 0
     usable_bytes: int = field(init=False)

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from threading import get_ident
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.errors import ManageError, StoreError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.runtime.compute import calling_frame, running
+from hetmem.runtime.forked import refuse_in_child
 from hetmem.runtime.interception import Interception
+from hetmem.runtime.turns import Section, Turn
 from hetmem.runtime.used_up import updated_by_another
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_taken: dict[int, list[tuple[Turn, Section]]] = {}
+"""By thread, for the step of an optimizer that is not hetmem's."""
 _TRIES = 32
 """So many transfers may be under way that fail, each of which is told once."""
+
+
+@HELD_BACK
+def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """It writes to homes by itself, and no other thread computes meanwhile: the turns are this thread's for as long as
+    its `step` runs."""
+    if getattr(optimizer, "writes_homes", False) or not _modules:
+        return
+    _give_turns()  # of a step that raised
+    runs = running(calling_frame(optimizer, sys._getframe()))
+    turns = {interception.runtime.turn for interception in _managed_by(optimizer)}
+    for turn in sorted(turns, key=lambda turn: turn.number):
+        section = turn.take(f"a step of {type(optimizer).__name__}", runs)
+        _taken.setdefault(get_ident(), []).append((turn, section))
+
+
+def _managed_by(optimizer: torch.optim.Optimizer) -> Iterator[Interception]:
+    """What manages each parameter of `optimizer` that is managed."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return (found[0] for found in map(of_parameter, parameters) if found is not None)
+
+
+def _give_turns() -> None:
+    for turn, section in _taken.pop(get_ident(), ()):
+        turn.give(section)
 
 
 @HELD_BACK
@@ -26,7 +61,15 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
     """Not every optimizer of torch counts versions when it writes (the fused ones do not): its parameters changed."""
     if getattr(optimizer, "writes_homes", False):
         return
+    try:
+        _take_note(optimizer)
+    finally:
+        _give_turns()
+
+
+def _take_note(optimizer: torch.optim.Optimizer) -> None:
     failed: StoreError | None = None
+    models = dict.fromkeys(_managed_by(optimizer))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found = of_parameter(parameter)
@@ -35,6 +78,9 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
                 failed = _updated(*found) or failed
                 if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):
                     raise RuntimeError(updated_by_another(found[1].name))
+    for interception in models:
+        with suppress(Exception), interception.runtime.unwatched():
+            interception.runtime.renew_what_is_held()
     try:
         if failed is not None:
             raise failed
@@ -56,6 +102,7 @@ def _updated(interception: Interception, managed: ManagedParameter) -> StoreErro
     return failed
 
 
+_before_optimizers = register_optimizer_step_pre_hook(_before_any_optimizer)
 _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)
 
 
@@ -100,6 +147,17 @@ def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParamete
     return None if found is None else (found, found.runtime.bindings.by_id[id(parameter)])
 
 
+@contextmanager
+def turn_with(parameters: Iterable[torch.Tensor], what: str) -> Iterator[None]:
+    """No other thread computes with what manages any of `parameters`, or is between a backward that has begun to update
+    them and its step."""
+    found = {each[0] for each in map(of_parameter, parameters) if each is not None}
+    with ExitStack() as turns:
+        for interception in sorted(found, key=lambda interception: interception.runtime.turn.number):
+            turns.enter_context(interception.runtime.turn.held(what, interception.is_whole))
+        yield
+
+
 def refuse_managed(module: torch.nn.Module) -> None:
     """Raise `ManageError` if `module`, or a part of it, is managed already."""
     for name, parameter in module.named_parameters():
@@ -108,3 +166,12 @@ def refuse_managed(module: torch.nn.Module) -> None:
                 f"{type(module).__name__} is managed already (its parameter {name} is): manage a model once, as a "
                 f"whole, or call hetmem.release on it first"
             )
+
+
+def _after_fork() -> None:
+    for interception in interceptions():
+        for managed in interception.runtime.parameters:
+            refuse_in_child(managed.parameter)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -16,6 +16,7 @@ import torch
 
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.page_locks import later
 from hetmem.memory.transfer import TransferEngine
 from hetmem.memory.views import without_graph
 from hetmem.plan.hardware import HardwareProfile
@@ -29,13 +30,14 @@ from hetmem.runtime.statistics import Statistics
 from hetmem.runtime.tracer import StepTracer, segment_name
 from hetmem.runtime.traffic import Traffic, param_block
 from hetmem.runtime.trailing import Trailing
+from hetmem.runtime.turns import Turn
 from hetmem.runtime.writes import Writes
 
 _functions_around: Any = torch._C._len_torch_function_stack
 
 
 class Runtime:
-    """Everything hetmem knows of one managed module. One thread at a time calls it: the one that trains.
+    """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
 
     `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of
     events. Guarantees after every public method, also one that raised: every parameter outside compute is its home,
@@ -58,7 +60,8 @@ class Runtime:
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.carrier.unwatched = self.monitor.unwatched
-        self.trailing = Trailing(self.chunks, self.traffic, self.monitor)
+        self.turn = Turn(self.events.newest)
+        self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if anybody has said so."""
         self.planned_optimizer: Mapping[str, str] = {}
@@ -94,7 +97,7 @@ class Runtime:
             self.traffic.pending.poll()
             self.expect(key)
             if key != STEP:
-                self._renew_what_is_held()
+                self.renew_what_is_held()
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
@@ -357,9 +360,9 @@ class Runtime:
                 self._untracked.discard(key)
                 self.traffic.release(param_block(managed), Tier.DEVICE)
 
-    def _renew_what_is_held(self) -> None:
-        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward:
-        what it shows becomes what the weight is by now."""
+    def renew_what_is_held(self) -> None:
+        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward,
+        or a user looks at it: what it shows becomes what the weight is by now. Outside compute, and before it."""
         self._let_go()
         for managed in list(self._held.values()):
             if not self.traffic.copy_counts(managed.chunk):
@@ -381,6 +384,8 @@ class Runtime:
         self.tracer.end()
         self.events.end_segment()
         self._ended = STEP
+        with suppress(Exception), self.unwatched():
+            self.renew_what_is_held()
         if (follower := self.tracer.book.follower(STEP)) is not None:
             with suppress(Exception):
                 self.expect(follower)
@@ -391,4 +396,4 @@ def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
     it joins no thread and takes no lock: a thread that collected a model while it started has waited for itself."""
     engine.abandon()
     for unpin in pins:
-        unpin()
+        later(unpin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 import threading
 import weakref
@@ -17,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.plan.trace import STEP
 from hetmem.runtime.compiled import uncompiled
+from hetmem.runtime.running import RUNNING, in_backward
 from hetmem.runtime.runtime import Runtime
+from hetmem.runtime.turns import Section
 
 _PASSED_THROUGH = ("hetmem.runtime.backwards", "hetmem.runtime.differentiated")
 _FORWARDS = 32
@@ -25,11 +26,6 @@ _FORWARDS = 32
 calls no backward, has any number."""
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
@@ -96,41 +92,6 @@ def _hetmem_is_at_work() -> bool:
     return False
 
 
-class Running:
-    """Backwards that run now, each by the thread that has called it; those within a node of another are left out.
-
-    Note "backwards that raise": autograd tells nobody, and drops what it was to call at the end. A device has a thread
-    of its own for the backward, which may drop that last, some time after the caller has got the error. Until then the
-    next backward would look like a part of the one that has raised, and nobody would wait for its gradients. So a
-    backward is over, too, once none of those that it may be is running; on a thread of autograd's that is any.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._by_thread: dict[int, int] = {}
-
-    def begin(self) -> None:
-        """This thread calls a backward."""
-        self._by_thread[threading.get_ident()] = next(self._numbers)
-
-    def end(self) -> None:
-        """It has returned or raised."""
-        self._by_thread.pop(threading.get_ident(), None)
-
-    def here(self) -> frozenset[int]:
-        """The backwards that the node which runs on this thread may be of."""
-        own = self._by_thread.get(threading.get_ident())
-        return frozenset(self.all() if own is None else (own,))
-
-    def all(self) -> tuple[int, ...]:
-        """Their numbers."""
-        return tuple(self._by_thread.values())
-
-
-RUNNING = Running()
-"""Of the process."""
-
-
 class Segments:
     """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
 
@@ -140,7 +101,10 @@ class Segments:
         self.in_backward = False
         self.backwards = 0
         self.thread = threading.get_ident()
-        """The one that trains."""
+        """The one that computed the last forward."""
+        self.backward_thread: int | None = None
+        """The one that called the last backward."""
+        self._section: Section | None = None
         self._runs: frozenset[int] = frozenset()
         """The backwards that the last one may be."""
         self._attempts: dict[Hashable, int] = {}
@@ -175,8 +139,10 @@ class Segments:
         """Something happened within a backward."""
         if self.in_backward or not in_backward():
             return
-        self.in_backward, self._runs = True, RUNNING.here()
-        self._runtime.trailing.begin_backward()
+        runs = RUNNING.here()
+        section = self._runtime.turn.take("a backward", lambda: not runs.isdisjoint(RUNNING.all()))
+        self._section, self.backward_thread = section, section.thread
+        self.in_backward, self._runs = True, runs
         self._runtime.traffic.carrier.exposed.hide()
         self.backwards += 1
         key = self._backward_key()
@@ -199,13 +165,14 @@ class Segments:
         """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
         if self.in_backward:
             self.in_backward = False
-            self._runtime.trailing.end_backward()
             try:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
                 self._runtime.traffic.carrier.exposed.show()
                 self._runtime.events.end_segment()  # what the user does before the step is no compute
+                if self._section is not None:
+                    self._runtime.turn.give(self._section)
 
     def rest(self) -> None:
         """Neither a forward nor a step follows at once: the user may read parameters."""

@@ -8,9 +8,9 @@ instance of whatever it was an instance of.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hetmem.memory.views import without_graph
 from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.monitor import DeviceMonitor
 from hetmem.runtime.traffic import Traffic
+from hetmem.runtime.turns import Turn
 
 _TOLD: list[Any] = [
     getattr(torch.Tensor, name)
@@ -35,19 +36,18 @@ _WAITING: dict[type, type] = {}
 
 class Trailing:
     """The parameters of one model whose updates go on behind a step. While the model computes they are ordinary ones:
-    operators wait for what they use. In a backward only what it computes once more is that; hooks of the user are not,
-    nor are those on a thread of autograd's own, while whoever called it waits."""
+    operators wait for what they use. In a backward only what it computes once more is that; hooks of the user are
+    not."""
 
-    def __init__(self, chunks: Sequence[Chunk], traffic: Traffic, monitor: DeviceMonitor) -> None:
-        self._chunks, self._traffic, self._monitor = chunks, traffic, monitor
+    def __init__(self, chunks: Sequence[Chunk], traffic: Traffic, monitor: DeviceMonitor, turn: Turn) -> None:
+        self._chunks, self._traffic, self._monitor, self.turn = chunks, traffic, monitor, turn
         self._marked: dict[int, ManagedParameter] = {}
         self._goes_on = False
-        self._thread, self._process = threading.current_thread(), os.getpid()
-        self._backward: int | None = None
+        self._process = os.getpid()
 
     def begin(self) -> None:
         """A step returns before all is done."""
-        self._goes_on, self._thread, self._process = True, threading.current_thread(), os.getpid()
+        self._goes_on, self._process = True, os.getpid()
         self.resume()
 
     def resume(self) -> None:
@@ -58,14 +58,6 @@ class Trailing:
             for chunk in trailing:
                 for managed in chunk.parameters:
                     self._mark(managed.parameter, managed)
-
-    def begin_backward(self) -> None:
-        """One runs on this thread."""
-        self._backward = threading.get_ident()
-
-    def end_backward(self) -> None:
-        """It does no more."""
-        self._backward = None
 
     def look_again(self) -> None:
         """Somebody has waited for all."""
@@ -82,15 +74,14 @@ class Trailing:
     @HELD_BACK
     def wait_for(self, parameter: Any) -> None:
         """`parameter` is at home and an ordinary one, unless hetmem itself asks. Raises `StoreError` if a drive fails,
-        and `ManageError` on another thread, or in another process, than that of the step."""
+        and `ManageError` in another process than that of the step. Call it with the turn."""
         managed = self._marked.get(id(parameter))
         if managed is None or self._monitor.paused:
             return
-        here = self._thread is threading.current_thread() or self._backward == threading.get_ident()
-        if (not here and self._thread.is_alive()) or os.getpid() != self._process:
+        if os.getpid() != self._process:
             raise ManageError(
-                f"{managed.name} is read on another thread, or in another process, than that of the step, which "
-                f"returned before all was updated (overlap='forward'): call the optimizer's synchronize() there first"
+                f"{managed.name} is read in another process than that of the step, which returned before all was "
+                f"updated (overlap='forward'): call the optimizer's synchronize() there first"
             )
         with self._monitor.unwatched(), without_graph():
             self._traffic.wait_for_update(managed.chunk)
@@ -116,11 +107,12 @@ class _Waiting:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _TELL_NO_VALUES:
             leaves = tree_leaves((args, kwargs))
-            for leaf in leaves:
-                if isinstance(leaf, _Waiting):
-                    _wait_for(leaf)
-            if not any(isinstance(leaf, _Waiting) for leaf in leaves):
-                return func(*args, **(kwargs or {}))
+            with ExitStack() as turns:
+                for leaf in leaves:
+                    if isinstance(leaf, _Waiting):
+                        turns.enter_context(_read_at_home(leaf))
+                if not any(isinstance(leaf, _Waiting) for leaf in leaves):
+                    return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -143,16 +135,23 @@ def _waiting(kind: type) -> type:
 
 
 def _read(parameter: Any, method: str, argument: Any) -> Any:
-    _wait_for(parameter)
-    return getattr(super(_Waiting, parameter) if isinstance(parameter, _Waiting) else parameter, method)(argument)
+    with _read_at_home(parameter):
+        return getattr(super(_Waiting, parameter) if isinstance(parameter, _Waiting) else parameter, method)(argument)
 
 
-def _wait_for(parameter: Any) -> None:
-    trailing = parameter.hetmem_trailing()
-    if trailing is None:  # nobody updates it any more
-        _unmark(parameter)
-    else:
+@contextmanager
+def _read_at_home(parameter: Any) -> Iterator[None]:
+    """`parameter` is at home, and no other thread computes with it."""
+    reference = getattr(parameter, "hetmem_trailing", None)
+    trailing = None if reference is None else reference()
+    if trailing is None:  # nobody updates it any more, or another thread has just waited
+        if reference is not None:
+            _unmark(parameter)
+        yield
+        return
+    with trailing.turn.held("reading a weight"):
         trailing.wait_for(parameter)
+        yield
 
 
 def _unmark(parameter: Any) -> None:

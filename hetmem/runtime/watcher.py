@@ -41,8 +41,9 @@ class Watcher(Protocol):
     def used_up(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
         """The gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
 
-    def recomputed_with(self, managed: ManagedParameter) -> None:
-        """An operator within a backward uses `managed`. Raises if that is not what the forward has used any more."""
+    def used_again(self, managed: ManagedParameter) -> None:
+        """An operator uses `managed` between the begin of a backward and the end of its step. Raises if that is not
+        what the forward has used any more."""
 
     def begun(self) -> Iterable[ManagedParameter]:
         """Those of which it has begun an update in the present step."""

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.checkpoint import layout
 from hetmem.errors import CheckpointError, HetmemError, StoreError
 from tests.checkpoint.models import Run, start
 from tests.faults.disk import EIO, FaultyDisk, once
@@ -337,7 +336,7 @@ def test_a_file_that_is_cut_off_is_refused(saved: Path, other: Run, whole: bytes
 
 
 def test_another_version_is_refused_by_its_number(saved: Path, other: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "VERSION", "2")
+    monkeypatch.setattr("hetmem.checkpoint.layout.VERSION", "2")
     other.save(saved)
     monkeypatch.undo()
     refused(other, saved, CheckpointError, "it has version '2' of the format, and this hetmem reads version 1")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import CheckpointError, HetmemError
-from hetmem.optim.workers import Batch
 from tests.checkpoint.models import Run, start
 from tests.runtime.harness import assert_same_states, assert_same_weights, streamed, token_batches
 
@@ -52,6 +52,7 @@ def foreign(directory: Path, kind: str) -> Path:
     return directory / kind
 
 
+@pytest.mark.pairs
 @streamed
 @pytest.mark.parametrize("options", OVERLAPS.values(), ids=OVERLAPS)
 @pytest.mark.parametrize("kind", ["8bit", "amsgrad"])
@@ -70,6 +71,7 @@ def test_a_step_that_has_begun_goes_on_after_a_load_that_is_refused(
     assert_same_states(left.optimizer, right.optimizer)
 
 
+@pytest.mark.pairs
 @streamed
 @pytest.mark.parametrize("options", [*OVERLAPS.values(), SPECULATIVE], ids=[*OVERLAPS, "speculative"])
 @pytest.mark.parametrize("use", [hetmem.save, hetmem.load, hetmem.load_weights])
@@ -93,21 +95,20 @@ def test_the_model_alone_is_neither_saved_nor_loaded_in_a_step_that_has_begun(
     use(tmp_path / "c", run.module)
 
 
-def test_an_update_on_trial_that_is_still_to_come_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_on_trial_that_is_still_to_come_is_not_saved(tmp_path: Path) -> None:
     """Sums of gradients were under way when it was asked whether any weight had changed, and updates came behind."""
-    run_one = Batch.run_one
 
-    def slow(batch: Batch) -> bool:
+    def slow(run_one: Callable[[Any], bool], batch: Any) -> bool:
         time.sleep(0.02)
         return run_one(batch)
 
     run = trained(tmp_path, "host", SPECULATIVE)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    monkeypatch.setattr(Batch, "run_one", slow)
-    backward(run)
-    with pytest.raises(CheckpointError, match=r"save after optimizer\.step\(\)"):
-        run.save(tmp_path / "c")
+    with testing.around("run a task", slow):
+        backward(run)
+        with pytest.raises(CheckpointError, match=r"save after optimizer\.step\(\)"):
+            run.save(tmp_path / "c")
 
 
 def test_a_step_of_another_optimizer_is_not_loaded_over(tmp_path: Path) -> None:

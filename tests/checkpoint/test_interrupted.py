@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import CheckpointError
-from hetmem.optim.updates import Updates
-from hetmem.runtime.traffic import Traffic
 from tests.checkpoint.models import OptimizerOf, Run, start
 from tests.runtime.harness import everywhere, same_bits, streamed, token_batches
 
@@ -162,34 +161,30 @@ def test_nothing_is_written_behind_a_save_that_was_interrupted_twice(
 
 
 @streamed
-def test_an_interrupt_while_a_save_waits_for_sums_of_gradients_loses_none(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_a_save_waits_for_sums_of_gradients_loses_none(placement: str, tmp_path: Path) -> None:
     """Between a backward and its step, where the norm is summed up and no weight has changed."""
     runs = [
         start(tmp_path, placement, lambda module: hetmem.AdamW(module.parameters(), overlap="backward", **CLIPPED))
         for _ in range(2)
     ]
-    asked_role, calls, at = Traffic.asked_role, 0, -1
+    calls, at = 0, -1
 
-    def struck(*arguments: Any) -> torch.Tensor:
+    def struck(asked_role: Any, *arguments: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == at:
             signal.raise_signal(signal.SIGINT)
-        return asked_role(*arguments)
+        return asked_role(*arguments)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(Traffic, "asked_role", struck)
     for number, batch in enumerate(token_batches(5)):
         for run in runs:
             torch.manual_seed(number)
-            with monkeypatch.context() as patch:
-                patch.setattr(Updates, "pump", lambda _: None)  # nothing is summed up before somebody waits
+            with testing.around("pump updates", lambda *_: None):  # nothing is summed up before somebody waits
                 run.module(*batch).backward()
             if run is runs[1]:
                 calls, at = 0, max(1, number)
                 if number > 1:  # the first steps learn what comes
-                    with pytest.raises(KeyboardInterrupt):
+                    with testing.around("take a role", struck), pytest.raises(KeyboardInterrupt):
                         hetmem.save(tmp_path / "c", run.module)
                 at = -1
             run.optimizer.step()

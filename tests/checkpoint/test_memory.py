@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.forked import Forks
 
 LAYERS, WIDTH, MIB = 32, 512, 1 << 20
 STATE_MIB = 3 * LAYERS * WIDTH * WIDTH * 4 // MIB
@@ -12,11 +12,10 @@ ROOM_MIB = 24
 """For blocks and stacks of 1 MiB on four threads, and what the interpreter keeps meanwhile."""
 
 PROGRAM = f"""
-import resource, sys, threading, torch, hetmem
+import resource, sys, threading, torch, hetmem, hetmem.checkpoint
 from torch import nn
-from hetmem.checkpoint import layout
 
-layout.BLOCK_BYTES = {MIB}
+hetmem.checkpoint.layout.BLOCK_BYTES = {MIB}
 threading.stack_size({MIB})
 
 def build():
@@ -63,10 +62,9 @@ print("equal")
 """
 
 
-def test_a_model_on_nvme_is_saved_and_loaded_within_a_few_blocks_of_memory(tmp_path: Path) -> None:
+def test_a_model_on_nvme_is_saved_and_loaded_within_a_few_blocks_of_memory(forks: Forks, tmp_path: Path) -> None:
     assert STATE_MIB >= 3 * ROOM_MIB
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forks.run(PROGRAM, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["limited", "equal"]
     assert (tmp_path / "c").stat().st_size >= STATE_MIB * MIB

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,8 @@ from torch import nn
 
 import hetmem
 from tests.checkpoint.models import OptimizerOf, Run, start
+from tests.forked import Forks
+from tests.pairs import case, mostly
 from tests.runtime.harness import PLACEMENTS, assert_same, assert_same_states, assert_same_weights, manage, mlp
 
 BREAK, END = 3, 5
@@ -54,12 +54,12 @@ class Case:
 
 
 CASES = {
-    **{f"{a} to {b}": Case(adamw(), placements=(a, b)) for a in PLACEMENTS for b in PLACEMENTS},
+    "resident to nvme": Case(adamw(), placements=("resident", "nvme")),
+    "host to resident": Case(adamw(), placements=("host", "resident")),
+    "nvme to host": Case(adamw(), placements=("nvme", "host")),
     "groups": Case(groups),
-    "bf16 compute": Case(adamw(), options={"mixed_precision": BF16}),
     "bf16 copies at home": Case(adamw(), options={"mixed_precision": BF16, "home_copies": True}),
     "fp16": Case(fp16, adamw(loss_scale="dynamic"), options={"mixed_precision": torch.float16}),
-    "clipped": Case(adamw(max_grad_norm=0.1), placements=("nvme", "host")),
     "bf16 moments": Case(adamw(moments=BF16, seed=5), adamw(moments=BF16)),
     "8-bit moments": Case(adamw(moments="8bit", seed=5), adamw(moments="8bit"), placements=("nvme", "host")),
     "stochastic": Case(adamw(stochastic_rounding=True, seed=5), adamw(stochastic_rounding=True), dtype=BF16),
@@ -69,10 +69,8 @@ CASES = {
     "streamed": Case(adamw(overlap="forward", gradients="streamed"), placements=("nvme", "nvme")),
     "SGD": Case(offloaded(torch.optim.SGD, momentum=0.9)),
     "SGD without states": Case(offloaded(torch.optim.SGD)),
-    "NAdam": Case(offloaded(torch.optim.NAdam), placements=("nvme", "resident")),
     "amsgrad": Case(offloaded(torch.optim.Adam, amsgrad=True), placements=("host", "host")),
     "torch's AdamW": Case(lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2), placements=("nvme", "host")),
-    "torch's SGD": Case(lambda module: torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)),
     "plain": Case(lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2), placements=("plain", "plain")),
     "plain to managed": Case(
         lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True),
@@ -83,6 +81,14 @@ CASES = {
         adamw(), lambda module: torch.optim.AdamW(module.parameters(), fused=True), placements=("nvme", "plain")
     ),
 }
+MORE = {
+    **{f"{a} to {b}": Case(adamw(), placements=(a, b)) for a in PLACEMENTS for b in PLACEMENTS},
+    "bf16 compute": Case(adamw(), options={"mixed_precision": BF16}),
+    "clipped": Case(adamw(max_grad_norm=0.1), placements=("nvme", "host")),
+    "NAdam": Case(offloaded(torch.optim.NAdam), placements=("nvme", "resident")),
+    "torch's SGD": Case(lambda module: torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)),
+}
+"""With `--all-cases`."""
 
 
 def assert_same_run(left: Run, right: Run) -> None:
@@ -97,17 +103,18 @@ def assert_same_run(left: Run, right: Run) -> None:
         assert scales[0].state_dict() == scales[1].state_dict()
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_training_goes_on_with_the_same_bits(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*CASES, *(case(name, nightly=True) for name in MORE if name not in CASES)])
+def test_training_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    run = (CASES | MORE)[name]
     path = tmp_path / "run.safetensors"
-    options = [case.options if place != "plain" else {} for place in case.placements]
-    left = start(tmp_path, case.placements[0], case.optimizer_of, dtype=case.dtype, **options[0])
+    options = [run.options if place != "plain" else {} for place in run.placements]
+    left = start(tmp_path, run.placements[0], run.optimizer_of, dtype=run.dtype, **options[0])
     left.steps(0, BREAK)
     left.save(path)
     expected = left.steps(BREAK, END)
 
-    fresh = case.resumed_of or case.optimizer_of
-    right = start(tmp_path, case.placements[1], fresh, seed=1, dtype=case.dtype, chunks=2, **options[1])
+    fresh = run.resumed_of or run.optimizer_of
+    right = start(tmp_path, run.placements[1], fresh, seed=1, dtype=run.dtype, chunks=2, **options[1])
     right.load(path)
     assert right.steps(BREAK, END) == expected
     assert_same_run(left, right)
@@ -211,14 +218,13 @@ print([loss.hex() for loss in run.steps(3, 5)])
 """
 
 
-def test_another_process_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_another_process_goes_on_with_the_same_bits(forks: Forks, tmp_path: Path) -> None:
     run = start(tmp_path)
     run.steps(0, BREAK)
     run.save(tmp_path / "c")
     expected = [loss.hex() for loss in run.steps(BREAK, END)]
-    command = [sys.executable, "-c", FRESH, str(tmp_path), str(tmp_path / "c")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert done.stdout.strip() == str(expected)
+    done = forks.run(FRESH, str(tmp_path), str(tmp_path / "c"))
+    assert (done.returncode, done.stdout.strip()) == (0, str(expected)), done.stderr
 
 
 def test_saving_disturbs_nothing(tmp_path: Path) -> None:
@@ -245,8 +251,7 @@ def test_what_is_saved_is_what_the_model_says(tmp_path: Path) -> None:
     assert other.module.scratch.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("mixed", [None, BF16], ids=str)
+@pytest.mark.parametrize(("placement", "mixed"), mostly(PLACEMENTS, [BF16, None]))
 def test_a_load_of_one_other_element_reaches_the_next_forward(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cuda.shim import SOURCES, build
+from tests.cuda.shim import build, texts
 
 
 @dataclass(frozen=True)
@@ -19,14 +18,12 @@ class Mutant:
     source: str
     check: str
 
-    def build(self, out: Path, flags: tuple[str, ...]) -> Path:
-        """`source` with the fault in it, as a library in `out`."""
-        folder = out / "sources"
-        shutil.copytree(SOURCES, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-        text = (folder / self.file).read_text()
+    def build(self, flags: tuple[str, ...]) -> Path:
+        """`source` with the fault in it, as a library."""
+        given = texts()
+        text = given[self.file]
         assert text.count(self.before) == 1, f"{self.file} has {text.count(self.before)} times {self.before!r}"
-        (folder / self.file).write_text(text.replace(self.before, self.after))
-        return build(self.source, out, flags, folder)
+        return build(self.source, flags, given | {self.file: text.replace(self.before, self.after)})
 
 
 def _in_floats(before: str, after: str, check: str = "cast_numbers") -> Mutant:

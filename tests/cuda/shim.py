@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import hetmem.cuda
+from tests import made
 
 SOURCES = Path(hetmem.cuda.__file__).parent
 HERE = Path(__file__).parent
@@ -39,27 +41,42 @@ def cuda_sources() -> list[str]:
     return sorted(path.name for path in SOURCES.glob("*.cu"))
 
 
+def texts() -> dict[str, str]:
+    """The sources and headers of the kernels by name."""
+    return {path.name: path.read_text() for path in sorted(SOURCES.glob("*.cu*"))}
+
+
 def kernel_names(folder: Path, source: str) -> list[str]:
     """The names that the macros of `source` make."""
     command = [GPP or "g++", "-E", "-P", "-x", "c++", "-I", str(folder), str(folder / source)]
     return _KERNEL.findall(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def build(source: str, out: Path, flags: Sequence[str] = ("-O2",), folder: Path = SOURCES) -> Path:
-    """`source` of `folder` as a shared library in `out`, with a `launch_…` for each kernel."""
-    text = (folder / source).read_text()
-    barriers = "true" if re.search("__syncthreads|__shfl", text) else "false"
-    names = kernel_names(folder, source)
-    assert names, f"no kernel in {source}"
-    launchers = "".join(f"LAUNCHER({name}, {barriers})\n" for name in names)
-    out.mkdir(parents=True, exist_ok=True)
-    unit = out / f"{source}.cpp"
-    unit.write_text(f'#include "shim.h"\n#include "{folder / source}"\n{launchers}')
-    library = out / f"{source}.so"
-    command = [GPP or "g++", *FLAGS, *WARNINGS, *flags, "-I", str(HERE), str(unit), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return library
+def build(source: str, flags: Sequence[str] = ("-O2",), given: Mapping[str, str] | None = None) -> Path:
+    """`source` of the `given` texts as a shared library, with a `launch_…` for each kernel."""
+    compiler = GPP or "g++"
+    used = {name: text for name, text in (given or texts()).items() if name == source or name.endswith(".cuh")}
+    fixed = [*FLAGS, *WARNINGS, *flags]
+
+    def make(library: Path) -> None:
+        folder = library.parent
+        for name, text in used.items():
+            (folder / name).write_text(text)
+        names = kernel_names(folder, source)
+        assert names, f"no kernel in {source}"
+        barriers = "true" if re.search("__syncthreads|__shfl", used[source]) else "false"
+        launchers = "".join(f"LAUNCHER({name}, {barriers})\n" for name in names)
+        unit = folder / f"{source}.cpp"
+        unit.write_text(f'#include "shim.h"\n#include "{source}"\n{launchers}')
+        made.run([compiler, *fixed, "-I", str(HERE), str(unit), "-o", str(library)])
+
+    made_of = (used, (HERE / "shim.h").read_text(), fixed, made.version_of(compiler))
+    return made.kept(f"{source}.so", made_of, make)
+
+
+def build_all(sources: Sequence[str], flags: Sequence[str] = ("-O2",)) -> dict[str, Path]:
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(sources, pool.map(lambda source: build(source, flags), sources), strict=True))
 
 
 class ShimBackend:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +25,9 @@ from hetmem.cuda.segments import TILE_ELEMENTS, Segments
 from hetmem.cuda.squares import square_sums
 from hetmem.optim.kernels import AdamWStep, update
 from tests.cuda.kernel_checks import CHECKS
-from tests.cuda.shim import GPP, ROOT, SOURCES, ShimBackend, build
+from tests.cuda.shim import GPP, SOURCES, ShimBackend, build
 from tests.cuda.vectors import Place
+from tests.forked import Forks
 
 TORCH = TorchBackend("a test")
 EIGHT = Segments([(0, 0, 8)], "cpu")
@@ -226,14 +226,14 @@ def test_the_backend_says_that_the_compiler_has_left_the_gpu_out(monkeypatch: py
 
 
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
-def test_kernels_that_work_are_found_to_work(tmp_path: Path) -> None:
-    kernels: Any = ShimBackend({"cast.cu": build("cast.cu", tmp_path)})
+def test_kernels_that_work_are_found_to_work() -> None:
+    kernels: Any = ShimBackend({"cast.cu": build("cast.cu")})
     assert CupyBackend.works(kernels, "cpu")
 
 
-def test_importing_the_launchers_does_not_import_cupy() -> None:
+def test_importing_the_launchers_does_not_import_cupy(forks: Forks) -> None:
     script = "import sys, hetmem.cuda.cast, hetmem.cuda.backend as b; b.backend(); assert 'cupy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+    assert forks.run(script).returncode == 0
 
 
 def test_the_host_prepares_the_scalars_in_the_order_of_the_kernel() -> None:

@@ -10,23 +10,23 @@ import pytest
 from tests.cuda.isolated import PASSED, run
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.mutants import BAD_ACCESSES, WRONG_RESULTS, Mutant
-from tests.cuda.shim import GPP, SANITIZERS, build, cuda_sources
+from tests.cuda.shim import GPP, SANITIZERS, build_all, cuda_sources
 
-pytestmark = pytest.mark.skipif(GPP is None, reason="g++ is not installed")
+pytestmark = [pytest.mark.kernels_changed, pytest.mark.skipif(GPP is None, reason="g++ is not installed")]
 
 Outcome = dict[str, str]
 
 
-def build_all(mutants: dict[str, Mutant], out: Path, flags: tuple[str, ...]) -> dict[str, dict[str, Path]]:
+def broken(mutants: dict[str, Mutant], flags: tuple[str, ...]) -> dict[str, dict[str, Path]]:
     """For each mutant its library, by source."""
     with ThreadPoolExecutor(2) as pool:
-        paths = list(pool.map(lambda item: item[1].build(out / str(item[0]), flags), enumerate(mutants.values())))
+        paths = list(pool.map(lambda mutant: mutant.build(flags), mutants.values()))
     return {name: {mutants[name].source: path} for name, path in zip(mutants, paths, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def wrong_results(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    libraries = build_all(WRONG_RESULTS, tmp_path_factory.mktemp("mutants"), ("-O0",))
+def wrong_results() -> Outcome:
+    libraries = broken(WRONG_RESULTS, ("-O0",))
     return run({name: (libraries[name], mutant.check) for name, mutant in WRONG_RESULTS.items()}, sanitised=False)
 
 
@@ -36,14 +36,11 @@ def test_a_wrong_result_is_seen(wrong_results: Outcome, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def sanitised(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    out, flags = tmp_path_factory.mktemp("sanitised"), ("-O0", *SANITIZERS)
-    with ThreadPoolExecutor(2) as pool:
-        paths = list(pool.map(lambda source: build(source, out, flags), cuda_sources()))
-    sound = dict(zip(cuda_sources(), paths, strict=True))
-    broken = build_all(BAD_ACCESSES, out, flags)
+def sanitised() -> Outcome:
+    flags = ("-O0", *SANITIZERS)
+    sound, wrong = build_all(cuda_sources(), flags), broken(BAD_ACCESSES, flags)
     names = {check: (sound, check) for check in CHECKS}
-    names |= {name: (broken[name], mutant.check) for name, mutant in BAD_ACCESSES.items()}
+    names |= {name: (wrong[name], mutant.check) for name, mutant in BAD_ACCESSES.items()}
     return run(names, sanitised=True)
 
 

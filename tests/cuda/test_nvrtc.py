@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,9 +14,10 @@ import pytest
 import torch
 
 from hetmem.cuda import backend, nvrtc
+from tests import made
 from tests.cuda.shim import GPP, SOURCES, cuda_sources, kernel_names
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
+ONE, ARCHITECTURES = "sm_90", ("sm_75", "sm_80", "sm_100", "sm_120")
 REGISTERS = 64  # four blocks of 256 threads a multiprocessor: half of its threads, enough to hide the memory's latency
 
 try:
@@ -29,23 +29,17 @@ except nvrtc.CompileError as error:
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-@cache
-def compilations() -> dict[tuple[str, str], Future[tuple[bytes, str]]]:
-    """All that is compiled here, two at a time."""
-    headers = {name: (SOURCES / name).read_text() for name in backend.HEADERS}
-    with ThreadPoolExecutor(2) as pool:
-        return {
-            (source, architecture): pool.submit(
-                nvrtc.compile_source, (SOURCES / source).read_text(), source, headers, architecture
-            )
-            for source in cuda_sources()
-            for architecture in (*ARCHITECTURES, "compute_75")
-        }
-
-
 def compiled(source: str, architecture: str) -> tuple[bytes, str]:
     """Code and log."""
-    return compilations()[source, architecture].result()
+    text, headers = (SOURCES / source).read_text(), {name: (SOURCES / name).read_text() for name in backend.HEADERS}
+
+    def make(path: Path) -> None:
+        code, log = nvrtc.compile_source(text, source, headers, architecture)
+        path.write_text(json.dumps([code.hex(), log]))
+
+    made_of = (text, headers, architecture, nvrtc.OPTIONS, nvrtc.version())
+    code, log = json.loads(made.kept(f"{source}-{architecture}.json", made_of, make).read_text())
+    return bytes.fromhex(code), log
 
 
 def ptx_of_kernels(source: str) -> dict[str, str]:
@@ -55,7 +49,9 @@ def ptx_of_kernels(source: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [ONE, *(pytest.param(name, marks=pytest.mark.kernels_changed) for name in ARCHITECTURES)]
+)
 @pytest.mark.parametrize("source", cuda_sources())
 def test_compiles_without_spills_and_within_the_registers(source: str, architecture: str) -> None:
     code, log = compiled(source, architecture)
@@ -118,13 +114,15 @@ def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_nobody_may_look_into_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = compiled("cast.cu", "sm_90")[0]
+
     def forbidden(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", forbidden)  # as its directory's owner is somebody else
     monkeypatch.setattr(Path, "mkdir", forbidden)
     path = backend.compiled("cast.cu", "sm_90", tmp_path / "kernels")
-    assert path.read_bytes() == compiled("cast.cu", "sm_90")[0]
+    assert path.read_bytes() == expected
 
 
 def test_a_source_is_compiled_once_where_the_cache_cannot_be_written(

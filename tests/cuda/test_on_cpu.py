@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.cuda.kernel_checks import CHECKS
-from tests.cuda.shim import GPP, ShimBackend, build, cuda_sources
+from tests.cuda.shim import GPP, ShimBackend, build_all, cuda_sources
 from tests.cuda.vectors import Place
 
 pytestmark = pytest.mark.skipif(GPP is None, reason="g++ is not installed")
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("shim")
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(cuda_sources(), pool.map(lambda source: build(source, out), cuda_sources()), strict=True))
+def libraries() -> dict[str, Path]:
+    return build_all(cuda_sources())
 
 
 @pytest.mark.parametrize("downwards", [False, True], ids=["threads upwards", "threads downwards"])

@@ -9,6 +9,7 @@ here either, so that no test that is to run there asks for it.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 from pathlib import Path
@@ -33,8 +34,8 @@ class Kernels(LateKernels):
     reason = "g++"
 
     def __init__(self, cache_directory: Path) -> None:
-        folder = Path(os.environ["CUDALIKE_KERNELS"])
-        super().__init__({path.stem: path for path in folder.glob("*.cu.so")})
+        kernels: dict[str, str] = json.loads(os.environ["CUDALIKE_KERNELS"])
+        super().__init__({source: Path(path) for source, path in kernels.items()})
 
     def address(self, tensor: torch.Tensor, what: str) -> Any:
         if tensor.device.type != "cuda" and not tensor.is_pinned():

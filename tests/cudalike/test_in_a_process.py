@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +23,11 @@ ALSO = (
 )
 
 
-def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(tmp_path: Path) -> None:
+def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own() -> None:
     options = ["-p", "tests.cudalike.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/cudalike/test_training.py", *ALSO],
-        env={**environment(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,

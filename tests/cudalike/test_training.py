@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.gpu.test_managed import Model, Step, assert_trains_alike, batches, steps_of
 from tests.runtime.parts import Scale
 
@@ -274,9 +274,8 @@ def test_homes_leave_a_device_that_has_not_a_byte_left(whole: bool, tmp_path: Pa
     managed: Any = hetmem.manage(Small(), hetmem.Budget(**sizes), device="cuda", chunk_bytes="64KiB")
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
     library, batch = ctypes.CDLL(None), batches(1)[0]
-    memory = registry.of_module(managed).runtime.memory
     go_on(managed, optimizer, expected[0], clip=False)
-    assert memory.resident == whole
+    assert testing.of(managed).memory().resident == whole
     there = sum(parameter.is_cuda for parameter in managed.parameters())
     library.cudalike_limit(ctypes.c_int64(torch.cuda.memory_allocated()))
     try:

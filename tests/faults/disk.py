@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from hetmem import testing
 from hetmem.errors import StoreError
 from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
-from hetmem.runtime import registry
 
 Fault = Callable[[str, int, int], int]
 """Asked before each system call: verb, offset, bytes. It may raise, wait, or return how many bytes are moved."""
@@ -107,4 +107,4 @@ def settle(*modules: nn.Module) -> None:
     """What is read ahead or written behind for `modules` is over, and the error of it, if it failed, was told."""
     for module in modules:
         with contextlib.suppress(StoreError):
-            registry.of_module(module).runtime.traffic.pending.quiesce()
+            testing.of(module).wait_idle()

@@ -17,7 +17,6 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError, StoreError
-from hetmem.units import parse_size
 
 ROOMY = hetmem.Budget(device="8MiB", host="32MiB", device_chunks="2MiB")
 
@@ -283,7 +282,8 @@ def test_staging_for_more_states_is_had_as_the_error_says(tmp_path: Path) -> Non
         amsgrad(16 * chunk)
     found = re.search(r"raise Budget\(host=…\) to ([^,]+), or", str(raised.value))
     assert found is not None
-    enough = parse_size(found[1], "host")
+    enough = hetmem.Budget(host=found[1]).limits().host_bytes
+    assert enough is not None
     amsgrad(enough)
     with pytest.raises(BudgetError, match="needs 5 at once"):
         amsgrad(enough - chunk)

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,12 @@ import pytest
 import torch
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import BudgetError, StoreError
 from hetmem.memory.chunk import Role
-from hetmem.memory.device import SimDevice
-from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.nvme import NvmeStore
-from hetmem.optim.workers import WorkerPool
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.traffic import Traffic
+from tests.pairs import some
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -44,9 +41,9 @@ from tests.runtime.test_share import build as share_build
 from tests.runtime.test_share import moved, room
 
 
-def linked() -> SimDevice:
+def linked() -> hetmem.SimDevice:
     """Copies are made by threads of the links."""
-    return SimDevice(host_to_device="100MB", device_to_host="100MB")
+    return hetmem.SimDevice(host_to_device="100MB", device_to_host="100MB")
 
 
 class Once:
@@ -107,10 +104,9 @@ def test_a_transfer_for_which_no_thread_can_be_started_is_an_error_of_the_step_a
         assert_same_states(left, right, f"call {at}")
         left.zero_grad()
         right.zero_grad()
-        runtime = registry.of_module(managed).runtime
         with contextlib.suppress(RuntimeError):  # it was to fetch ahead for the next step
-            runtime.traffic.pending.quiesce()
-        assert not runtime.traffic.pending.busy()
+            testing.of(managed).wait_idle()
+        assert not testing.of(managed).busy()
     assert at > 3
 
 
@@ -120,7 +116,7 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
     _, managed = pair(mlp, "host", tmp_path, device=LazyDevice())
     traffic = registry.of_module(managed).runtime.traffic
     blocks = [chunk.operand_block for chunk in registry.of_module(managed).runtime.chunks][:2]
-    once = Once(monkeypatch, DevicePool, "prepare", lambda: torch.OutOfMemoryError("refused"), main=False)
+    once = Once(monkeypatch, *testing.place_of("take a slot"), lambda: torch.OutOfMemoryError("refused"), main=False)
     commands = [command for block in blocks for command in traffic.residency.prefetch(block, Tier.DEVICE)]
     assert len(commands) == 2
     once.arm(1)
@@ -131,17 +127,7 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
     assert [traffic.residency.state(block, Tier.DEVICE) is None for block in blocks] == [True, False]
 
 
-def test_tasks_for_which_no_thread_can_be_started_are_run_by_who_begins_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise no_thread()
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    done: list[int] = []
-    batch = WorkerPool(threads=2).begin([lambda at=at: done.append(at) for at in range(3)])
-    assert batch.done
-    assert sorted(done) == [0, 1, 2]
-
-
+@pytest.mark.pairs
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("at", range(1, 7))
@@ -160,7 +146,7 @@ def test_no_update_is_made_with_a_gradient_that_did_not_arrive(
     old = [parameter.detach().clone() for parameter in plain.parameters()]
     loss_of(plain, BATCHES[2]).backward()
     left.step()
-    once = Once(monkeypatch, SimDevice, "gradient_out", lambda: torch.OutOfMemoryError("refused"), main=False)
+    once = Once(monkeypatch, hetmem.SimDevice, "gradient_out", lambda: torch.OutOfMemoryError("refused"), main=False)
     once.arm(at)
     with pytest.raises(torch.OutOfMemoryError):
         loss_of(managed, BATCHES[2]).backward()
@@ -181,7 +167,7 @@ def test_a_read_that_the_store_refuses_is_reported_like_one_that_failed(
     """It was waited for: nobody else knew of it."""
     _, managed = pair(mlp, "nvme", tmp_path)
     traffic = registry.of_module(managed).runtime.traffic
-    once = Once(monkeypatch, NvmeStore, "read", no_thread, main=False)
+    once = Once(monkeypatch, *testing.place_of("read from NVMe"), no_thread, main=False)
     once.arm(1)
     chunk = registry.of_module(managed).runtime.chunks[0]
     traffic.ask_role(chunk, Role.PARAM, load=True)
@@ -198,7 +184,9 @@ def test_chunks_are_put_in_order_by_the_step_after_one_that_failed_in_that(
 ) -> None:
     _, managed = pair(mlp, "nvme", tmp_path)
     optimizer = hetmem.AdamW(managed.parameters())
-    once = Once(monkeypatch, Runtime, "forget_copies", lambda: StoreError(5, "Input/output error"), main=False)
+    once = Once(
+        monkeypatch, *testing.place_of("forget copies"), lambda: StoreError(5, "Input/output error"), main=False
+    )
     orders: list[bool] = []
     monkeypatch.setattr(
         "hetmem.optim.offloaded.arrange_by_use", lambda runtime: (runtime.forget_copies(), orders.append(True))
@@ -226,31 +214,24 @@ def test_a_role_for_which_host_memory_has_no_room_is_not_left_on_the_device_eith
     assert not any(role in chunk.homes for chunk in memory.chunks)
 
 
-@pytest.mark.parametrize(("models", "call"), [(1, 0), (1, 3), (1, 7), (2, 3), (2, 13), (2, 15)])
+@pytest.mark.parametrize(("models", "call"), some([(1, 3), (1, 0), (2, 13), (1, 7), (2, 3), (2, 15)], 2))
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_a_step_that_cannot_begin_all_of_its_updates_is_repeated_with_its_gradients(
-    overlap: str, models: int, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, models: int, call: int, tmp_path: Path
 ) -> None:
     """Updates that trail use gradients up, and those that were never begun have used none."""
     pairs = [pair(mlp, "nvme", tmp_path) for _ in range(models)]
     plain, managed = (torch.nn.ModuleList(modules) for modules in zip(*pairs, strict=True))
     left, right = adamws(plain, managed, overlap=overlap, max_grad_norm=1e9)
-    ask, calls = Traffic.ask_role, iter(range(1 << 30))
-
-    def asked(*args: Any, **keywords: Any) -> None:
-        if next(calls) == call:
-            raise torch.OutOfMemoryError("for what is to be brought")
-        ask(*args, **keywords)
+    error = partial(torch.OutOfMemoryError, "for what is to be brought")
 
     for number, batch in enumerate(vector_batches(4, 8, 64)):
         for modules in (plain, managed):
             torch.stack([loss_of(module, batch) for module in modules]).sum().backward()
         left.step()
         if number == 2:
-            with monkeypatch.context() as patch:
-                patch.setattr(Traffic, "ask_role", asked)
-                with pytest.raises(torch.OutOfMemoryError):
-                    right.step()
+            with testing.failing("ask for a role", error, call), pytest.raises(torch.OutOfMemoryError):
+                right.step()
         right.step()
         for optimizer in (left, right):
             optimizer.zero_grad()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
 from hetmem.memory.transfer import TransferEngine
 from hetmem.units import MIB
 from tests.faults.disk import EIO, FaultyDisk
+from tests.forked import Forks
 from tests.runtime.harness import (
     adamws,
     assert_same_states,
@@ -243,7 +242,7 @@ def test_looks_behind_pages_that_hang_are_not_waited_for_for_ever(
     store.close()
 
 
-def test_the_interpreter_ends_although_the_disk_hangs(tmp_path: Path) -> None:
+def test_the_interpreter_ends_although_the_disk_hangs(forks: Forks, tmp_path: Path) -> None:
     program = (
         "import os, sys, threading\n"
         "from hetmem.memory.mapping import Mapping\n"
@@ -256,10 +255,8 @@ def test_the_interpreter_ends_although_the_disk_hangs(tmp_path: Path) -> None:
         "store.write(store.reserve(4096), Mapping(4096).buffer(0, 4096))\n"
         "store.close()\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    done = forks.run(program, str(tmp_path), seconds=60)
+    assert done.returncode == 1, done.stderr
     assert "cannot write 4096 bytes at offset 0" in done.stderr
 
 

@@ -4,6 +4,7 @@ that nothing disturbed."""
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,14 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import StoreError
-from hetmem.optim.passes import Passes
-from hetmem.optim.scaling import LossScale
-from hetmem.optim.streamed import StreamedUpdates
-from hetmem.optim.undo import UndoLog
-from hetmem.optim.updates import Updates
-from hetmem.runtime import registry
-from hetmem.runtime.traffic import Traffic
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_graphs import Backwards
+from tests.pairs import some
 from tests.runtime.harness import (
     CHUNK,
     adamws,
@@ -45,8 +41,8 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     return Training(FaultyDisk(), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("call", range(0, 66, 6))
-@pytest.mark.parametrize("fault", [EIO, ENOSPC], ids=["EIO", "full"])
+@pytest.mark.parametrize("call", some(range(0, 66, 6), 2))
+@pytest.mark.parametrize("fault", some([EIO, ENOSPC], 2), ids=["EIO", "full"])
 def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
     training: Training, fault: Fault, call: int
 ) -> None:
@@ -70,7 +66,7 @@ def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
     hetmem.release(training.managed)
 
 
-@pytest.mark.parametrize("call", range(0, 30, 6))
+@pytest.mark.parametrize("call", some(range(0, 30, 6), 3))
 @pytest.mark.parametrize("wait", ["synchronize", "state_dict", "forward"])
 def test_what_trails_behind_a_step_and_could_not_be_read_is_updated_for_whoever_waits_again(
     wait: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,9 +81,7 @@ def test_what_trails_behind_a_step_and_could_not_be_read_is_updated_for_whoever_
     for number, batch in enumerate(batches):
         for module, optimizer in ((plain, left), (managed, right)):
             loss_of(module, batch).backward()
-            with monkeypatch.context() as patch:
-                if number == 2:
-                    patch.setattr(Updates, "_may_open", lambda _: False)
+            with testing.updates_held() if number == 2 else nullcontext():
                 optimizer.step()
         if number == 2:
             disk.fault = once(call, EIO)
@@ -115,19 +109,20 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(placement: str, tmp_path: Path) -> None:
     plain, managed = pair(Branches, placement, tmp_path)
     left, right = adamws(plain, managed, overlap="forward")
-    is_free = Updates._is_free
-    held = {registry.of_parameter(parameter)[1].chunk for parameter in managed.right.parameters()}
+    held, stack = {testing.of(managed).chunk_of(parameter) for parameter in managed.right.parameters()}, ExitStack()
+
+    def is_free(original: Any, updates: Any, job: Any) -> bool:
+        return job.chunk.spec.index not in held and original(updates, job)
+
     batches = vector_batches(4, 8, 64)
     for number, batch in enumerate(batches):
         for module, optimizer in ((plain, left), (managed, right)):
             module.both = number < 3
             if number == 2 and module is managed:
-                monkeypatch.setattr(Updates, "_is_free", lambda self, job: job.chunk not in held and is_free(self, job))
+                stack.enter_context(testing.around("is an update free", is_free))
             module(*batch).backward()
             if number == 3 and module is managed:
                 right.param_groups[0]["lr"] *= 2
@@ -136,61 +131,59 @@ def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(
                 right.param_groups[0]["lr"] /= 2
             optimizer.step()
             optimizer.zero_grad()
-    monkeypatch.undo()
+    stack.close()
     right.synchronize()
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
     hetmem.release(managed)
 
 
-def test_a_step_that_fails_forgets_no_update_that_waits_for_its_turn_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_forgets_no_update_that_waits_for_its_turn_on_the_device(tmp_path: Path) -> None:
     limits = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=24 * CHUNK)
     plain, managed = pair(Branches, limits, tmp_path, hardware=SLOW_HOST)
     left, right = adamws(plain, managed, overlap="forward")
-    held = {registry.of_parameter(parameter)[1].chunk for parameter in managed.right.parameters()}
-    next_of_all = StreamedUpdates._next
+    inside, stack = testing.of(managed), ExitStack()
+    held = {inside.chunk_of(parameter) for parameter in managed.right.parameters()}
 
-    def next_of_others(self: StreamedUpdates) -> Any:
-        everything = self._queue
-        self._queue = deque(job for job in everything if job.chunk not in held)
+    def next_of_others(next_of_all: Any, updates: Any) -> Any:
+        everything = updates._queue
+        updates._queue = deque(job for job in everything if job.chunk.spec.index not in held)
         try:
-            return next_of_all(self)
+            return next_of_all(updates)
         finally:
-            self._queue = everything
+            updates._queue = everything
 
     for number, batch in enumerate(vector_batches(7, 8, 64)):
         for module, optimizer in ((plain, left), (managed, right)):
             module.both = number < 6
             if number == 5 and module is managed:
                 right.synchronize()
-                monkeypatch.setattr(StreamedUpdates, "_next", next_of_others)
+                stack.enter_context(testing.around("next streamed update", next_of_others))
             module(*batch).backward()
             if number == 6 and module is managed:
-                assert held <= registry.of_module(managed).runtime.traffic.updating
+                assert held <= set(inside.updating())
                 right.param_groups[0]["lr"] *= 2
                 with pytest.raises(RuntimeError, match="changed after their update had begun"):
                     right.step()
                 right.param_groups[0]["lr"] /= 2
             optimizer.step()
             optimizer.zero_grad()
-    monkeypatch.undo()
+    stack.close()
     right.synchronize()
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
 
 
-@pytest.mark.parametrize("call", range(0, 24, 3))
+@pytest.mark.parametrize("call", some(range(0, 24, 3), 3))
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
-    overlap: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, call: int, tmp_path: Path
 ) -> None:
     plain, managed = pair(mlp, "nvme", tmp_path)
     left, right = adamws(plain, managed, overlap=overlap)
-    close, calls = Traffic.close_role, iter(range(1 << 30))
+    calls = iter(range(1 << 30))
 
-    def closed(*args: Any, **keywords: Any) -> None:
+    def closed(close: Any, *args: Any, **keywords: Any) -> None:
         close(*args, **keywords)
         if next(calls) == call:
             raise torch.OutOfMemoryError("for what comes in its place")
@@ -199,9 +192,7 @@ def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
         for module in (plain, managed):
             loss_of(module, batch).backward()
         left.step()
-        with monkeypatch.context() as patch:
-            if number == 2:
-                patch.setattr(Traffic, "close_role", closed)
+        with testing.around("close a role", closed) if number == 2 else nullcontext():
             try:
                 right.step()
             except torch.OutOfMemoryError:
@@ -214,20 +205,20 @@ def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
 
 
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("tasks", ["_sum_tasks", "_update_tasks"])
+@pytest.mark.parametrize("tasks", ["tasks that sum", "tasks that update"])
 def test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too(
-    tasks: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tasks: str, times: int, tmp_path: Path
 ) -> None:
     plain, managed = pair(mlp, "nvme", tmp_path)
     left, right = adamws(plain, managed, max_grad_norm=1e9)
-    tasks_of, first, failures = getattr(Passes, tasks), iter([True]), iter(range(times))
+    first, failures = iter([True]), iter(range(times))
 
     def fails(task: Any) -> None:
         if next(failures, None) is not None:
             raise MemoryError("for a temporary")
         task()
 
-    def made(*args: Any) -> list[Any]:
+    def made(tasks_of: Any, *args: Any) -> list[Any]:
         task, *others = tasks_of(*args)
         return [partial(fails, task) if next(first, False) else task, *others]
 
@@ -235,12 +226,11 @@ def test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_f
         for module in (plain, managed):
             loss_of(module, batch).backward()
         left.step()
-        if number == 1:
-            monkeypatch.setattr(Passes, tasks, made)
-            if times == 2:
+        with testing.around(tasks, made) if number == 1 else nullcontext():
+            if number == 1 and times == 2:
                 with pytest.raises(MemoryError):
                     right.step()
-        right.step()
+            right.step()
         norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
         assert right.grad_norm == pytest.approx(float(norm), rel=1e-6)
         for optimizer in (left, right):
@@ -250,10 +240,10 @@ def test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_f
     assert_same_states(left, right)
 
 
-@pytest.mark.parametrize("call", range(0, 66, 12))
+@pytest.mark.parametrize("call", some(range(0, 66, 12), 2))
 def test_a_step_that_is_repeated_counts_once_for_the_loss_scale(training: Training, call: int) -> None:
     """It counted when it failed too: the scale grew in between, and the rest was updated with another factor."""
-    training.right.loss_scale = scale = LossScale(2.0**10, growth_interval=1)
+    training.right.loss_scale = scale = hetmem.optim.LossScale(2.0**10, growth_interval=1)
     batch = next(training.batches)
     loss_of(training.plain, batch).backward()
     training.right.scale(loss_of(training.managed, batch)).backward()
@@ -268,7 +258,7 @@ def test_a_step_that_is_repeated_counts_once_for_the_loss_scale(training: Traini
     hetmem.release(training.managed)
 
 
-@pytest.mark.parametrize("call", range(0, 132, 12))
+@pytest.mark.parametrize("call", some(range(0, 132, 12), 3))
 def test_a_step_over_two_models_that_is_repeated_updates_each_once(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +297,9 @@ def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_t
     """Nothing was read anew there, so the step failed however often it was repeated."""
     disk = FaultyDisk()
     disk.used_by(monkeypatch, threads=2)
-    monkeypatch.setattr(UndoLog, "make_room", lambda *_: None)  # what could be taken back would not move either
+    monkeypatch.setattr(
+        *testing.place_of("room to undo"), lambda *_: None
+    )  # what could be taken back would not move either
     plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
     left, right = adamws(plain, managed, overlap="speculative", max_grad_norm=1e6)
     held = [parameter.detach() for parameter in managed.parameters()]  # what somebody holds does not move
@@ -324,9 +316,7 @@ def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_t
             assert looks
             assert all(isinstance(look.moved.exception(), StoreError) for look in looks)
             disk.fault = healthy
-            share = registry.of_module(managed).share
-            share._idle_seen = -1  # it has tried before
-            share.grow()
+            testing.fill_idle_memory(managed)
             assert moved(managed)
         right.step()
         assert_same_weights(plain, managed)

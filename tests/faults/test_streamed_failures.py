@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +16,8 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim import streamed
-from hetmem.optim.adamw import AdamWRule
-from hetmem.optim.stepper import Stepper
-from hetmem.runtime.runtime import Runtime
-from tests.optim.keeping import LAYERS, ODD, batches, both, runtime_of
+from hetmem import testing
+from tests.optim.keeping import LAYERS, ODD, batches, both
 from tests.optim.test_streamed import SLOW_HOST, assert_alike, train, trained
 from tests.runtime.harness import assert_same_states, assert_same_weights, loss_of, token_batches
 
@@ -29,9 +27,10 @@ class LinkError(RuntimeError):
 
 
 class Broken:
-    """While it is `on`, calls of `owner.name` fail, but for the first `spared`; each waits for `told` before."""
+    """While it is `on`, calls at `point` fail, but for the first `spared`; each waits for `told` before."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, spared: int = 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, point: str | tuple[Any, str], spared: int = 0) -> None:
+        owner, name = testing.place_of(point) if isinstance(point, str) else point
         self.on, self.calls, self.failed, self._spared = False, 0, 0, spared
         self.told = threading.Event()
         self._lock = threading.Lock()
@@ -70,6 +69,7 @@ WAITS: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("part", ["bring", "host"])
 @pytest.mark.parametrize("spared", [0, 2])
@@ -78,12 +78,12 @@ def test_an_update_that_fails_behind_its_step_is_made_for_whoever_waits_again(
 ) -> None:
     expected, found = trained(4, tmp_path, None), trained(4, tmp_path, SLOW_HOST, overlap="forward")
     found[1].synchronize()
-    owner, name = (streamed._Bring, "__call__") if part == "bring" else (AdamWRule, "there")
-    broken = Broken(monkeypatch, owner, name, spared)
+    broken = Broken(monkeypatch, "states to the device" if part == "bring" else "update there", spared)
     if part == "host":
         broken.told.set()
-        hold = Broken(monkeypatch, streamed._Bring, "__call__")  # until the step is over nothing has a slot
-        monkeypatch.setattr(streamed._Bring, "__call__", _held(hold.told, streamed._Bring.__call__))
+        hold = Broken(monkeypatch, "states to the device")  # until the step is over nothing has a slot
+        owner, name = testing.place_of("states to the device")
+        monkeypatch.setattr(owner, name, _held(hold.told, getattr(owner, name)))
     train(*expected, 1)
     managed, optimizer = found
     output = managed(*token_batches(1)[0])
@@ -114,7 +114,7 @@ def test_gradients_on_the_device_wait_there_for_an_update_that_fails_behind_its_
 ) -> None:
     plain, managed, optimizers = both(tmp_path, shape=ODD, overlap="forward")
     optimizers[1].synchronize()
-    broken = Broken(monkeypatch, streamed._Bring, "__call__", spared=6)
+    broken = Broken(monkeypatch, "states to the device", spared=6)
     for number, batch in enumerate(batches(ODD, 3)):
         for module, optimizer in ((plain, optimizers[0]), (managed, optimizers[1])):
             loss = loss_of(module, batch)
@@ -136,22 +136,22 @@ def test_an_update_that_fails_as_its_step_ends_is_made_too(tmp_path: Path, monke
     """What looks at the allocator then may have to wait for something."""
     expected, found = trained(5, tmp_path, None), trained(4, tmp_path, SLOW_HOST, overlap="forward")
     found[1].synchronize()
-    broken, after_step = Broken(monkeypatch, streamed._Bring, "__call__"), Runtime.after_step
+    broken = Broken(monkeypatch, "states to the device")
 
-    def waits(runtime: Runtime) -> None:
+    def waits(after_step: Callable[[Any], None], runtime: Any) -> None:
         broken.told.set()
         while not broken.failed:
-            runtime.traffic.wait_for_one()
+            time.sleep(0.001)
         broken.on = False
         with contextlib.suppress(LinkError):
-            runtime.traffic.pending.quiesce()
+            testing.of(found[0]).wait_idle()
         after_step(runtime)
 
-    monkeypatch.setattr(Runtime, "after_step", waits)
     output = found[0](*token_batches(5)[4])
     broken.on = True
     output.backward()
-    found[1].step()
+    with testing.around("step done", waits):
+        found[1].step()
     assert broken.failed
     found[1].zero_grad()
     assert_alike(expected, found)
@@ -163,7 +163,7 @@ def test_what_does_not_get_home_at_all_is_told_of_and_no_step_goes_on_from_there
 ) -> None:
     managed, optimizer = trained(4, tmp_path, SLOW_HOST, overlap=overlap)
     optimizer.synchronize()
-    broken = Broken(monkeypatch, streamed._SendHome, "__call__")
+    broken = Broken(monkeypatch, "states home")
     broken.told.set()
     managed(*token_batches(1)[0]).backward()
     broken.on = True
@@ -172,7 +172,7 @@ def test_what_does_not_get_home_at_all_is_told_of_and_no_step_goes_on_from_there
         optimizer.synchronize()
     assert "not all at home: load a checkpoint" in str(told.value.__cause__)
     if overlap == "forward":  # of each chunk that comes there, once
-        for _ in runtime_of(managed).chunks:
+        for _ in testing.of(managed).chunks():
             with contextlib.suppress(LinkError):
                 optimizer.synchronize()
         optimizer.synchronize()
@@ -188,33 +188,28 @@ def test_tiles_that_fail_on_the_host_for_want_of_slots_are_finished_by_the_step_
     """A job that was the device's has tiles left on the host: those, and no others, are computed again."""
     expected, found = trained(4, tmp_path, None), trained(4, tmp_path, SLOW_HOST)
     train(*expected, 1)
-    tasks, failing = AdamWRule.tasks, [True]
 
-    def some_fail(rule: AdamWRule, update: Any) -> list[Callable[[], None]]:
-        made = tasks(rule, update)
-        return [_fails if failing[0] and update.number % 2 else task for task in made]
+    def some_fail(tasks: Callable[..., list[Callable[[], None]]], rule: Any, update: Any) -> list[Callable[[], None]]:
+        return [_fails if update.number % 2 else task for task in tasks(rule, update)]
 
     def _fails() -> None:
         raise LinkError("no memory")
 
-    monkeypatch.setattr(AdamWRule, "tasks", some_fail)
-    update = Stepper.update
-
-    def without_slots(stepper: Stepper, *args: Any) -> None:
+    def without_slots(update: Callable[..., None], stepper: Any, *args: Any) -> None:
         stepper._updates.streamed._closing = True  # as they are while somebody asks for them back
         try:
-            with monkeypatch.context() as patch:
-                patch.setattr(streamed.StreamedUpdates, "add", lambda self, job: self._to_host(job))
+            with testing.around("queue a streamed update", lambda _, updates, job: updates._to_host(job)):
                 update(stepper, *args)
         finally:
             stepper._updates.streamed._closing = False
 
     found[0](*token_batches(1)[0]).backward()
-    with monkeypatch.context() as patch:
-        patch.setattr(Stepper, "update", without_slots)
-        with pytest.raises(LinkError):
-            found[1].step()
-    failing[0] = False
+    with (
+        testing.around("update tasks", some_fail),
+        testing.around("update in the step", without_slots),
+        pytest.raises(LinkError),
+    ):
+        found[1].step()
     found[1].step()
     found[1].zero_grad()
     assert_alike(expected, found)
@@ -235,13 +230,13 @@ def test_an_error_holds_nothing_once_nobody_holds_it(
 ) -> None:
     device = hetmem.SimDevice(host_to_device="200MB", device_to_host="200MB")
     _, managed, optimizers = both(tmp_path, shape=ODD, device=device)
-    owner, name = {
-        "bring": (streamed._Bring, "__call__"),
-        "home": (streamed._SendHome, "__call__"),
-        "host": (AdamWRule, "there"),
+    points: dict[str, Any] = {
+        "bring": "states to the device",
+        "home": "states home",
+        "host": "update there",
         "gradient": (hetmem.SimDevice, "gradient_out"),
-    }[part]
-    broken = Broken(monkeypatch, owner, name)
+    }
+    broken = Broken(monkeypatch, points[part])
     broken.told.set()
     broken.on = True
     told: list[weakref.ref[BaseException]] = []
@@ -254,6 +249,6 @@ def test_an_error_holds_nothing_once_nobody_holds_it(
     assert told, "nobody was told"
     broken.on = False
     with contextlib.suppress(LinkError):  # others of that time
-        runtime_of(managed).traffic.pending.quiesce()
+        testing.of(managed).wait_idle()
     assert told[0]() is None
     assert torch.is_grad_enabled()

@@ -4,7 +4,7 @@ repeated does what is left, and the bits are those of a run that nothing disturb
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import CheckpointError
-from hetmem.optim.kernels import tiles
-from hetmem.optim.workers import Batch, Task, WorkerPool
 from tests.runtime.harness import (
     adamws,
     assert_same_states,
@@ -28,19 +27,16 @@ from tests.runtime.harness import (
     vector_batches,
 )
 
+Task = Callable[[], None]
+
 
 class BrokenTiles:
     """Has some tiles of each batch of at least two raise, before they have done anything, while it is `broken`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.broken: Callable[[int], bool] = lambda place: False
-        begin = WorkerPool.begin
+    broken: Callable[[int], bool] = staticmethod(lambda place: False)
 
-        def begun(pool: WorkerPool, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> Batch:
-            return begin(pool, [self._wrapped(place, task) for place, task in enumerate(tasks)], after)
-
-        monkeypatch.setattr(WorkerPool, "begin", begun)
-        monkeypatch.setattr(tiles, "TILE_ELEMENTS", 512)
+    def begun(self, begin: Any, pool: Any, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> Any:
+        return begin(pool, [self._wrapped(place, task) for place, task in enumerate(tasks)], after)
 
     def _wrapped(self, place: int, task: Task) -> Task:
         def run() -> None:
@@ -52,8 +48,11 @@ class BrokenTiles:
 
 
 @pytest.fixture
-def of_tiles(monkeypatch: pytest.MonkeyPatch) -> BrokenTiles:
-    return BrokenTiles(monkeypatch)
+def of_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenTiles]:
+    monkeypatch.setattr("hetmem.optim.kernels.tiles.TILE_ELEMENTS", 512)
+    made = BrokenTiles()
+    with testing.around("begin tasks", made.begun):
+        yield made
 
 
 def odd(place: int) -> bool:
@@ -92,6 +91,7 @@ def step_at_last(optimizer: Any, of_tiles: BrokenTiles, tries: list[Callable[[in
     return failed
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("overlap", "at"), [("off", 0), ("off", 1), ("forward", 0)])
 @pytest.mark.parametrize("placement", ["host", "resident", "nvme", "states on nvme"])
 @pytest.mark.parametrize("name", ["adamw", "NAdam", "Adagrad"])

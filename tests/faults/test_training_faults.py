@@ -10,27 +10,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import StoreError
-from hetmem.memory.chunk import Home
-from hetmem.memory.nvme import BLOCK_BYTES
-from hetmem.runtime.traffic import Traffic
-from tests.faults.disk import EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
+from tests.faults.disk import BLOCK_BYTES, EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
 from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
-from tests.runtime.harness import loss_of, same_bits
+from tests.optim.stories import one
+from tests.pairs import some
+from tests.runtime.harness import loss_of, mlp, pair, same_bits, vector_batches
 
 FAULTS = {"EIO": EIO, "full": ENOSPC, "end of file": ends, "exception": breaks}
 
 
-def cases(calls: range) -> list[tuple[str, int]]:
-    """An error at every one of `calls`, the other faults at a few of them."""
-    return [("EIO", call) for call in calls] + [(name, call) for name in list(FAULTS)[1:] for call in calls[1::5]]
+def cases(calls: range) -> list[Any]:
+    """An error at every third of `calls`, each other fault at one of them; at more of them with `--all-cases`."""
+    others = [some([(name, call) for call in calls[1::5]], 4) for name in list(FAULTS)[1:]]
+    return sum(others, some([("EIO", call) for call in calls], 3))
 
 
 @pytest.fixture
@@ -62,30 +64,9 @@ def test_a_fault_in_forward_or_backward_is_raised_there_and_repeating_them_gives
     hetmem.release(training.managed)
 
 
-@pytest.mark.parametrize(("fault", "call"), cases(range(0, 71, 7)))
-def test_a_fault_in_the_step_is_raised_there_and_leaves_every_home_wholly_before_or_after_it(
+@pytest.mark.parametrize(("fault", "call"), cases(range(0, 71, 5)))
+def test_a_fault_in_the_step_is_raised_there_and_the_roles_of_a_chunk_are_all_before_or_all_after_it(
     training: Training, fault: str, call: int
-) -> None:
-    batch = next(training.batches)
-    loss_of(training.plain, batch).backward()
-    loss_of(training.managed, batch).backward()
-    before = training.homes()
-    training.left.step()
-    after = tensors(training.plain, training.left)
-    training.disk.fault = once(call, FAULTS[fault])
-    with pytest.raises(StoreError) as caught:
-        training.step_to_the_end()
-    assert training.where.search(str(caught.value))
-    for (name, old), (_, new), (_, now) in zip(before, after, training.homes(), strict=True):
-        assert same_bits(now, old) or same_bits(now, new), f"{name} is neither before nor after"
-    training.right.zero_grad()
-    loss_of(training.managed, batch).backward()  # everything can be read
-    hetmem.release(training.managed)
-
-
-@pytest.mark.parametrize("call", range(0, 71, 5))
-def test_after_a_fault_in_the_step_the_roles_of_a_chunk_are_all_before_or_all_after_it(
-    training: Training, call: int
 ) -> None:
     """Who catches the error and saves a checkpoint saves moments and the count of steps that belong to the weights."""
     batch = next(training.batches)
@@ -94,16 +75,18 @@ def test_after_a_fault_in_the_step_the_roles_of_a_chunk_are_all_before_or_all_af
     before = training.homes()
     training.left.step()
     after = tensors(training.plain, training.left)
-    training.disk.fault = once(call, EIO)
-    with pytest.raises(StoreError):
+    training.disk.fault = once(call, FAULTS[fault])
+    with pytest.raises(StoreError) as caught:
         training.step_to_the_end()
+    assert training.where.search(str(caught.value))
     now = training.homes()
     for start, parameter in enumerate(training.managed.parameters()):
-        roles = range(3 * start, 3 * start + 3)
         updated = training.right.state[parameter]["step"].item() == 2
-        for role in roles:
+        for role in range(3 * start, 3 * start + 3):
             name, expected = (after if updated else before)[role]
             assert same_bits(now[role][1], expected), f"step {1 + updated}, but {name} is not of it"
+    training.right.zero_grad()
+    loss_of(training.managed, batch).backward()  # everything can be read
     hetmem.release(training.managed)
 
 
@@ -193,14 +176,14 @@ def test_every_byte_of_weights_and_states_is_written_once_a_step_and_of_gradient
 
 
 TRAIN = """
-import sys, torch, hetmem
+import itertools, sys, torch, hetmem
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from tests.runtime.harness import loss_of, manage, mlp, vector_batches
 torch.manual_seed(0)
 model = manage(mlp(), "nvme", Path(sys.argv[1]))
 optimizer = hetmem.AdamW(model.parameters())
-for step in range(int(sys.argv[3])):
+for step in itertools.count():
     for batch in vector_batches(1, 8, 64):
         loss_of(model, batch).backward()
         optimizer.step()
@@ -213,10 +196,8 @@ def test_a_killed_training_leaves_no_file_and_no_blocks_and_a_new_one_starts(tmp
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root}
 
-    def command(steps: int) -> list[str]:
-        return [sys.executable, "-c", TRAIN, str(tmp_path), root, str(steps)]
-
-    with subprocess.Popen(command(1 << 30), stdout=subprocess.PIPE, env=environment) as process:
+    command = [sys.executable, "-c", TRAIN, str(tmp_path), root]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         for step in range(3):
             assert process.stdout.readline() == b"%d\n" % step
@@ -225,8 +206,8 @@ def test_a_killed_training_leaves_no_file_and_no_blocks_and_a_new_one_starts(tmp
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
-    done = subprocess.run(command(2), env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "0\n1\n"), done.stderr
+    _, managed = pair(mlp, "nvme", tmp_path)
+    one(managed, vector_batches(1, 8, 64)[0], hetmem.AdamW(managed.parameters()))
 
 
 def open_files(process: int) -> list[str]:
@@ -236,7 +217,7 @@ def open_files(process: int) -> list[str]:
     return [f"{directory}/{name}" for name in os.listdir(directory) if found(name)]
 
 
-@pytest.mark.parametrize("call", range(24))
+@pytest.mark.parametrize("call", some(range(24), 3))
 def test_what_was_added_up_before_a_fault_in_backward_stays_in_the_gradients(training: Training, call: int) -> None:
     first, second = next(training.batches), next(training.batches)
     expected: list[list[torch.Tensor]] = []
@@ -255,9 +236,7 @@ def test_what_was_added_up_before_a_fault_in_backward_stays_in_the_gradients(tra
         assert torch.equal(parameter.grad, before) or torch.equal(parameter.grad, after)
 
 
-def test_gradients_are_whole_when_the_error_of_a_write_comes(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_whole_when_the_error_of_a_write_comes(training: Training) -> None:
     """Another one was still being written: who read it met half of it, and what he wrote to it was overwritten."""
     first, second = next(training.batches), next(training.batches)
     loss_of(training.managed, first).backward()
@@ -267,13 +246,10 @@ def test_gradients_are_whole_when_the_error_of_a_write_comes(
     training.settle()
     all_have_arrived, failed = threading.Event(), threading.Event()
     writes = iter(range(1 << 30))
-    wait_until_written = Traffic.wait_until_written
 
-    def at_the_end(traffic: Traffic, homes: Iterable[Home]) -> None:
+    def at_the_end(original: Any, *args: Any) -> None:
         all_have_arrived.set()
-        wait_until_written(traffic, homes)
-
-    monkeypatch.setattr(Traffic, "wait_until_written", at_the_end)
+        original(*args)
 
     def fault(verb: str, offset: int, nbytes: int) -> int:
         if verb != "write":
@@ -289,7 +265,7 @@ def test_gradients_are_whole_when_the_error_of_a_write_comes(
         return nbytes
 
     training.disk.fault = fault
-    with pytest.raises(StoreError, match="cannot write"):
+    with testing.around("wait until written", at_the_end), pytest.raises(StoreError, match="cannot write"):
         loss.backward()
     training.disk.fault = healthy
     for left, right in zip(training.plain.parameters(), training.managed.parameters(), strict=True):

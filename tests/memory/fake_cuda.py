@@ -179,6 +179,8 @@ class FakeCuda:
         self.reset_peak: Callable[[], None] = lambda: None
         self.pinned: dict[int, int] = {}
         self.register_error = 0
+        self.registered_before_error = 0
+        self.unregistered_by: list[str] = []
         self.sticky_error = 0
         self.deferred = 0
         self.made: list[str] = []
@@ -216,7 +218,7 @@ class FakeCuda:
 
     def host_register(self, address: int, nbytes: int, flags: int) -> CudaError:
         assert address % 4096 == 0 and nbytes > 0 and address not in self.pinned
-        if self.register_error:
+        if self.register_error and len(self.pinned) >= self.registered_before_error:
             self.sticky_error = self.register_error
             return CudaError(self.register_error)
         self.pinned[address] = nbytes
@@ -224,6 +226,7 @@ class FakeCuda:
 
     def host_unregister(self, address: int) -> CudaError:
         del self.pinned[address]
+        self.unregistered_by.append(threading.current_thread().name)
         return CudaError(0)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:

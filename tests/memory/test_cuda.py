@@ -44,6 +44,7 @@ def streams_of_cpu() -> CudaStreams:
     return CudaStreams(torch.device("cpu"), ComputeStreams(torch.device("cpu")))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("sanitize", [True, False], ids=["sanitize", "fast"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hetmem.cuda.segments import Segments
 from hetmem.memory import moves
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.ways import Way, Ways
-from tests.cuda.shim import GPP, build
+from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
 from tests.runtime.harness import Recipe, Tower, pair, token_batches, train_both
@@ -28,13 +27,10 @@ PIECE = 4096  # bytes of a staging buffer here
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def libraries() -> dict[str, Path]:
     if GPP is None:
         pytest.skip("g++ is not installed")
-    out = tmp_path_factory.mktemp("moves")
-    sources = ["cast.cu", "gradient.cu"]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(sources, pool.map(lambda source: build(source, out), sources), strict=True))
+    return build_all(["cast.cu", "gradient.cu"])
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -73,6 +69,7 @@ class Machine:
             stream.synchronize()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("first", ["copies", "casts"])
 @pytest.mark.parametrize("ways", [Ways(weights=way) for way in Way], ids=lambda ways: ways.weights.name)
 def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
@@ -90,6 +87,7 @@ def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
         machine._used = 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ways", [Ways(gradients=way) for way in Way], ids=lambda ways: ways.gradients.name)
 @pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
 def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, add: bool) -> None:
@@ -248,6 +246,7 @@ def test_kernels_reach_only_into_memory_that_is_page_locked(
         }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
 def test_training_by_kernels_equals_torch(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
+import signal
 import threading
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory import nvme_file
 from hetmem.memory.nvme import BLOCK_BYTES, NvmeStore
 from hetmem.units import MIB
+from tests.forked import Forks
 from tests.memory.left import nothing_left, random_memory
 
 __all__ = ["nothing_left"]  # a fixture
@@ -66,40 +66,32 @@ def test_a_store_dropped_without_close_finishes_and_cleans_up(tmp_path: Path, no
         thread.join(timeout=30)
 
 
-def test_kill_leaves_no_file_and_no_blocks_behind(tmp_path: Path) -> None:
+def test_kill_leaves_no_file_and_no_blocks_behind(forks: Forks, tmp_path: Path) -> None:
     program = (
-        "import sys, time\n"
+        "import os, signal, sys\n"
         "from hetmem.memory.nvme import NvmeStore\n"
         "store = NvmeStore([sys.argv[1]], 1 << 24)\n"
         "store.view(store.reserve(1 << 20))[:] = b'x' * (1 << 20)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(600)\n"
+        "assert os.listdir(sys.argv[1]) == []\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": root}) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        assert os.listdir(tmp_path) == []
-        process.kill()
+    assert forks.run(program, str(tmp_path)) == (-signal.SIGKILL, "", "")
     assert os.listdir(tmp_path) == []
 
 
-def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(tmp_path: Path) -> None:
+def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(forks: Forks, tmp_path: Path) -> None:
     program = (
-        "import sys\n"
+        "import sys, warnings\n"
+        "warnings.simplefilter('error')\n"
         "from hetmem.memory.mapping import Mapping\n"
         "from hetmem.memory.nvme import NvmeStore\n"
         "store = NvmeStore([sys.argv[1]], 1 << 24, request_bytes=4096)\n"
         "future = store.write(store.reserve(1 << 20), Mapping(1 << 20).buffer(0, 1 << 20))\n"
     )
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert forks.run(program, str(tmp_path), seconds=60) == (0, "", "")
 
 
-def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(tmp_path: Path) -> None:
+def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(forks: Forks, tmp_path: Path) -> None:
     """Its threads go on while others end: a descriptor that is closed then is the next file's."""
     program = (
         "import atexit, os, sys, threading\n"
@@ -123,10 +115,7 @@ def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(tm
         "store = NvmeStore([sys.argv[1]], 1 << 24, threads=1, io=Late())\n"
         "future = store.write(store.reserve(4096), Mapping(4096).buffer(0, 4096))\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("0 0 0 0 0 0 0 0\n", "")
+    assert forks.run(program, str(tmp_path), seconds=60) == (0, "0 0 0 0 0 0 0 0\n", "")
 
 
 def test_unusable_directories_are_named_and_nothing_stays_open(tmp_path: Path, nothing_left: None) -> None:

@@ -13,7 +13,7 @@ from hetmem.config import kernel_cache_directory
 from hetmem.memory import cuda as cuda_module
 from hetmem.memory.cuda import CudaDevice
 from hetmem.memory.ways import Way, Ways, load_ways, save_ways, ways_file
-from tests.cuda.shim import GPP, build
+from tests.cuda.shim import GPP, build_all
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, cuda
 
 __all__ = ["cuda"]  # a fixture
@@ -97,8 +97,8 @@ def test_the_fewest_blocks_that_do_as_well_as_any_are_taken() -> None:
 
 
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
-def test_measuring_runs_both_ways_in_both_directions_and_unpins(cuda: FakeCuda, tmp_path: Path) -> None:
-    kernels = LateKernels({source: build(source, tmp_path) for source in ("cast.cu", "gradient.cu")})
+def test_measuring_runs_both_ways_in_both_directions_and_unpins(cuda: FakeCuda) -> None:
+    kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
     found = bench_device.measure_ways(CpuCuda(), kernels, 10_000, rounds=1)
     assert set(kernels.launched) == {"cast_f32_bf16", "gradient_bf16_f32_overwrite"}
     assert found.source.startswith("measured: weights ") and "GB/s by kernel" in found.source
@@ -121,7 +121,7 @@ def test_what_a_probe_measures_the_next_run_takes(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernels = LateKernels({source: build(source, tmp_path) for source in ("cast.cu", "gradient.cu")})
+    kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
     monkeypatch.setattr(bench_device, "backend", lambda: kernels)
     monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
     monkeypatch.setattr(bench_device, "_WAY_ELEMENTS", 160_000)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import hetmem
 from tests.models.zoo import MODELS, Inputs
+from tests.pairs import case, some
 from tests.runtime.harness import assert_same_states, assert_same_weights
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # of what PEFT still calls in transformers
@@ -44,6 +45,9 @@ METHODS: dict[str, tuple[str, Callable[[], Any]]] = {
     "prefixes": ("llama", lambda: peft.PrefixTuningConfig(task_type=TASK, num_virtual_tokens=4)),
 }
 """Name of a method to the family it adapts, and its configuration."""
+
+EVERYDAY = ("LoRA and a whole module", "trainable tokens", "OFT", "prompts")
+"""Beside LoRA and DoRA, which train with overlap: what a test takes without `--all-cases`."""
 
 
 def adapted(method: str) -> tuple[Any, Inputs]:
@@ -96,7 +100,12 @@ def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "overlap"), [*[(method, "off") for method in METHODS], ("LoRA", "forward"), ("DoRA", "backward")]
+    ("method", "overlap"),
+    [
+        *[case(method, "off", nightly=method not in EVERYDAY) for method in METHODS],
+        ("LoRA", "forward"),
+        ("DoRA", "backward"),
+    ],
 )
 def test_adapters_train_as_in_plain_torch(method: str, overlap: str, tmp_path: Path) -> None:
     plain, managed, inputs = runs(method, tmp_path, overlap)
@@ -109,7 +118,7 @@ def test_adapters_train_as_in_plain_torch(method: str, overlap: str, tmp_path: P
     assert hetmem.report(managed.model).to_dict()["tiers"]["nvme"]["peak_bytes"] > 0
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("reentrant", some([True, False], 2), ids=["reentrant", "not reentrant"])
 def test_adapters_train_with_checkpointed_layers(reentrant: bool, tmp_path: Path) -> None:
     plain, managed, inputs = runs("LoRA", tmp_path)
     for model in (plain.model, managed.model):

@@ -17,8 +17,9 @@ import transformers
 from torch import Tensor, nn
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.models.zoo import MODELS, TOKENS, VOCABULARY
+from tests.pairs import some
 from tests.runtime.harness import assert_same_states, assert_same_weights
 
 BATCH = 2
@@ -48,7 +49,7 @@ def trained(
     model: nn.Module, directory: Path, *, resume: Path | None = None, overlap: str | None = None, **options: Any
 ) -> transformers.Trainer:
     """Three steps with clipping, a schedule and a checkpoint after the second. The trainer seeds as it is made."""
-    managed = registry.of_parameter(next(model.parameters())) is not None
+    managed = testing.is_managed(next(model.parameters()))
     kind = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
     optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=0.1)
     arguments = transformers.TrainingArguments(
@@ -79,7 +80,7 @@ def norms(trainer: transformers.Trainer) -> list[float]:
     return [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulation"])
+@pytest.mark.parametrize("options", some([{"gradient_accumulation_steps": 2}, {}], 2), ids=["accumulation", "plain"])
 def test_a_trainer_has_the_bits_of_the_same_one_over_plain_torch(options: dict[str, Any], tmp_path: Path) -> None:
     plain = MODELS["gpt2"]()[0]
     managed = managed_copy(plain, tmp_path)
@@ -96,7 +97,7 @@ def test_a_trainer_has_the_bits_of_the_same_one_over_plain_torch(options: dict[s
     assert report["tiers"]["nvme"]["peak_bytes"] > 0
 
 
-@pytest.mark.parametrize("of", ["managed", "plain"])
+@pytest.mark.parametrize("of", some(["managed", "plain"], 2))
 def test_a_trainer_goes_on_from_a_checkpoint_with_the_same_bits(of: str, tmp_path: Path) -> None:
     """Of its own, or of the same one over plain torch."""
     plain = MODELS["gpt2"]()[0]
@@ -109,7 +110,7 @@ def test_a_trainer_goes_on_from_a_checkpoint_with_the_same_bits(of: str, tmp_pat
     assert_same_states(whole.optimizer.optimizer, again.optimizer.optimizer)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("overlap", some(["forward", "backward"], 2))
 def test_updates_overlap_where_the_trainer_clips_nothing_and_are_refused_where_it_does(
     overlap: str, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import hetmem
-from hetmem.checkpoint.merging import Merge
 from hetmem.errors import CheckpointError
 from tests.models.zoo import MODELS
+from tests.pairs import case, mostly
 
 STEPS = 3
 CHUNK_BYTES = 16 * 1024
@@ -41,6 +41,11 @@ MODES = ("gpt2", "llama", "t5")
 
 PRECISIONS = (*MODES, "mixtral", "vit", "whisper")
 """And what rounds elsewhere: chosen experts, images and sound that are cast on the way in."""
+
+
+def families(*names: str, of: Iterable[str] = MODELS) -> Any:
+    """A test of the families `names`, and with `--all-cases` of all."""
+    return pytest.mark.parametrize("name", [case(name, nightly=name not in names) for name in of])
 
 
 class Pair:
@@ -155,7 +160,7 @@ def _same(plain: Tensor | None, managed: Tensor | None) -> bool:
     return torch.equal(plain, managed)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@families("gpt2", "mixtral", "t5", "mamba")
 def test_trains_bit_equal_to_plain_torch_within_a_third_of_its_states(name: str, tmp_path: Path) -> None:
     pair = Pair(name, tmp_path)
     pair.train(STEPS)
@@ -173,7 +178,7 @@ def test_trains_bit_equal_to_plain_torch_within_a_third_of_its_states(name: str,
     assert links["nvme_write"] >= STEPS * (UPDATED_BYTES * pair.trained - pair.host)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@families("llama", "vit", "whisper")
 def test_evaluation_between_steps_gives_the_same_output_and_leaves_training_alone(name: str, tmp_path: Path) -> None:
     pair = Pair(name, tmp_path)
     pair.evaluate(torch.inference_mode)
@@ -187,8 +192,7 @@ def test_evaluation_between_steps_gives_the_same_output_and_leaves_training_alon
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # its name in 4.x
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not_reentrant", "reentrant"])
+@pytest.mark.parametrize(("name", "use_reentrant"), mostly(MODES, [False, True]))
 def test_trains_bit_equal_with_gradient_checkpointing(name: str, use_reentrant: bool, tmp_path: Path) -> None:
     pair = Pair(name, tmp_path)
     for model in (pair.plain, pair.managed):
@@ -196,14 +200,14 @@ def test_trains_bit_equal_with_gradient_checkpointing(name: str, use_reentrant: 
     pair.train(2)
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@families("llama", "mixtral", "whisper", of=PRECISIONS)
 def test_trains_bit_equal_with_bfloat16_compute_and_float32_weights(name: str, tmp_path: Path) -> None:
     pair = Pair(name, tmp_path, mixed_precision=torch.bfloat16)
     pair.train(2)
     pair.evaluate(torch.no_grad)
 
 
-@pytest.mark.parametrize("name", MODES)
+@families("gpt2", "t5", of=MODES)
 def test_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
     """Call after call with other batch sizes: what was planned for one is wrong for the next."""
     pair = Pair(name, tmp_path)
@@ -234,7 +238,7 @@ class Adapted(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "whisper"])
+@families("llama", of=["llama", "bert", "whisper"])
 def test_adapters_of_a_frozen_base_train_as_in_plain_torch(name: str, tmp_path: Path) -> None:
     plain, inputs = MODELS[name]()
     plain.requires_grad_(False)
@@ -286,14 +290,14 @@ def test_from_pretrained_reads_what_a_managed_model_saves(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("shards", ["one file", "many files"])
-@pytest.mark.parametrize("name", MODELS)
+@families("mixtral", "vit")
 def test_what_a_family_saves_arrives_as_from_pretrained_reads_it(name: str, shards: str, tmp_path: Path) -> None:
     """Mixtral and ViT are saved under other names than they have, Mixtral's experts one by one."""
     pair = Pair(name, tmp_path)
     saved = _changed(pair.plain)
     saved.save_pretrained(tmp_path / "saved", **({} if shards == "one file" else {"max_shard_size": "60KB"}))
     pair.plain.load_state_dict(type(saved).from_pretrained(tmp_path / "saved").state_dict())
-    with mock.patch.object(Merge, "fill", None):  # all of it can be streamed
+    with mock.patch("hetmem.checkpoint.merging.Merge.fill", None):  # all of it can be streamed
         assert hetmem.load_weights(tmp_path / "saved", pair.managed) == ([], [])
     for key, (ours, theirs) in _states(pair).items():
         assert torch.equal(ours, theirs), key

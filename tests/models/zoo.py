@@ -40,7 +40,7 @@ def _text() -> Inputs:
 def gpt2() -> tuple[nn.Module, Inputs]:
     """Learned positions, transposed weights (Conv1D), the embedding tied to the head, dropout."""
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=HIDDEN, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY, n_positions=64, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
     )
     return transformers.GPT2LMHeadModel(config), _text()
 
@@ -51,7 +51,7 @@ def llama() -> tuple[nn.Module, Inputs]:
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=160,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.chunk import Role
-from hetmem.plan.balance import Way
-from hetmem.plan.links import Link
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
+from hetmem import testing
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed_gradients import train_apart
 from tests.runtime.harness import CHUNK, adamws, pair, vector_batches
@@ -69,19 +65,14 @@ def batches(shape: tuple[int, int], steps: int) -> list[Any]:
     return vector_batches(steps, 4, shape[1])
 
 
-def runtime_of(module: nn.Module) -> Runtime:
-    return registry.of_module(module).runtime
+def crossed(module: nn.Module) -> dict[str, int]:
+    return testing.of(module).link_bytes()
 
 
-def crossed(module: nn.Module) -> dict[Link, int]:
-    return {link: use.bytes for link, use in runtime_of(module).traffic.engine.links().items()}
-
-
-def updated(module: nn.Module) -> dict[Way, int]:
-    return dict(runtime_of(module).statistics.updated_bytes)
+def updated(module: nn.Module) -> Counter[str]:
+    return Counter(testing.of(module).updated_bytes())
 
 
 def grads_on_device(module: nn.Module) -> list[int]:
     """The chunks whose gradients have homes there."""
-    chunks = runtime_of(module).chunks
-    return [c.spec.index for c in chunks if Role.GRAD in c.homes and c.homes[Role.GRAD].tier is Tier.DEVICE]
+    return [chunk.index for chunk in testing.of(module).chunks() if chunk.homes.get("grad") == "device"]

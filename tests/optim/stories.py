@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.runtime.used_up import UsedUp
-from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of
+from hetmem import testing
+from tests.pairs import mostly
+from tests.runtime.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "speculative", "forward")
 overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
+on_either = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED))
+on_the_other = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED[::-1]))
+"""Each overlap with one placement of two: tests that take the one or the other have all pairs among them."""
 
 TRAILING: dict[str, Any] = {"overlap": "forward", "max_grad_norm": 1e9}
 """Every update waits for a norm, which clips nothing: all of them trail behind the step."""
@@ -78,4 +82,4 @@ def twins(modules: tuple[nn.Module, nn.Module], **options: Any) -> Twins:
 
 def with_gradients(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of `module` that have a gradient which is not used up."""
-    return [p for p in module.parameters() if p.grad is not None and not isinstance(p.grad, UsedUp)]
+    return [p for p in module.parameters() if p.grad is not None and not testing.is_used_up(p.grad)]

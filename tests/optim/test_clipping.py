@@ -15,7 +15,9 @@ from hetmem.optim.kernels import square_sum
 from hetmem.optim.undo import Saved
 from hetmem.optim.workers import WorkerPool
 from tests.optim.stories import OVERLAPS, overlaps, twins
+from tests.pairs import mostly
 from tests.runtime.harness import (
+    PLACEMENTS,
     Recipe,
     Tower,
     adamws,
@@ -36,7 +38,7 @@ from tests.runtime.harness import (
 
 
 @pytest.mark.pairs
-@everywhere
+@streamed
 @precisions
 @overlaps
 def test_clipping_equals_a_clip_of_plain_gradients(
@@ -98,8 +100,7 @@ def poison(module: nn.Module) -> None:
     parameter.grad.view(-1)[0] = float("inf")
 
 
-@everywhere
-@overlaps
+@pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, ["nvme", "resident", "host"]))
 def test_an_overflow_skips_one_step_and_changes_nothing_else(overlap: str, placement: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = manage(Tower(), placement, tmp_path, mixed_precision=torch.float16)
@@ -162,8 +163,7 @@ def test_a_trial_that_is_undone_leaves_no_states_where_there_were_none(
         both.assert_same()
 
 
-@everywhere
-@pytest.mark.parametrize("overlap", ["off", "speculative"])
+@pytest.mark.parametrize(("placement", "overlap"), mostly(PLACEMENTS, ["off", "speculative"]))
 def test_unscaling_gives_the_bits_of_unscaled_gradients(overlap: str, placement: str, tmp_path: Path) -> None:
     """A power of two: nothing is rounded by it, unless a gradient leaves float32's range."""
     plain, managed = pair(Tower, placement, tmp_path)
@@ -200,6 +200,7 @@ def test_the_gradient_scaler_of_torch_works(placement: str, tmp_path: Path) -> N
     assert skipped == 2
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("change", ["written", "replaced"])
 @streamed
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])

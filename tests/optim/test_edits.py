@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import hetmem
-from tests.optim.stories import OVERLAPS, Twins, one, overlaps, twins
+from tests.optim.stories import OVERLAPS, Twins, on_either, one, overlaps, twins
+from tests.pairs import mostly
 from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, streamed, vector_batches
 
 STREAMED_GRADIENTS = {"overlap": "backward", "gradients": "streamed"}
@@ -48,9 +49,11 @@ def assert_counts_or_is_refused(edit: Callable[[Any], None], both: Twins) -> Non
     both.train(before)
     for module, _ in both.sides:
         loss_of(module, batch).backward()
-        edit(module)
+        if module is both.plain:
+            edit(module)
     both.left.step()
     try:
+        edit(both.managed)
         both.right.step()
     except RuntimeError as error:
         assert "overlap='off'" in str(error)  # noqa: PT017
@@ -72,6 +75,7 @@ def test_gradients_dropped_before_the_step_are_not_used(
     assert_counts_or_is_refused(drop, twins(pair(mlp, placement, tmp_path), overlap=overlap))
 
 
+@pytest.mark.pairs
 @streamed
 @pytest.mark.parametrize("options", [*({"overlap": overlap} for overlap in OVERLAPS), STREAMED_GRADIENTS], ids=str)
 @pytest.mark.parametrize("way", ["in place", "replaced"])
@@ -96,6 +100,7 @@ def test_weights_written_between_a_forward_and_its_backward_count(
     both.assert_same()
 
 
+@pytest.mark.pairs
 @streamed
 @overlaps
 @pytest.mark.parametrize("evaluated", [False, True], ids=["", "evaluated"])
@@ -112,8 +117,7 @@ def test_weights_written_before_the_step_count(evaluated: bool, overlap: str, pl
     assert_counts_or_is_refused(halve, twins(pair(mlp, placement, tmp_path), overlap=overlap))
 
 
-@streamed
-@overlaps
+@on_either
 def test_a_weight_of_nobody_may_be_written_where_its_chunk_is_updated(
     overlap: str, placement: str, tmp_path: Path
 ) -> None:
@@ -133,8 +137,7 @@ def test_a_weight_of_nobody_may_be_written_where_its_chunk_is_updated(
     assert_same_weights(*modules)
 
 
-@overlaps
-@pytest.mark.parametrize("option", ["lr", "betas", "betas in place"])
+@pytest.mark.parametrize(("overlap", "option"), mostly(OVERLAPS, ["lr", "betas in place", "betas"]))
 def test_options_that_change_before_the_step_count(option: str, overlap: str, tmp_path: Path) -> None:
     """The norm has been summed up with the old ones."""
     both = twins(pair(mlp, "host", tmp_path), overlap=overlap, max_grad_norm=1e9)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.optim.stories import Twins, one, overlaps, twins
+from tests.optim.stories import Twins, on_either, on_the_other, one, overlaps, twins
 from tests.runtime.harness import (
     assert_same_states,
     assert_same_weights,
@@ -21,8 +21,7 @@ from tests.runtime.harness import (
 )
 
 
-@streamed
-@overlaps
+@on_either
 def test_a_parameter_unfrozen_while_gradients_accumulate(overlap: str, placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)
     for module in modules:
@@ -39,8 +38,7 @@ def test_a_parameter_unfrozen_while_gradients_accumulate(overlap: str, placement
         assert_same_weights(both.plain, both.managed)
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_a_graph_of_the_gradients_does_not_disturb_updates(overlap: str, placement: str, tmp_path: Path) -> None:
     both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for step, batch in enumerate(vector_batches(5, 4, 64)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,13 +14,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.optim import kept, streamed
-from hetmem.optim.places import UpdatePlaces
-from hetmem.plan.balance import Way
-from hetmem.plan.hardware import Rate
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.optim.keeping import (
     EVEN,
     LAYERS,
@@ -32,10 +25,9 @@ from tests.optim.keeping import (
     crossed,
     grads_on_device,
     room,
-    runtime_of,
     updated,
 )
-from tests.optim.machines import SLOW_HOST
+from tests.optim.machines import BALANCED, SLOW_HOST
 from tests.optim.stories import with_gradients
 from tests.optim.test_streamed import MIXED
 from tests.optim.test_streamed_gradients import train_apart
@@ -74,11 +66,11 @@ def test_gradients_that_stay_give_the_bits_of_plain_torch(
 ) -> None:
     plain, managed, optimizers = both(tmp_path, shape=shape, mixed=mixed, device=device(), overlap=overlap)
     before = updated(managed)
-    stayed = registry.of_module(managed).gradients.stayed_bytes
+    stayed = testing.of(managed).stayed_gradient_bytes()
     train_apart(plain, managed, optimizers, batches(shape, 3), mixed)
     weights = sum(parameter.nbytes for parameter in managed.parameters())
-    assert updated(managed)[Way.STREAMED] - before[Way.STREAMED] == 3 * weights
-    assert registry.of_module(managed).gradients.stayed_bytes - stayed == 3 * weights
+    assert updated(managed)["streamed"] - before["streamed"] == 3 * weights
+    assert testing.of(managed).stayed_gradient_bytes() - stayed == 3 * weights
 
 
 @MIXED
@@ -87,49 +79,45 @@ def test_nothing_of_a_gradient_crosses_the_link(
     shape: tuple[int, int], mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
     plain, managed, optimizers = both(tmp_path, shape=shape, mixed=mixed)
-    runtime = runtime_of(managed)
-    before = crossed(managed)
-    runtime.events.transfers.clear()
+    before, known = crossed(managed), len(testing.of(managed).transfers())
     train_apart(plain, managed, optimizers, batches(shape, 1), mixed)
     optimizers[1].synchronize()
-    copies = [transfer.nbytes for transfer in runtime.events.transfers if transfer.block >= 0]
+    copies = [nbytes for _, block, nbytes in testing.of(managed).transfers()[known:] if block >= 0]
     assert len(copies) <= 1  # one was still in use as its update began
     pages = LAYERS * 4096
-    assert crossed(managed)[Link.HOST_TO_DEVICE] - before[Link.HOST_TO_DEVICE] == 12 * pages + sum(copies)
+    assert crossed(managed)["host_to_device"] - before["host_to_device"] == 12 * pages + sum(copies)
     home = 12 if mixed is None else 14
-    assert crossed(managed)[Link.DEVICE_TO_HOST] - before[Link.DEVICE_TO_HOST] == home * pages
+    assert crossed(managed)["device_to_host"] - before["device_to_host"] == home * pages
 
 
 def test_places_take_no_memory_that_slots_did_not_have(tmp_path: Path) -> None:
     _, managed, _ = both(tmp_path)
-    runtime = runtime_of(managed)
-    assert runtime.memory.moved_bytes == 2 * 4 * CHUNK
+    assert testing.of(managed).memory().moved_bytes == 2 * 4 * CHUNK
     device = hetmem.report(managed).to_dict()["tiers"]["device"]
     assert device["chunk_peak_bytes"] == LAYERS * CHUNK + 2 * 4 * CHUNK
 
 
 def test_a_place_is_free_for_other_gradients_as_soon_as_the_kernel_has_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Nothing that was updated gets home before the gradients of four chunks have arrived in two places."""
     plain, managed, optimizers = both(tmp_path, shape=EVEN)
     arrived, waited = Event(), []
     placed: list[Any] = []
-    keep, send = kept.KeptGradients.keep, streamed._SendHome.__call__
 
-    def keeping(places: Any, chunk: Any) -> Any:
+    def keeping(keep: Any, places: Any, chunk: Any) -> Any:
         placed.append(chunk)
         if len(placed) == 4:
             arrived.set()
         return keep(places, chunk)
 
-    def sending(work: Any) -> None:
+    def sending(send: Any, work: Any) -> None:
         waited.append(arrived.wait(20))
         send(work)
 
-    monkeypatch.setattr(kept.KeptGradients, "keep", keeping)
-    monkeypatch.setattr(streamed._SendHome, "__call__", sending)
-    train_apart(plain, managed, optimizers, batches(EVEN, 1))
+    with testing.around("keep a gradient", keeping), testing.around("states home", sending):
+        train_apart(plain, managed, optimizers, batches(EVEN, 1))
+        optimizers[1].synchronize()
     assert all(waited)
     assert len(placed) == LAYERS
 
@@ -137,14 +125,14 @@ def test_a_place_is_free_for_other_gradients_as_soon_as_the_kernel_has_read_it(
 def test_a_gradient_is_seen_until_its_update_has_read_it(tmp_path: Path) -> None:
     device = hetmem.SimDevice(host_to_device="5MB", device_to_host="5MB")
     plain, managed, optimizers = both(tmp_path, device=device)
-    batch, memory = batches(ODD, 1)[0], runtime_of(managed).memory
+    batch = batches(ODD, 1)[0]
     for module in (plain, managed):
         loss_of(module, batch).backward()
     left = with_gradients(managed)
     assert 0 < len(left) == len(grads_on_device(managed))
     for expected, parameter in zip(plain.parameters(), managed.parameters(), strict=True):
         if any(parameter is one for one in left):
-            assert memory.is_device_address(parameter.grad.data_ptr())
+            assert testing.of(managed).place_of(parameter.grad) == "device"
             assert same_bits(parameter.grad, expected.grad)
     for optimizer in optimizers:
         optimizer.step()
@@ -175,9 +163,10 @@ def test_a_second_backward_of_a_step_is_refused_as_for_gradients_at_home(tmp_pat
     def refused() -> weakref.ref[nn.Module]:
         _, managed, _ = both(tmp_path)
         batch = batches(ODD, 1)[0]
-        loss_of(managed, batch).backward()
-        with pytest.raises(RuntimeError, match="arrived after its update had begun"):
-            loss_of(managed, batch).backward()
+        first, second = loss_of(managed, batch), loss_of(managed, batch)
+        first.backward()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|arrived after its update had begun"):
+            second.backward()
         return weakref.ref(managed)
 
     model = refused()
@@ -196,10 +185,10 @@ def test_gradients_of_numbers_stay_too(tmp_path: Path) -> None:
             return super().forward(x) * self.scale
 
     plain, managed, optimizers = both(tmp_path, shape=EVEN, build=Scaled, chunks=LAYERS + 1)
-    before = crossed(managed)[Link.DEVICE_TO_HOST]
+    before = crossed(managed)["device_to_host"]
     train_apart(plain, managed, optimizers, batches(EVEN, 2))
     pages = (LAYERS + 1) * 4096
-    assert crossed(managed)[Link.DEVICE_TO_HOST] - before == 2 * 12 * pages
+    assert crossed(managed)["device_to_host"] - before == 2 * 12 * pages
 
 
 # ---- order -------------------------------------------------------------------------------------------------------
@@ -219,16 +208,16 @@ class Marking(EarlyStreams):
         event.number = self.marks
         return event
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Mark, Mark]:
-        if isinstance(work, streamed._Bring):
+    def enqueue(self, link: Any, after: Sequence[Any], work: Callable[[], None]) -> tuple[Mark, Mark]:
+        if isinstance(work, testing.place_of("states to the device")[0]):
             self.brought_after.append(max((event.number for event in after), default=0))
         return super().enqueue(link, after, work)
 
 
 class MarkingDevice(EarlyDevice):
-    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+    def copier(self, seen: Any, finished: Any) -> Any:
         made = super().copier(seen, finished)
-        self.streams = made._streams = Marking()  # type: ignore[attr-defined]
+        self.streams = made._streams = Marking()
         return made
 
 
@@ -256,15 +245,8 @@ def test_an_update_comes_behind_the_compute_that_wrote_its_gradients(tmp_path: P
 def test_the_part_that_is_streamed_is_larger_where_gradients_stay(tmp_path: Path) -> None:
     """Of a parameter the host updates 28 bytes while 4 of its gradient go down and 4 of its copy up, or 12 go each way:
     with cores of 7 and a link of 8 bytes a second each way, 28 h / 7 = (4 h + 12 s) / 8, so s = 7/10, and not 7/11."""
-    balanced = replace(
-        SLOW_HOST,
-        host=replace(SLOW_HOST.host, update_bytes_per_second=7e6),
-        host_to_device=Rate(8e6),
-        device_to_host=Rate(8e6),
-        both_ways_bytes_per_second=100e6,
-    )
     for gradients, chosen in (("streamed", 6), ("visible", 5)):
-        _, managed = pair(lambda: Chain(ODD), room(None), tmp_path, hardware=balanced)
+        _, managed = pair(lambda: Chain(ODD), room(None), tmp_path, hardware=BALANCED)
         optimizer = hetmem.AdamW(managed.parameters(), overlap="backward", gradients=gradients)
         for batch in batches(ODD, 4):
             loss_of(managed, batch).backward()
@@ -286,17 +268,16 @@ def test_the_choice_made_again_counts_gradients_that_stayed_as_if_they_had_gone_
     assert seen == [sum(parameter.nbytes for parameter in managed.parameters())]
 
 
-def test_gradients_of_which_users_see_any_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_which_users_see_any_are_not_kept(tmp_path: Path) -> None:
     kept_by: list[Any] = []
-    original = UpdatePlaces.place_on_device
 
-    def place(places: UpdatePlaces, chunk: Any) -> Any:
-        kept_by.append(original(places, chunk))
+    def place(original: Any, *args: Any) -> Any:
+        kept_by.append(original(*args))
         return kept_by[-1]
 
-    monkeypatch.setattr(UpdatePlaces, "place_on_device", place)
     plain, managed = pair(lambda: Chain(ODD), room(None), tmp_path, hardware=SLOW_HOST)
     optimizers = adamws(plain, managed, overlap="backward")
-    train_apart(plain, managed, optimizers, batches(ODD, 4))
-    assert updated(managed)[Way.STREAMED] > 0
+    with testing.around("place of a gradient", place):
+        train_apart(plain, managed, optimizers, batches(ODD, 4))
+    assert updated(managed)["streamed"] > 0
     assert not kept_by

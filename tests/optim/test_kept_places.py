@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.chunk import Role
-from hetmem.optim import streamed
-from hetmem.plan.balance import Way
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.optim.keeping import (
     EVEN,
     LAYERS,
@@ -28,7 +24,6 @@ from tests.optim.keeping import (
     crossed,
     grads_on_device,
     room,
-    runtime_of,
     updated,
 )
 from tests.optim.machines import SLOW_HOST
@@ -56,11 +51,11 @@ class Woven(nn.Module):
 def test_where_all_places_wait_for_gradients_the_next_ones_go_home_and_come_back(tmp_path: Path) -> None:
     """Two of five, in as many places, stay."""
     plain, managed, optimizers = both(tmp_path, shape=EVEN, build=Woven, chunks=5)
-    before = crossed(managed)[Link.DEVICE_TO_HOST]
-    weights = updated(managed)[Way.STREAMED]
+    before = crossed(managed)["device_to_host"]
+    weights = updated(managed)["streamed"]
     train_apart(plain, managed, optimizers, batches(EVEN, 1))
-    assert updated(managed)[Way.STREAMED] - weights == 5 * CHUNK
-    assert crossed(managed)[Link.DEVICE_TO_HOST] - before == (3 * 5 + 3) * CHUNK
+    assert updated(managed)["streamed"] - weights == 5 * CHUNK
+    assert crossed(managed)["device_to_host"] - before == (3 * 5 + 3) * CHUNK
 
 
 class Nested(nn.Module):
@@ -87,19 +82,19 @@ def test_who_waits_within_a_backward_for_an_update_that_waits_for_a_place_gets_i
     plain, managed, optimizers = both(tmp_path, shape=EVEN, build=Nested, chunks=5)
     before = updated(managed)
     train_apart(plain, managed, optimizers, batches(EVEN, 1))
-    assert updated(managed)[Way.STREAMED] - before[Way.STREAMED] == 5 * CHUNK
+    assert updated(managed)["streamed"] - before["streamed"] == 5 * CHUNK
     managed.seen = lambda _: managed.state_dict() and None
     train_apart(plain, managed, optimizers, batches(EVEN, 1))
     managed.seen = None
-    assert updated(managed)[Way.STREAMED] - before[Way.STREAMED] == (5 + 2) * CHUNK
-    assert updated(managed)[Way.HOST] - before[Way.HOST] == 3 * CHUNK
+    assert updated(managed)["streamed"] - before["streamed"] == (5 + 2) * CHUNK
+    assert updated(managed)["host"] - before["host"] == 3 * CHUNK
 
 
 def test_updates_that_wait_for_a_place_hold_no_memory_at_home_that_others_wait_for(tmp_path: Path) -> None:
     """Ten chunks get all gradients while the places wait for their last ones, and there is memory for six of them."""
     plain, managed, optimizers = both(tmp_path, shape=EVEN, build=lambda: Nested(12), chunks=12)
     train_apart(plain, managed, optimizers, batches(EVEN, 2))
-    assert not any(Role.GRAD in chunk.homes for chunk in runtime_of(managed).chunks)
+    assert not testing.of(managed).homes("grad")
 
 
 def test_gradients_that_do_not_get_home_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +129,7 @@ def test_gradients_that_a_hook_of_the_user_sees_go_home_before(tmp_path: Path) -
     def look(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        seen.append(runtime_of(managed).memory.is_home_address(gradient.data_ptr()))
+        seen.append(testing.of(managed).place_of(gradient) == "home")
         gradient.mul_(0.5)
 
     def halve(parameter: torch.Tensor) -> None:
@@ -144,10 +139,10 @@ def test_gradients_that_a_hook_of_the_user_sees_go_home_before(tmp_path: Path) -
     watched = managed.layers[3].weight
     looking = watched.register_post_accumulate_grad_hook(look)
     plain.layers[3].weight.register_post_accumulate_grad_hook(halve)
-    before = crossed(managed)[Link.DEVICE_TO_HOST]
+    before = crossed(managed)["device_to_host"]
     train_apart(plain, managed, optimizers, batches(ODD, 1))
     assert seen == [True]
-    sent = crossed(managed)[Link.DEVICE_TO_HOST] - before
+    sent = crossed(managed)["device_to_host"] - before
     assert sent == 12 * LAYERS * 4096 + watched.nbytes
     looking.remove()  # torch's collector does not see what such a hook refers to: here the model, which would stay
 
@@ -177,17 +172,16 @@ def test_gradients_of_a_chunk_that_is_not_complete_are_home_after_the_backward(t
     train_apart(plain, managed, optimizers, steps[:4])
     for module in (plain, managed):
         loss_of(module, steps[4]).backward()
-    memory = runtime_of(managed).memory
     left = [p for p in managed.parameters() if p.grad is not None]
     assert left
-    assert all(memory.is_home_address(p.grad.data_ptr()) for p in left)
+    assert all(testing.of(managed).place_of(p.grad) == "home" for p in left)
     assert not grads_on_device(managed)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(plain, managed)
     train_apart(plain, managed, optimizers, steps[:2])
-    assert registry.of_module(managed).gradients.stayed_bytes > 0
+    assert testing.of(managed).stayed_gradient_bytes() > 0
 
 
 @MIXED
@@ -197,14 +191,13 @@ def test_slots_that_are_asked_back_within_a_backward_send_gradients_home_and_upd
     """Links are so slow that some gradients wait for a slot then."""
     device = hetmem.SimDevice(host_to_device="2MB", device_to_host="2MB")
     plain, managed, optimizers = both(tmp_path, device=device, mixed=mixed)
-    runtime = runtime_of(managed)
     seen: list[list[int]] = []
 
     def ask_back(*_: Any) -> None:
         seen.append(grads_on_device(managed))
-        runtime.room.give_way(1 << 30)
+        testing.of(managed).make_room()
         assert not grads_on_device(managed)
-        assert runtime.memory.moved_bytes == 0
+        assert testing.of(managed).memory().moved_bytes == 0
 
     hook = managed.layers[2].register_full_backward_hook(ask_back)
     before = updated(managed)
@@ -212,10 +205,10 @@ def test_slots_that_are_asked_back_within_a_backward_send_gradients_home_and_upd
     assert seen[0]
     hook.remove()
     after = updated(managed)
-    assert after[Way.STREAMED] > before[Way.STREAMED]
-    assert after[Way.HOST] > before[Way.HOST]
+    assert after["streamed"] > before["streamed"]
+    assert after["host"] > before["host"]
     train_apart(plain, managed, optimizers, batches(ODD, 3), mixed)
-    assert updated(managed)[Way.STREAMED] > after[Way.STREAMED]
+    assert updated(managed)["streamed"] > after["streamed"]
 
 
 def drops_gradient_of(weight: nn.Parameter) -> Callable[[torch.Tensor], None]:
@@ -231,22 +224,22 @@ def test_gradients_that_stay_beside_one_that_a_hook_has_dropped_go_home(tmp_path
     plain, managed, optimizers = both(tmp_path, shape=EVEN, build=Nested, chunks=5)
     for module in (plain, managed):
         module.seen = drops_gradient_of(module.layers[0][1].weight)
-    before = updated(managed)[Way.HOST]
+    before = updated(managed)["host"]
     train_apart(plain, managed, optimizers, batches(EVEN, 1))
-    assert updated(managed)[Way.HOST] == before + CHUNK // 2
+    assert updated(managed)["host"] == before + CHUNK // 2
     (stepper,) = optimizers[1]._steppers.values()
     assert not stepper._kept.chunks
     for module in (plain, managed):
         module.seen = None
     train_apart(plain, managed, optimizers, batches(EVEN, 2))
-    assert updated(managed)[Way.HOST] == before + CHUNK // 2
+    assert updated(managed)["host"] == before + CHUNK // 2
 
 
 def test_places_that_were_asked_back_take_no_gradients(tmp_path: Path) -> None:
     _, managed, (_, optimizer) = both(tmp_path)
     (stepper,) = optimizer._steppers.values()
     assert stepper._kept.has_room
-    runtime_of(managed).room.give_way(1 << 30)
+    testing.of(managed).make_room()
     assert not stepper._kept.has_room
 
 
@@ -259,9 +252,9 @@ def test_a_step_whose_transfers_failed_is_tried_again_with_gradients_where_they_
     """The last one is under way as the step begins."""
     plain, managed, optimizers = both(tmp_path)
     batch = batches(ODD, 1)[0]
-    before = crossed(managed)[Link.DEVICE_TO_HOST]
+    before = crossed(managed)["device_to_host"]
     begins = threading.Event()
-    Failing(monkeypatch, streamed._Bring, LAYERS, 1, begins)
+    Failing(monkeypatch, "states to the device", LAYERS, 1, begins)
     optimizers[1].register_step_pre_hook(lambda *_: begins.set())
     loss_of(managed, batch).backward()
     with pytest.raises(RuntimeError, match="the link has failed"):
@@ -273,7 +266,7 @@ def test_a_step_whose_transfers_failed_is_tried_again_with_gradients_where_they_
     optimizers[0].step()
     assert_same_weights(plain, managed)
     assert_same_states(*optimizers)
-    assert crossed(managed)[Link.DEVICE_TO_HOST] - before <= 12 * LAYERS * 4096
+    assert crossed(managed)["device_to_host"] - before <= 12 * LAYERS * 4096
     for optimizer in optimizers:
         optimizer.zero_grad()
     train_apart(plain, managed, optimizers, batches(ODD, 2))
@@ -291,12 +284,12 @@ def test_a_place_that_gradients_were_brought_to_is_free_again_after_a_failure(
         loss_of(module, batch).backward()
     for _ in range(2):
         with monkeypatch.context() as patch:
-            Failing(patch, streamed._Bring, 1, 1)
+            Failing(patch, "states to the device", 1, 1)
             with pytest.raises(RuntimeError, match="the link has failed"):
                 optimizers[1].step()
     for optimizer in optimizers:
         optimizer.step()
-    assert updated(managed)[Way.HOST] == before[Way.HOST]
+    assert updated(managed)["host"] == before["host"]
     assert_same_weights(plain, managed)
     assert_same_states(*optimizers)
 
@@ -306,7 +299,7 @@ def test_a_step_whose_update_was_left_to_the_host_and_failed_there_is_tried_agai
 ) -> None:
     device = hetmem.SimDevice(host_to_device="5MB", device_to_host="5MB")
     plain, managed, optimizers = both(tmp_path, device=device)
-    batch, runtime = batches(ODD, 1)[0], runtime_of(managed)
+    batch = batches(ODD, 1)[0]
     loss_of(managed, batch).backward()
     left = grads_on_device(managed)
     assert left
@@ -316,12 +309,12 @@ def test_a_step_whose_update_was_left_to_the_host_and_failed_there_is_tried_agai
 
     with monkeypatch.context() as patch:
         patch.setattr("hetmem.optim.adamw.AdamWRule.tasks", fails)
-        runtime.room.give_way(1 << 30)
+        testing.of(managed).make_room()
         with pytest.raises(RuntimeError, match="no memory for a temporary"):
             optimizers[1].step()
     shown = [p for p in managed.parameters() if p.grad is not None]
     assert shown
-    assert all(runtime.memory.is_home_address(p.grad.data_ptr()) for p in shown)
+    assert all(testing.of(managed).place_of(p.grad) == "home" for p in shown)
     optimizers[1].step()
     loss_of(plain, batch).backward()
     optimizers[0].step()

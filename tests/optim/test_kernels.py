@@ -17,7 +17,9 @@ from hetmem.optim.kernels import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, k
 from hetmem.optim.kernels.norm import square_sum_tasks
 from hetmem.optim.kernels.tiles import one_torch_thread
 from hetmem.optim.workers import WorkerPool
+from tests.pairs import mostly, some
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROOT = Path(__file__).parents[2]
 STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
@@ -93,16 +95,15 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
-@pytest.mark.parametrize("copy_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("copy_dtype", some([torch.bfloat16, None, torch.float16, torch.float32], 2))
+@pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_numba_is_what_runs_here(grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
     """A loop that rounds wrongly gives way to torch's kernel, which nobody would notice elsewhere."""
     assert kernel_name() == "numba"
     assert not isinstance(update._verified_loop(torch.float32, grad_dtype, copy_dtype), str)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 8, 15, 16, 31, 1000])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("numel", "grad_dtype"), mostly([0, 1, 7, 8, 15, 16, 31, 1000], DTYPES))
 def test_twenty_steps_equal_torch_for_every_length_of_the_tail(
     pool: WorkerPool, numel: int, grad_dtype: torch.dtype
 ) -> None:
@@ -129,8 +130,7 @@ def test_twenty_five_steps_equal_torch_for_every_hyper_parameter(pool: WorkerPoo
 
 
 # Scales as loss scaling and clipping make them; some products are subnormal, some infinite, some are not a number.
-@pytest.mark.parametrize("scale", [1 / 65536, 0.3, 1.0000001, 3e38, 1e-45, -0.7, 0.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("scale", "dtype"), mostly([1 / 65536, 0.3, 1.0000001, 3e38, 1e-45, -0.7, 0.0], DTYPES))
 def test_scaled_gradients_equal_torch_on_gradients_scaled_before(
     pool: WorkerPool, dtype: torch.dtype, scale: float
 ) -> None:
@@ -296,10 +296,14 @@ def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_cpu_without_fma_and_f16c_gives_the_same_bits() -> None:
+    """Also of small states. The loops compare themselves with torch when they are compiled."""
     # With LLVM's own casts from and to float16 this process died: they became calls of functions that nothing links.
     code = """
 import torch
-from hetmem.optim.kernels import AdamWStep, adamw_tasks, update
+from hetmem.optim.kernels import AdamWStep, adamw_tasks, compact, update
+b, f = torch.bfloat16, torch.float16
+assert "compiled" in str(compact._compact_kernel((b, f, b, b, f)))
+assert "compiled" in str(compact._8_bit_kernel((b, f, f)))
 assert callable(update._verified_loop(torch.float32, torch.float16, torch.float16))
 every = torch.arange(-(2**15), 2**15).short().view(torch.float16)
 wide = every.float()

@@ -6,11 +6,8 @@ import dataclasses
 import hashlib
 import itertools
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +28,8 @@ from hetmem.optim.kernels import (
     update,
 )
 from hetmem.optim.workers import WorkerPool
+from tests.pairs import mostly, some
 
-ROOT = Path(__file__).parents[2]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 KEY = 12345
@@ -117,10 +114,14 @@ def assert_equal(actual: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 # ---- bfloat16 ----
 
 
-@pytest.mark.parametrize("dtypes", list(itertools.product((F32, BF16), repeat=3)), ids=str)
+@pytest.mark.pairs
+@pytest.mark.parametrize("weight", [F32, BF16])
+@pytest.mark.parametrize("first_moment", [F32, BF16])
+@pytest.mark.parametrize("second_moment", [F32, BF16])
 def test_five_steps_are_the_float32_update_rounded_by_chance(
-    pool: WorkerPool, kernel: str, dtypes: tuple[torch.dtype, ...]
+    pool: WorkerPool, kernel: str, weight: torch.dtype, first_moment: torch.dtype, second_moment: torch.dtype
 ) -> None:
+    dtypes = weight, first_moment, second_moment
     numel, first = 333, 2**32 - 100  # over the edge of the hash's 32 bits
     states = [randn(numel, dtypes[0]), torch.zeros(numel, dtype=dtypes[1]), torch.zeros(numel, dtype=dtypes[2])]
     for count, grad_dtype in enumerate((F32, BF16, F16, F32, BF16), start=1):
@@ -136,12 +137,13 @@ def test_five_steps_are_the_float32_update_rounded_by_chance(
         assert_equal(copy, p.to(grad_dtype), "copy")
 
 
-@pytest.mark.parametrize("param_dtype", [F32, BF16])
-@pytest.mark.parametrize("grad_dtype", [F32, BF16, F16])
-def test_numba_is_what_runs_here(param_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    for copy_dtype in (None, BF16):
-        assert "compiled" in str(compact._compact_kernel((param_dtype, grad_dtype, BF16, BF16, copy_dtype)))
-        assert "compiled" in str(compact._8_bit_kernel((param_dtype, grad_dtype, copy_dtype)))
+@pytest.mark.parametrize("copy_dtype", some([BF16, None], 2))
+@pytest.mark.parametrize(("grad_dtype", "param_dtype"), mostly([F32, BF16, F16], [F32, BF16]))
+def test_numba_is_what_runs_here(
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None
+) -> None:
+    assert "compiled" in str(compact._compact_kernel((param_dtype, grad_dtype, BF16, BF16, copy_dtype)))
+    assert "compiled" in str(compact._8_bit_kernel((param_dtype, grad_dtype, copy_dtype)))
 
 
 def test_states_in_float32_are_the_ordinary_update(pool: WorkerPool) -> None:
@@ -256,6 +258,7 @@ def check_codes(actual: Codes8Bit, x: torch.Tensor, chance: torch.Tensor) -> Non
     assert distance.max() <= 1  # the neighbour at most
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("param_dtype", [F32, BF16])
 @pytest.mark.parametrize("numel", [1, GROUP_ELEMENTS, 2 * GROUP_ELEMENTS + 77])
 def test_five_steps_are_the_float32_update_in_codes_by_chance(
@@ -355,15 +358,6 @@ def test_a_loop_that_differs_never_runs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(loops, "compile_loop", lambda loop: wrong)
     assert compact._compact_kernel((F32, F32, BF16, BF16, None)) is compact_torch.adamw_compact_torch
     clear()
-
-
-def test_a_cpu_without_fma_gives_the_same_bits() -> None:
-    code = (
-        "import torch; from hetmem.optim.kernels import compact as c; b, f = torch.bfloat16, torch.float16\n"
-        "assert 'compiled' in str(c._compact_kernel((b, f, b, b, f)))\n"
-        "assert 'compiled' in str(c._8_bit_kernel((b, f, f)))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, cwd=ROOT)
 
 
 @pytest.mark.parametrize("moments", ["16 bits", "8 bits"])

@@ -13,6 +13,7 @@ from torch import nn
 import hetmem
 from hetmem.optim.elementwise import TorchRule
 from hetmem.optim.scaling import clip_factor
+from tests.pairs import mostly
 from tests.runtime.harness import (
     CHUNK,
     PLACEMENTS,
@@ -47,16 +48,12 @@ ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.Rprop, {"lr": 1e-2}),
     (torch.optim.ASGD, {"lr": 1e-2}),
 ]
-EACH = pytest.mark.parametrize(
-    ("optimizer", "options"), ELEMENTWISE, ids=[f"{cls.__name__}-{'-'.join(o)}" for cls, o in ELEMENTWISE]
-)
+KINDS = {"-".join([kind.__name__, *options]): (kind, options) for kind, options in ELEMENTWISE}
 
 
-@EACH
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_bits_are_those_of_torch(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], placement: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "placement"), mostly(KINDS, PLACEMENTS))
+def test_the_bits_are_those_of_torch(kind: str, placement: str, tmp_path: Path) -> None:
+    optimizer, options = KINDS[kind]
     room: Any = placement
     if placement == "nvme":  # five slots of staging: three states beside parameter and gradient
         room = budget("nvme", tmp_path, host="320KiB", device_chunks="64KiB")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from hetmem.cuda import adam
 from hetmem.optim.kernels import on_device
 from hetmem.optim.kernels.on_device import adamw_as_on_host, equals_host
 from hetmem.optim.kernels.update import AdamWStep, update_by_torch
+from tests.optim.machines import SLOW_HOST
+from tests.optim.test_streamed import trained, updated
 from tests.runtime.harness import same_bits
 
 CPU = torch.device("cpu")
@@ -20,6 +24,7 @@ STEPS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize(("dtype", "copy"), KINDS)
 @pytest.mark.parametrize("numel", [1, 7, 15, 16, 17, 31, 1000, 4099])
@@ -27,7 +32,7 @@ def test_a_parameter_of_any_length_has_the_bits_of_torch_on_the_host(
     numel: int, dtype: torch.dtype, copy: torch.dtype | None, step: AdamWStep
 ) -> None:
     generator = torch.Generator().manual_seed(numel)
-    for _ in range(200 if numel < 100 else 1):
+    for _ in range(100 if numel < 100 else 1):
         here = [torch.randn(numel, generator=generator).to(dtype) for _ in range(4)]
         here[3].square_()
         here += [] if copy is None else [torch.zeros(numel, dtype=copy)]
@@ -90,3 +95,12 @@ def test_neighbours_are_updated_in_one_launch(monkeypatch: pytest.MonkeyPatch) -
     assert [numel for numel, _ in launched] == [64 + 96, 8 + 7, 16, 32, 64]
     for one, other in zip(here, there, strict=True):
         assert all(map(same_bits, one, other))
+
+
+def test_a_device_that_rounds_otherwise_gets_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert equals_host(CPU, torch.float32, BF16)
+    monkeypatch.setattr(on_device, "_known", {})
+    monkeypatch.setattr("hetmem.cuda.reference._fma", lambda a, b, c: a * b + c)
+    assert not equals_host(CPU, torch.float32, BF16)
+    managed, _ = trained(4, tmp_path, SLOW_HOST)
+    assert "streamed" not in updated(managed)

@@ -21,6 +21,7 @@ from hetmem.plan.copies import CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
+from tests.pairs import case
 from tests.runtime.harness import CHUNK, WIDTH, assert_same_states, assert_same_weights, budget, loss_of, manage
 
 LAYERS = 16
@@ -85,20 +86,21 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -
         optimizer.step()
 
 
-@pytest.mark.parametrize("slots", HOST_SLOTS)
+KINDS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "backward": {"overlap": "backward"},
+    "streamed": {"overlap": "backward", "gradients": "streamed"},
+    "forward": {"overlap": "forward"},
+    "speculative": {"overlap": "speculative", "max_grad_norm": 1e-3},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"overlap": "backward"},
-        {"overlap": "backward", "gradients": "streamed"},
-        {"overlap": "forward"},
-        {"overlap": "speculative", "max_grad_norm": 1e-3},
-    ],
-    ids=["off", "backward", "streamed", "forward", "speculative"],
+    ("slots", "kind"),
+    [case(slots, kind, nightly=slots != 4 and (slots, kind) != (12, "off")) for slots in HOST_SLOTS for kind in KINDS],
 )
 def test_jobs_that_open_together_end_with_the_bits_of_torch(
-    options: dict[str, Any], slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the least ring, which holds one chunk's update, to one that holds three."""
     opened, disk = Opened(monkeypatch), FaultyDisk()
@@ -106,6 +108,7 @@ def test_jobs_that_open_together_end_with_the_bits_of_torch(
     disk.used_by(monkeypatch, threads=3)
     monkeypatch.setattr(WorkerPool, "__init__", _with_threads(4))
     torch.manual_seed(0)
+    options = KINDS[kind]
     limit = options.get("max_grad_norm")
     plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     room = budget("nvme", tmp_path, host=f"{HOST_SLOTS[slots] * CHUNK}B", device_chunks=f"{4 * CHUNK}B")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim.updates import Updates
-from hetmem.optim.workers import Batch, Task, WorkerPool
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import OVERLAPS, TRAILING
+from tests.pairs import mostly
 from tests.runtime.harness import (
     Recipe,
     Tower,
@@ -40,14 +40,21 @@ from tests.runtime.harness import (
 )
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Of what lasts until a test ends."""
+    with ExitStack() as made:
+        yield made
+
+
 def spans(module: nn.Module, what: str) -> list[tuple[float, float]]:
     """When segments called `what` ran."""
-    return [(s.start, s.end) for s in registry.of_module(module).runtime.events.segments if s.what == what]
+    return [(start, end) for name, start, end in testing.of(module).spans("segments") if name == what]
 
 
 def updates_within(module: nn.Module, what: str) -> int:
     """How many updates of chunks began while a segment `what` ran."""
-    began = [span.start for span in registry.of_module(module).runtime.events.updates]
+    began = [start for _, start, _ in testing.of(module).spans("updates")]
     return sum(start <= at < end for at in began for start, end in spans(module, what))
 
 
@@ -92,8 +99,7 @@ def test_parameters_can_be_read_as_soon_as_a_step_is_over(
             assert_same(expected, got, name)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS[1:])
-@pytest.mark.parametrize("limit", [None, 1e-3, 1e9])
+@pytest.mark.parametrize(("limit", "overlap"), mostly([None, 1e-3, 1e9], OVERLAPS[1:]))
 def test_gradients_that_arrive_behind_the_backward_are_waited_for(
     overlap: str, limit: float | None, tmp_path: Path
 ) -> None:
@@ -125,24 +131,22 @@ def test_gradients_that_are_zeroed_in_place_stay_right(placement: str, tmp_path:
 
 
 @streamed
-def test_the_next_forward_runs_while_updates_do(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_forward_runs_while_updates_do(placement: str, tmp_path: Path) -> None:
     """Nothing but forwards, backwards and steps, so that nothing waits for a step's end. Each update takes a while."""
-    begin = WorkerPool.begin
     late = partial(time.sleep, 0.005)
-    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after=None: begin(pool, [*tasks, late], after))
     plain, managed = pair(Tower, placement, tmp_path)
     left, right = adamws(plain, managed, **TRAILING)
     batches = token_batches(6)
     losses: list[list[torch.Tensor]] = [[], []]
-    for module, optimizer, seen in ((plain, left, losses[0]), (managed, right, losses[1])):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = loss_of(module, batch)
-            loss.backward()
-            seen.append(loss.detach())
-            optimizer.step()
+    with testing.around("begin tasks", lambda begin, pool, tasks, after=None: begin(pool, [*tasks, late], after)):
+        for module, optimizer, seen in ((plain, left, losses[0]), (managed, right, losses[1])):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = loss_of(module, batch)
+                loss.backward()
+                seen.append(loss.detach())
+                optimizer.step()
+        right.synchronize()
     for expected, got in zip(*losses, strict=True):
         assert_same(expected, got, "loss")
     assert_same_weights(plain, managed)
@@ -161,7 +165,7 @@ def test_one_more_backward_than_ever_before_is_an_error(overlap: str, placement:
         loss_of(module, first).backward()
         optimizer.step()
     loss_of(module, first).backward()
-    with pytest.raises(RuntimeError, match=r"arrived after its update had begun .*overlap='off'"):
+    with pytest.raises(RuntimeError, match=r"after its update had begun .*overlap='off'"):
         loss_of(module, second).backward()
 
 
@@ -193,22 +197,22 @@ def test_a_step_with_more_backwards_teaches_the_next_ones(placement: str, tmp_pa
 
 @pytest.mark.parametrize("late", [True, False])
 def test_memory_to_undo_with_comes_back_from_chunks_that_were_prepared_for_nothing(
-    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: bool, tmp_path: Path, stack: ExitStack
 ) -> None:
     """Another backward came before their update had begun; `late`: while memory was being saved."""
     plain, module = pair(mlp, "host", tmp_path)
     plain_optimizer, optimizer = adamws(plain, module, overlap="speculative", max_grad_norm=1e9)
-    runtime = registry.of_module(module).runtime
     first, second = vector_batches(2, 4, 64)
 
-    before = runtime.memory.host_pool.reserved_bytes
+    before = testing.of(module).memory().host_reserved_bytes
     train_both(plain, module, [first], Recipe(steps=2), optimizers=(plain_optimizer, optimizer))
-    opened, begin, pump = threading.Event(), WorkerPool.begin, Updates.pump
+    opened = threading.Event()
     undo = next(iter(optimizer._steppers.values()))._undo
     if late:
-        monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [opened.wait, *tasks], after))
+        waits = lambda begin, pool, tasks, after: begin(pool, [opened.wait, *tasks], after)  # noqa: E731
+        stack.enter_context(testing.around("begin tasks", waits))
     else:
-        monkeypatch.setattr(Updates, "pump", lambda updates: pump(updates) if opened.is_set() else None)
+        stack.enter_context(testing.around("pump updates", lambda pump, of: pump(of) if opened.is_set() else None))
     for which, rule in ((module, optimizer), (plain, plain_optimizer)):
         loss_of(which, first).backward()
         loss_of(which, second).backward()
@@ -216,14 +220,15 @@ def test_memory_to_undo_with_comes_back_from_chunks_that_were_prepared_for_nothi
         rule.step()
     assert_same_weights(plain, module)
     free = sum(buffer.nbytes for buffers in undo._free.values() for buffer in buffers)
-    assert free == runtime.memory.host_pool.reserved_bytes - before > 0
+    assert free == testing.of(module).memory().host_reserved_bytes - before > 0
 
 
+@pytest.mark.pairs
 @streamed
 @pytest.mark.parametrize("evaluations", [0, 5])
 @pytest.mark.parametrize("by", ["load_state_dict", "copy_"])
 def test_no_update_is_made_on_trial_of_weights_that_were_loaded_meanwhile(
-    by: str, evaluations: int, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: str, evaluations: int, placement: str, tmp_path: Path, stack: ExitStack
 ) -> None:
     """Squares were still being summed up when the user loaded weights: evaluations saw them updated by and by."""
     plain, module = pair(mlp, placement, tmp_path)
@@ -232,8 +237,8 @@ def test_no_update_is_made_on_trial_of_weights_that_were_loaded_meanwhile(
     train_both(plain, module, [batch], Recipe(steps=2), optimizers=both)
     loaded = {name: value + 1 for name, value in plain.state_dict().items()}
 
-    opened, pump = threading.Event(), Updates.pump
-    monkeypatch.setattr(Updates, "pump", lambda updates: pump(updates) if opened.is_set() else None)
+    opened = threading.Event()
+    stack.enter_context(testing.around("pump updates", lambda pump, of: pump(of) if opened.is_set() else None))
     for which, rule in zip((plain, module), both, strict=True):
         rule.zero_grad()
         loss_of(which, batch).backward()
@@ -257,20 +262,20 @@ def test_no_update_is_made_on_trial_of_weights_that_were_loaded_meanwhile(
 
 @precisions
 def test_weights_that_are_replaced_while_they_are_saved_for_a_trial_are_stepped_from(
-    mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixed: torch.dtype | None, tmp_path: Path, stack: ExitStack
 ) -> None:
     """The trial is refused in the step, which has looked for writes before; what `p.data` was set to is not at home."""
     plain, module = pair(mlp, "host", tmp_path, mixed_precision=mixed)
     both = adamws(plain, module, overlap="speculative", max_grad_norm=1e9)
     batches = vector_batches(2, 4, 64, dtype=mixed)
     train_both(plain, module, batches, Recipe(steps=2, mixed=mixed), optimizers=both)
-    begun, may_end, begin = [], threading.Event(), WorkerPool.begin
+    begun, may_end = [], threading.Event()
 
-    def held(pool: WorkerPool, tasks: Sequence[Task], after: Any) -> Batch:
+    def held(begin: Any, pool: Any, tasks: Any, after: Any) -> Any:
         begun.append(may_end.is_set())
         return begin(pool, [may_end.wait, *tasks], after)
 
-    monkeypatch.setattr(WorkerPool, "begin", held)
+    stack.enter_context(testing.around("begin tasks", held))
     for rule in both:
         rule.zero_grad()
     reference(plain, mixed)(lambda model: loss_of(model, batches[0]))

@@ -22,12 +22,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import ManageError, StoreError
-from hetmem.optim.updates import Updates
-from hetmem.runtime import registry
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
-from tests.runtime.harness import WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
+from tests.pairs import mostly
+from tests.runtime.harness import STREAMED, WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 
 BATCHES = vector_batches(4, 4, WIDTH)
 
@@ -57,8 +57,7 @@ READS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
 def trail(both: Twins, batch: Any) -> None:
     """A step of which nothing is updated when it returns."""
     losses = [loss_of(module, batch) for module, _ in both.sides]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updates, "_may_open", lambda _: False)
+    with testing.updates_held():
         for loss, (_, optimizer) in zip(losses, both.sides, strict=True):
             loss.backward()
             optimizer.step()
@@ -69,12 +68,11 @@ def stepped(placement: str | hetmem.Budget, directory: Path) -> Twins:
     both = twins(pair(mlp, placement, directory), overlap="forward")
     both.train(BATCHES[:2])
     trail(both, BATCHES[2])
-    assert registry.of_module(both.managed).runtime.traffic.updating
+    assert testing.of(both.managed).updating()
     return both
 
 
-@streamed
-@pytest.mark.parametrize("way", READS)
+@pytest.mark.parametrize(("way", "placement"), mostly(READS, STREAMED))
 def test_a_parameter_that_is_read_is_that_of_the_last_step(way: str, placement: str, tmp_path: Path) -> None:
     both = stepped(placement, tmp_path)
     for expected, got in zip(both.plain.parameters(), both.managed.parameters(), strict=True):
@@ -153,8 +151,7 @@ def test_what_is_written_comes_after_the_update(placement: str, tmp_path: Path) 
 @streamed
 def test_what_tells_nothing_of_values_waits_for_nothing(placement: str, tmp_path: Path) -> None:
     both = stepped(placement, tmp_path)
-    updating = registry.of_module(both.managed).runtime.traffic.updating
-    before = set(updating)
+    before = testing.of(both.managed).updating()
     for parameter in both.managed.parameters():
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is None
@@ -163,10 +160,10 @@ def test_what_tells_nothing_of_values_waits_for_nothing(placement: str, tmp_path
         assert (parameter.numel(), parameter.dtype) == (parameter.shape.numel(), torch.float32)
     both.right.zero_grad()
     both.managed.zero_grad()
-    assert updating == before
+    assert testing.of(both.managed).updating() == before
     first = next(iter(both.managed.parameters()))
     assert_same(next(iter(both.plain.parameters())), first, "first")
-    assert 0 < len(updating) < len(before), "reading one waited for all"
+    assert 0 < len(testing.of(both.managed).updating()) < len(before), "reading one waited for all"
 
 
 @streamed
@@ -183,12 +180,11 @@ def test_after_a_forward_of_a_part_the_rest_is_still_waited_for(placement: str, 
 @streamed
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 def test_hooks_of_a_backward_read_and_write_what_the_last_step_made(
-    use_reentrant: bool | None, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use_reentrant: bool | None, placement: str, tmp_path: Path
 ) -> None:
     """Before anything of the model is met there, between its weights, and after a part was computed once more."""
     both, read = stepped(placement, tmp_path), []
-    with monkeypatch.context() as patch:
-        update_only_what_is_waited_for(patch)
+    with testing.updates_as_waited_for():
         for module, _ in both.sides:
             seen: list[torch.Tensor] = []
             x = torch.ones(2, WIDTH, requires_grad=True)
@@ -202,11 +198,6 @@ def test_hooks_of_a_backward_read_and_write_what_the_last_step_made(
         for expected, got in zip(*read, strict=True):
             assert_same(expected, got, "read in a hook")
     assert_same(both.plain[4].weight, both.managed[4].weight, "weight")
-
-
-def update_only_what_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    free = Updates._is_free
-    patch.setattr(Updates, "_is_free", lambda of, job: of._queue._hastened == job.chunk.spec.index and free(of, job))
 
 
 def _look(parameter: nn.Parameter, seen: list[torch.Tensor], _: torch.Tensor) -> None:
@@ -281,9 +272,8 @@ def test_another_thread_is_told_to_wait_and_may_read_where_the_first_has_ended(t
     both.assert_same()
 
 
-def test_a_hook_of_a_backward_on_another_thread_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_of_a_backward_on_another_thread_waits_too(tmp_path: Path) -> None:
     both = stepped("host", tmp_path)
-    update_only_what_is_waited_for(monkeypatch)
     seen: list[torch.Tensor] = []
     both.managed[0].weight.register_hook(partial(_look, both.managed[2].weight, seen))
 
@@ -291,10 +281,10 @@ def test_a_hook_of_a_backward_on_another_thread_waits_too(tmp_path: Path, monkey
         both.managed[0](torch.ones(2, WIDTH)).sum().backward()
         both.managed[4].weight.add_(1)
 
-    (error,) = in_thread(backward_and_read)
-    assert_same(both.plain[2].weight, seen[0], "read in a hook")
+    with testing.updates_as_waited_for():
+        (error,) = in_thread(backward_and_read)
+        assert_same(both.plain[2].weight, seen[0], "read in a hook")
     assert isinstance(error, ManageError), "no backward runs there any more"
-    monkeypatch.undo()
 
 
 def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(
@@ -323,15 +313,12 @@ def test_another_process_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @streamed
-def test_who_waits_for_one_optimizer_has_not_waited_for_another(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_one_optimizer_has_not_waited_for_another(placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     layers = ((plain[0], managed[0]), (plain[4], managed[4]))
     first, second = (adamws(*both, overlap="forward") for both in layers)
     losses = [loss_of(module, BATCHES[0]) for module in (plain, managed)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Updates, "_may_open", lambda _: False)
+    with testing.updates_held():
         for loss, optimizers in zip(losses, zip(first, second, strict=True), strict=True):
             loss.backward()
             for optimizer in optimizers:

@@ -17,7 +17,7 @@ from hetmem.optim.progress import as_sampled, sample_of
 from hetmem.optim.updates import Updates
 from hetmem.runtime import registry
 from tests.faults.disk import FaultyDisk
-from tests.optim.stories import adamw, one, overlaps, twins, with_gradients
+from tests.optim.stories import adamw, on_either, on_the_other, one, overlaps, twins, with_gradients
 from tests.runtime.harness import (
     WIDTH,
     adamws,
@@ -33,8 +33,7 @@ from tests.runtime.harness import (
 )
 
 
-@streamed
-@overlaps
+@on_either
 def test_gradients_are_as_large_as_they_are(overlap: str, placement: str, tmp_path: Path) -> None:
     """Gradients of more than a megabyte go home on another thread."""
     build = lambda: nn.Sequential(nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 600))  # noqa: E731
@@ -45,8 +44,7 @@ def test_gradients_are_as_large_as_they_are(overlap: str, placement: str, tmp_pa
         assert_same_weights(both.plain, both.managed)
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_the_gradient_scaler_of_torch_works_or_is_refused(overlap: str, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     optimizers: Any = (

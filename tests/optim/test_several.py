@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.trace import STEP
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
-from tests.optim.stories import Twins, adamw, halves, one, overlaps, small, trailing, twins
+from hetmem import testing
+from tests.optim.stories import Twins, adamw, halves, on_either, on_the_other, one, small, trailing, twins
+from tests.pairs import mostly
 from tests.runtime.harness import (
+    STREAMED,
     assert_same,
     assert_same_states,
     assert_same_weights,
@@ -31,8 +31,7 @@ from tests.runtime.harness import (
 )
 
 
-@streamed
-@overlaps
+@on_either
 def test_two_optimizers_share_chunks(overlap: str, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(small, placement, tmp_path)
     left = [adamw(part) for part in halves(plain)]
@@ -45,8 +44,7 @@ def test_two_optimizers_share_chunks(overlap: str, placement: str, tmp_path: Pat
         assert_same_states(expected, got)
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_an_optimizer_of_some_parameters_leaves_the_gradients_of_others_alone(
     overlap: str, placement: str, tmp_path: Path
 ) -> None:
@@ -102,8 +100,7 @@ def test_two_optimizers_get_by_with_staging_for_one(options: dict[str, Any], tmp
     assert_same_weights(plain, managed)
 
 
-@streamed
-@overlaps
+@on_either
 def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, placement: str, tmp_path: Path) -> None:
     """The pattern of torch's tutorial: hooks step as soon as a gradient is there."""
     plain, managed = modules = pair(mlp, placement, tmp_path)
@@ -121,8 +118,7 @@ def test_an_optimizer_for_each_parameter_steps_within_backward(overlap: str, pla
         handle.remove()
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_one_of_two_models_is_released(overlap: str, placement: str, tmp_path: Path) -> None:
     """The optimizer goes on with the other one, as long as the first has no gradients."""
     pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
@@ -143,21 +139,21 @@ def test_one_of_two_models_is_released(overlap: str, placement: str, tmp_path: P
     assert_same_states(left, right)
 
 
-REPLACED: list[dict[str, Any]] = [
-    {"overlap": "off"},
-    {"overlap": "backward"},
-    {"overlap": "forward"},
-    {"overlap": "speculative", "max_grad_norm": 1e9},
-    {"overlap": "backward", "gradients": "streamed"},
-]
-replaced = pytest.mark.parametrize("options", REPLACED, ids=["off", "backward", "forward", "speculative", "streamed"])
+REPLACED: dict[str, dict[str, Any]] = {
+    "off": {"overlap": "off"},
+    "backward": {"overlap": "backward"},
+    "forward": {"overlap": "forward"},
+    "speculative": {"overlap": "speculative", "max_grad_norm": 1e9},
+    "streamed": {"overlap": "backward", "gradients": "streamed"},
+}
 
 
+@pytest.mark.pairs
 @streamed
-@replaced
+@pytest.mark.parametrize("kind", REPLACED)
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
 def test_an_optimizer_that_is_replaced_updates_nothing_more(
-    kept: bool, options: dict[str, Any], placement: str, tmp_path: Path
+    kept: bool, kind: str, placement: str, tmp_path: Path
 ) -> None:
     """Also while somebody still holds it, and in backwards: nobody calls its `step` any more."""
     gc.disable()  # what is dropped must be gone at once, not with the next collection
@@ -166,7 +162,7 @@ def test_an_optimizer_that_is_replaced_updates_nothing_more(
         batches = vector_batches(9, 4, 64)
         held = []
         for round in range(3):
-            both = twins(modules, **options)
+            both = twins(modules, **REPLACED[kind])
             held += [both.right] if kept else []
             both.train(batches[3 * round : 3 * round + 3])
             both.assert_same()
@@ -175,28 +171,24 @@ def test_an_optimizer_that_is_replaced_updates_nothing_more(
         gc.enable()
 
 
-@streamed
-@replaced
-def test_an_optimizer_that_is_made_and_never_stepped_updates_nothing(
-    options: dict[str, Any], placement: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "placement"), mostly(REPLACED, STREAMED))
+def test_an_optimizer_that_is_made_and_never_stepped_updates_nothing(kind: str, placement: str, tmp_path: Path) -> None:
     plain, managed = modules = pair(mlp, placement, tmp_path)
     both = twins(modules)
-    other = hetmem.AdamW(managed.parameters(), lr=1e-2, **options)
+    other = hetmem.AdamW(managed.parameters(), lr=1e-2, **REPLACED[kind])
     for batch in vector_batches(4, 4, 64):
         both.train([batch])
         assert_same_weights(plain, managed)
     assert not other.half_stepped
 
 
-@streamed
-@replaced
+@pytest.mark.parametrize(("kind", "placement"), mostly(REPLACED, STREAMED[::-1]))
 def test_an_optimizer_of_torch_takes_the_place_of_one_that_is_dropped(
-    options: dict[str, Any], placement: str, tmp_path: Path
+    kind: str, placement: str, tmp_path: Path
 ) -> None:
     plain, managed = modules = pair(mlp, placement, tmp_path)
     batches = vector_batches(6, 4, 64)
-    twins(modules, **options).train(batches[:3])
+    twins(modules, **REPLACED[kind]).train(batches[:3])
     sgds = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
     Twins(plain, managed, *sgds).train(batches[3:])
     assert_same_weights(plain, managed)
@@ -269,18 +261,16 @@ def test_an_optimizer_that_is_refused_takes_no_parameter_from_the_one_before(pla
         hetmem.AdamW([*managed.parameters(), nn.Parameter(torch.ones(3))])
     batch = vector_batches(1, 4, 40)[0]
     loss_of(managed, batch).backward()
-    (watcher,) = registry.of_module(managed).gradients.watchers
-    assert list(watcher.begun()), "no update begins in the backward any more"
+    assert testing.updates_begun(managed), "no update begins in the backward any more"
     right.step()
     right.zero_grad()
     one(plain, batch, left)
     assert_same_weights(plain, managed)
 
 
-@streamed
-@overlaps
+@on_either
 def test_a_step_of_two_models_is_over_for_both_though_nothing_can_be_fetched_ahead(
-    overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, placement: str, tmp_path: Path
 ) -> None:
     """It raised when the first was done, and the step that was repeated updated that again."""
     pairs = [pair(mlp, placement, tmp_path) for _ in range(2)]
@@ -288,16 +278,15 @@ def test_a_step_of_two_models_is_over_for_both_though_nothing_can_be_fetched_ahe
     right = hetmem.AdamW([p for _, managed in pairs for p in managed.parameters()], lr=1e-2, overlap=overlap)
     failed: list[Any] = []
 
-    def expect(runtime: Runtime, key: Any) -> None:
-        if key != STEP:
+    def expect(original: Any, runtime: Any, key: Any) -> None:
+        if key != ("step",):
             failed.append(key)
             raise RuntimeError("no memory for what comes next")
 
     for batch in vector_batches(4, 4, 64):
         for which, optimizer in ((0, left), (1, right)):
             sum(loss_of(both[which], batch) for both in pairs).backward()
-            with monkeypatch.context() as patched:
-                patched.setattr(Runtime, "expect", expect)
+            with testing.around("plan ahead", expect):
                 optimizer.step()
             optimizer.zero_grad()
         for plain, managed in pairs:
@@ -331,17 +320,15 @@ def test_optimizers_of_two_kinds_update_parts_of_one_model(placement: str, tmp_p
         parameters = list(module.parameters())
         first, second = parameters[:8], parameters[8:]
         sides.append([adam(first), rmsprop(second, lr=1e-3, momentum=0.9)])
-    before = [id(m.chunk) for m in registry.of_module(managed).runtime.bindings.by_id.values()]
+    before = [chunk.parameters for chunk in testing.of(managed).chunks()]
     for batch in vector_batches(3, 4, 32):
         for module, optimizers in zip((plain, managed), sides, strict=True):
             one(module, batch, *optimizers)
         assert_same_weights(plain, managed)
-    after = [id(m.chunk) for m in registry.of_module(managed).runtime.bindings.by_id.values()]
-    assert before != after, "the test puts nothing in order"
+    assert before != [chunk.parameters for chunk in testing.of(managed).chunks()], "the test puts nothing in order"
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_a_loss_of_another_model_that_goes_through_one_is_no_step_of_it(
     overlap: str, placement: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from torch import nn
 
 import hetmem
 from hetmem.optim.kernels import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
+from tests.optim.stories import OVERLAPS
+from tests.pairs import case, mostly
 from tests.runtime.harness import (
     CHUNK,
     CHUNK_ELEMENTS,
@@ -73,8 +75,14 @@ VARIANTS = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize(
+    ("variant", "overlap"),
+    [
+        case(variant, overlap, nightly=(at + number) % 2 > 0)
+        for at, variant in enumerate(VARIANTS)
+        for number, overlap in enumerate(OVERLAPS)
+    ],
+)
 def test_the_bits_are_those_of_the_kernels_wherever_states_live(
     overlap: str, variant: str, placement: str, tmp_path: Path
 ) -> None:
@@ -99,8 +107,7 @@ def test_the_bits_are_those_of_the_kernels_wherever_states_live(
                 assert_same(moment.scales, state[f"{name}_scale"], f"{name}_scale")
 
 
-@pytest.mark.parametrize("placement", STREAMED)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "placement"), mostly(VARIANTS, STREAMED))
 def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(variant: str, placement: str, tmp_path: Path) -> None:
     dtype, options = VARIANTS[variant]
     torch.manual_seed(0)

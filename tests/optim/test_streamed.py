@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,10 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.optim import streamed
-from hetmem.optim.kernels.on_device import equals_host
-from hetmem.plan.hardware import HardwareProfile, Rate
-from hetmem.plan.links import Link
-from hetmem.plan.streaming import Fitting, spread
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
-from tests.optim.machines import GB, SLOW_HOST
+from hetmem import testing
+from tests.optim.machines import BALANCED, FAST_HOST, SLOW_HOST
+from tests.optim.stories import OVERLAPS
+from tests.pairs import case, mostly
 from tests.runtime.harness import (
     CHUNK,
     Recipe,
@@ -42,10 +38,10 @@ MIXED = pytest.mark.parametrize("mixed", [None, BF16], ids=["float32", "bfloat16
 
 
 def build() -> nn.Module:
-    return Tower(width=WIDTH, depth=4)
+    return Tower(width=WIDTH, depth=2)
 
 
-CHUNKS = 18
+CHUNKS = 10
 
 
 def room(mixed: torch.dtype | None = None, slots: float = 2, **changes: Any) -> hetmem.Budget:
@@ -55,37 +51,37 @@ def room(mixed: torch.dtype | None = None, slots: float = 2, **changes: Any) -> 
     return hetmem.Budget(**{**sizes, **changes})
 
 
-def runtime_of(module: nn.Module) -> Runtime:
-    return registry.of_module(module).runtime
-
-
 def updated(module: nn.Module) -> dict[str, int]:
-    return {way.value: nbytes for way, nbytes in runtime_of(module).statistics.updated_bytes.items() if nbytes}
+    return testing.of(module).updated_bytes()
 
 
-def crossed(module: nn.Module) -> dict[Link, int]:
-    return {link: use.bytes for link, use in runtime_of(module).traffic.engine.links().items()}
+def crossed(module: nn.Module) -> dict[str, int]:
+    return testing.of(module).link_bytes()
+
+
+DEVICES: dict[str, Any] = {
+    "threads": hetmem.SimDevice,
+    "late": LazyDevice,
+    "early": EarlyDevice,
+    "linked": lambda: hetmem.SimDevice(host_to_device="100MB", device_to_host="100MB"),
+}
 
 
 @pytest.mark.pairs
-@MIXED
-@pytest.mark.parametrize("home_copies", [True, False])
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
+@pytest.mark.parametrize(("mixed", "home_copies"), [(None, None), (BF16, True), (BF16, False)], ids=str)
 @pytest.mark.parametrize(
-    "device",
+    ("device", "overlap"),
     [
-        hetmem.SimDevice,
-        LazyDevice,
-        EarlyDevice,
-        lambda: hetmem.SimDevice(host_to_device="100MB", device_to_host="100MB"),
+        case(device, overlap, nightly=(at + number) % 2 > 0)
+        for at, device in enumerate(DEVICES)
+        for number, overlap in enumerate(OVERLAPS)
     ],
-    ids=["threads", "late", "early", "linked"],
 )
 def test_the_bits_are_those_of_plain_torch(
-    device: Any, overlap: str, home_copies: bool, mixed: torch.dtype | None, tmp_path: Path
+    device: str, overlap: str, home_copies: bool | None, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
-    limits = room(mixed, home_copies=home_copies)
-    plain, managed = pair(build, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST, device=device())
+    limits, made = room(mixed, home_copies=home_copies), DEVICES[device]()
+    plain, managed = pair(build, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST, device=made)
     optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(5), Recipe(steps=5, mixed=mixed), optimizers=optimizers)
     known = 4 if overlap == "off" else 3  # the choice is made behind the second backward
@@ -96,7 +92,7 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def trained(steps: int, directory: Path, hardware: HardwareProfile | None, device: Any = None, **options: Any) -> Any:
+def trained(steps: int, directory: Path, hardware: Any, device: Any = None, **options: Any) -> Any:
     """A model of its own, trained, and its optimizer."""
     torch.manual_seed(0)
     limits = options.pop("limits", None) or room(options.get("mixed_precision"))
@@ -124,8 +120,7 @@ def assert_alike(one: Any, other: Any) -> None:
     assert_same_states(one[1], other[1])
 
 
-@pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
-@MIXED
+@pytest.mark.parametrize(("overlap", "mixed"), mostly(["off", "backward", "speculative"], [None, BF16]))
 def test_clipped_and_scaled_updates_have_the_bits_of_those_on_the_host(
     mixed: torch.dtype | None, overlap: str, tmp_path: Path
 ) -> None:
@@ -155,18 +150,16 @@ def test_a_streamed_update_moves_its_roles_once_each_way_and_no_copy_is_fetched_
 ) -> None:
     limits = room(BF16, home_copies=home_copies)
     managed, optimizer = trained(4, tmp_path, SLOW_HOST, limits=limits, mixed_precision=BF16)
-    before, log = crossed(managed), runtime_of(managed).events
-    log.transfers.clear()
+    before, known = crossed(managed), len(testing.of(managed).transfers())
     train(managed, optimizer, 1)
     after = crossed(managed)
-    chunks = runtime_of(managed).chunks
-    pages = sum(chunk.numel for chunk in chunks)
-    copies = [transfer.nbytes for transfer in log.transfers if transfer.block >= 0]
+    pages = sum(chunk.elements for chunk in testing.of(managed).chunks())
+    copies = [nbytes for _, block, nbytes in testing.of(managed).transfers()[known:] if block >= 0]
     assert len(copies) <= 1  # one was still in use as its update began
-    assert after[Link.HOST_TO_DEVICE] - before[Link.HOST_TO_DEVICE] == 16 * pages + sum(copies)
+    assert after["host_to_device"] - before["host_to_device"] == 16 * pages + sum(copies)
     gradients = weight_bytes(managed)
     home = (14 if home_copies else 12) * pages
-    assert after[Link.DEVICE_TO_HOST] - before[Link.DEVICE_TO_HOST] == gradients + home
+    assert after["device_to_host"] - before["device_to_host"] == gradients + home
 
 
 # ---- who goes there ----------------------------------------------------------------------------------------------
@@ -175,18 +168,11 @@ def test_a_streamed_update_moves_its_roles_once_each_way_and_no_copy_is_fetched_
 def test_the_part_that_is_streamed_makes_the_slowest_as_fast_as_it_can_be(tmp_path: Path) -> None:
     """Of a parameter the host updates 28 bytes while 4 of its gradient go down and 4 of its copy up, or 16 go each way:
     with cores of 7 and a link of 8 bytes a second each way, 28 h / 7 = (4 h + 16 s) / 8, so s = 7/11."""
-    balanced = replace(
-        SLOW_HOST,
-        host=replace(SLOW_HOST.host, update_bytes_per_second=7e6),
-        host_to_device=Rate(8e6),
-        device_to_host=Rate(8e6),
-        both_ways_bytes_per_second=100e6,
-    )
-    managed, optimizer = trained(4, tmp_path, balanced)
+    managed, optimizer = trained(4, tmp_path, BALANCED)
     before = updated(managed)
     train(managed, optimizer, 1)
     step = {way: nbytes - before[way] for way, nbytes in updated(managed).items()}
-    largest = max(4 * chunk.numel for chunk in runtime_of(managed).chunks)
+    largest = max(4 * chunk.elements for chunk in testing.of(managed).chunks())
     assert abs(step["streamed"] - 7 / 11 * weight_bytes(managed)) <= largest
     assert step["streamed"] + step["host"] == weight_bytes(managed)
     share = next(iter(optimizer._steppers.values()))._places.share
@@ -196,18 +182,9 @@ def test_the_part_that_is_streamed_makes_the_slowest_as_fast_as_it_can_be(tmp_pa
     assert share.chosen == before  # what streaming sends home is no gradient
 
 
-def test_a_part_of_chunks_is_spread_evenly_among_them() -> None:
-    chunks = [Fitting(number, 10, 160) for number in range(12)]
-    chosen = spread(chunks, 1 / 3)
-    assert [number in chosen for number in range(12)] == 4 * [False, True, False]
-    assert spread(chunks, 1.0) == set(range(12))
-    assert spread(chunks, 0.0) == set()
-
-
 @pytest.mark.parametrize("reason", ["no profile", "a fast host", "no slots", "NVMe", "another rule"])
 def test_nothing_is_streamed_where_it_would_not_pay_or_cannot_be(reason: str, tmp_path: Path) -> None:
-    fast = replace(SLOW_HOST, host=replace(SLOW_HOST.host, update_bytes_per_second=1000 * GB))
-    hardware = {"no profile": None, "a fast host": fast}.get(reason, SLOW_HOST)
+    hardware = {"no profile": None, "a fast host": FAST_HOST}.get(reason, SLOW_HOST)
     limits = room(slots=0.9) if reason == "no slots" else room()
     options: dict[str, Any] = {"moments": torch.bfloat16} if reason == "another rule" else {}
     if reason == "NVMe":
@@ -215,20 +192,20 @@ def test_nothing_is_streamed_where_it_would_not_pay_or_cannot_be(reason: str, tm
     managed, _ = trained(5, tmp_path, hardware, limits=limits, **options)
     assert "streamed" not in updated(managed)
     if reason != "no slots":  # what was taken for slots is homes' now, or nobody's
-        assert runtime_of(managed).memory.moved_bytes == sum(
-            chunk.home_nbytes(role) for chunk in runtime_of(managed).chunks if chunk.moved for role in chunk.homes
-        )
+        inside = testing.of(managed)
+        moved = [sum(chunk.home_bytes.values()) for chunk in inside.chunks() if chunk.moved]
+        assert inside.memory().moved_bytes == sum(moved)
 
 
 def test_idle_memory_is_filled_with_homes_beside_the_slots(tmp_path: Path) -> None:
-    managed, _ = trained(5, tmp_path, SLOW_HOST, limits=room(slots=4))
-    runtime = runtime_of(managed)
-    assert any(chunk.moved for chunk in runtime.chunks)
+    managed, _ = trained(5, tmp_path, SLOW_HOST, limits=room(slots=3))
+    chunks = testing.of(managed).chunks()
+    assert any(chunk.moved for chunk in chunks)
     last = updated(managed)
     assert last["resident"] > 0
     assert last["streamed"] > 0
-    homes = [c.home_nbytes(role) for c in runtime.chunks if not c.moved for role in c.homes]
-    assert runtime.memory.idle_bytes(runtime.room.non_model_peak_bytes) < 4 * max(homes)
+    homes = [nbytes for chunk in chunks if not chunk.moved for nbytes in chunk.home_bytes.values()]
+    assert testing.of(managed).memory().idle_bytes < 4 * max(homes)
 
 
 def test_a_chunk_of_which_a_parameter_has_no_gradient_is_updated_on_the_host(tmp_path: Path) -> None:
@@ -238,8 +215,8 @@ def test_a_chunk_of_which_a_parameter_has_no_gradient_is_updated_on_the_host(tmp
     without = managed.blocks[0].up.bias
     without.grad = None
     optimizer.step()
-    chunk = next(c for c in runtime_of(managed).chunks if any(m.parameter is without for m in c.parameters))
-    rest = sum(m.numel * 4 for m in chunk.parameters if m.parameter is not without)
+    names = testing.of(managed).chunks()[testing.of(managed).chunk_of(without)].parameters
+    rest = sum(managed.get_parameter(name).nbytes for name in names) - without.nbytes
     assert rest > 0
     assert updated(managed)["host"] - before["host"] == rest
 
@@ -250,9 +227,9 @@ def test_some_parameters_of_a_chunk_alone_are_updated_on_the_host(tmp_path: Path
     for module in (plain, managed):
         module.get_parameter(frozen).requires_grad_(False)
     train_both(plain, managed, token_batches(5), Recipe(steps=5))
-    chunk = next(c for c in runtime_of(managed).chunks if any(m.name == frozen for m in c.parameters))
-    assert len(chunk.parameters) > 1
-    sizes = sum(m.numel * 4 for m in chunk.parameters)
+    names = testing.of(managed).chunks()[testing.of(managed).chunk_of(frozen)].parameters
+    assert len(names) > 1
+    sizes = sum(managed.get_parameter(name).nbytes for name in names)
     assert updated(managed)["streamed"] == 4 * (weight_bytes(managed) - sizes)
 
 
@@ -270,14 +247,14 @@ def test_the_report_says_which_part_was_updated_where(tmp_path: Path) -> None:
 @MIXED
 def test_slots_give_way_to_a_larger_batch_and_come_back(mixed: torch.dtype | None, tmp_path: Path) -> None:
     limits = hetmem.Budget(device="1600KiB" if mixed is None else "1300KiB", host="8MiB")
-    plain, managed = pair(build, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST)
+    deep = partial(Tower, width=WIDTH, depth=4)
+    plain, managed = pair(deep, limits, tmp_path, mixed_precision=mixed, hardware=SLOW_HOST)
     optimizers = train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed))
-    memory = runtime_of(managed).memory
     assert updated(managed)["streamed"] > 0
-    seen = memory.moved_bytes
+    seen = testing.of(managed).memory().moved_bytes
     recipe = Recipe(steps=2, mixed=mixed)
     train_both(plain, managed, token_batches(2, rows=24), recipe, optimizers=optimizers)
-    assert memory.moved_bytes < seen
+    assert testing.of(managed).memory().moved_bytes < seen
     device = hetmem.report(managed).to_dict()["tiers"]["device"]
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
@@ -288,8 +265,7 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
     plain, managed = pair(build, room(), tmp_path, hardware=SLOW_HOST, device=device)
     optimizers = adamws(plain, managed, overlap="backward")
     train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
-    runtime = runtime_of(managed)
-    hook = managed.blocks[1].norm.register_full_backward_hook(lambda *_: runtime.room.give_way(1 << 30))
+    hook = managed.blocks[1].norm.register_full_backward_hook(lambda *_: testing.of(managed).make_room())
     before = updated(managed)
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     after = updated(managed)
@@ -304,12 +280,13 @@ def test_slots_that_are_asked_back_within_a_backward_leave_their_updates_to_the_
 
 
 class Failing:
-    """Makes the transfers of a class fail: all from the `first` on, `times` of them, each when `told` is set."""
+    """Makes calls at `point` fail: all from the `first` on, `times` of them, each when `told` is set."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, kind: Any, first: int, times: int, told: threading.Event | None = None
+        self, monkeypatch: pytest.MonkeyPatch, point: str, first: int, times: int, told: threading.Event | None = None
     ) -> None:
-        self.seen, original = 0, kind.__call__
+        owner, name = testing.place_of(point)
+        self.seen, original = 0, getattr(owner, name)
 
         def call(work: Any) -> None:
             self.seen += 1
@@ -318,7 +295,7 @@ class Failing:
                 raise RuntimeError("the link has failed")
             original(work)
 
-        monkeypatch.setattr(kind, "__call__", call)
+        monkeypatch.setattr(owner, name, call)
 
 
 @pytest.mark.parametrize("device", [hetmem.SimDevice, EarlyDevice], ids=["threads", "streams"])
@@ -328,12 +305,12 @@ def test_a_chunk_that_did_not_get_to_the_device_is_as_it_was_and_the_step_can_be
     expected, found = trained(4, tmp_path, None), trained(4, tmp_path, SLOW_HOST, device=device())
     old = {name: value.clone() for name, value in found[0].state_dict().items()}
     train(*expected, 1)
-    Failing(monkeypatch, streamed._Bring, 3, 1)
+    Failing(monkeypatch, "states to the device", 3, 1)
     with pytest.raises(RuntimeError, match="the link has failed"):
         train(*found, 1)
     new = expected[0].state_dict()
-    for chunk in runtime_of(found[0]).chunks:
-        names = [managed.name for managed in chunk.parameters]
+    for chunk in testing.of(found[0]).chunks():
+        names = chunk.parameters
         now = {name: found[0].get_parameter(name) for name in names}
         assert any(all(same_bits(now[name], of[name]) for name in names) for of in (old, new))
     assert not all(same_bits(value, new[name]) for name, value in found[0].state_dict().items())
@@ -343,21 +320,9 @@ def test_a_chunk_that_did_not_get_to_the_device_is_as_it_was_and_the_step_can_be
 
 def test_what_did_not_get_home_is_sent_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, found = trained(5, tmp_path, None), trained(4, tmp_path, SLOW_HOST)
-    failing = Failing(monkeypatch, streamed._SendHome, 2, 1)
+    failing = Failing(monkeypatch, "states home", 2, 1)
     for batch in token_batches(5)[4:]:
         found[0](*batch).backward()
         found[1].step()
-    assert failing.seen == 1 + len(runtime_of(found[0]).chunks)
+    assert failing.seen == 1 + len(testing.of(found[0]).chunks())
     assert_alike(expected, found)
-
-
-# ---- the kernel --------------------------------------------------------------------------------------------------
-
-
-def test_a_device_that_rounds_otherwise_gets_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert equals_host(torch.device("cpu"), torch.float32, BF16)
-    monkeypatch.setattr("hetmem.optim.kernels.on_device._known", {})
-    monkeypatch.setattr("hetmem.cuda.reference._fma", lambda a, b, c: a * b + c)
-    assert not equals_host(torch.device("cpu"), torch.float32, BF16)
-    managed, _ = trained(4, tmp_path, SLOW_HOST)
-    assert "streamed" not in updated(managed)

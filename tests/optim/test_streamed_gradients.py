@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.memory.chunk import Role
-from hetmem.optim.stepper import Stepper
-from hetmem.optim.updates import Updates
-from hetmem.runtime import old_gradients, registry
-from hetmem.runtime.used_up import UsedUp
-from tests.optim.stories import one
+from hetmem import testing
+from tests.optim.stories import one, with_gradients
+from tests.pairs import mostly
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -82,10 +80,10 @@ def test_streamed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> N
     plain = nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)])
     managed = manage(copy.deepcopy(plain), "host", tmp_path)
     left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
-    free = registry.of_module(managed).runtime.memory.host_pool.free_bytes
+    free = testing.of(managed).memory().host_free_bytes
     train_apart(plain, managed, (left, right), vector_batches(4, 4, 64))
-    assert registry.of_module(managed).runtime.memory.host_pool.free_bytes == free
-    chunks = len(registry.of_module(managed).runtime.chunks)
+    assert testing.of(managed).memory().host_free_bytes == free
+    chunks = len(testing.of(managed).chunks())
     visible = 16 * 4096 * chunks / sum(p.numel() for p in plain.parameters())
     streamed = hetmem.report(managed).to_dict()["bytes_per_parameter"]
     assert streamed == pytest.approx(visible * (12 + 4 * 6 / chunks) / 16)
@@ -98,11 +96,10 @@ def test_chunks_of_all_sizes_share_the_memory_for_streamed_gradients(tmp_path: P
     managed = manage(copy.deepcopy(plain), "host", tmp_path)
     left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
     train_apart(plain, managed, (left, right), vector_batches(4, 4, 64))
-    runtime = registry.of_module(managed).runtime
-    sizes = sorted(chunk.home_nbytes(Role.GRAD) for chunk in runtime.chunks)
+    sizes = sorted(chunk.home_bytes["param"] for chunk in testing.of(managed).chunks())  # as a gradient's
     assert sizes[0] < sizes[-7]
-    assert not any(Role.GRAD in chunk.homes for chunk in runtime.chunks)
-    assert runtime.memory.spare_bytes == sum(sizes[-6:])
+    assert not testing.of(managed).homes("grad")
+    assert testing.of(managed).memory().spare_bytes == sum(sizes[-6:])
 
 
 class Halves(nn.Module):
@@ -144,7 +141,7 @@ class Crossed(nn.Module):
 @streamed
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_chunks_stay_as_they_are_where_updates_of_them_were_begun_in_the_first_backward(
-    overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, placement: str, tmp_path: Path
 ) -> None:
     """Chunks are arranged in order of use before the first update, which had not been made yet, and then twice."""
     sizes = {"device": "64MiB", "device_chunks": "108KiB", "host": "64MiB"}
@@ -153,9 +150,7 @@ def test_chunks_stay_as_they_are_where_updates_of_them_were_begun_in_the_first_b
     plain, managed = pair(Crossed, hetmem.Budget(**sizes), tmp_path, chunk_bytes="36KiB")
     left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
     for index, batch in enumerate(vector_batches(3, 4, 64)):
-        with monkeypatch.context() as patch:
-            if not index:
-                patch.setattr(Updates, "_may_open", lambda _: False)
+        with nullcontext() if index else testing.updates_held():
             for module in (plain, managed):
                 loss_of(module, batch).backward()
         for optimizer in (left, right):
@@ -202,20 +197,17 @@ def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Mo
     plain, managed = pair(mlp, "host", directory)
     left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
     *before, batch = vector_batches(3, 4, 64)
-    train_apart(plain, managed, (left, right), before)
-    for module in (plain, managed):
-        loss_of(module, batch).backward()
-    assert all(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+    with testing.updates_end_in_backward():
+        train_apart(plain, managed, (left, right), before)
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+    assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
     return plain, managed, left, right
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-@pytest.mark.parametrize("use", USES)
-def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(
-    use: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("use", "overlap"), mostly(USES, ["backward", "forward"]))
+def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(use: str, overlap: str, tmp_path: Path) -> None:
     """A clip of all gradients found none, clipped nothing and returned 0, and nobody saw it."""
-    monkeypatch.setattr(Stepper, "backward_over", _finished_before(Stepper.backward_over))
     plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
     with pytest.raises(RuntimeError, match=r"met the gradient of \w+\.(weight|bias), which its update has used up dur"):
         USES[use](managed)
@@ -228,10 +220,7 @@ def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(
 
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("way", ["release", "forget", "squeeze"])
-def test_gradients_that_are_used_up_are_in_nobodys_way(
-    way: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Stepper, "backward_over", _finished_before(Stepper.backward_over))
+def test_gradients_that_are_used_up_are_in_nobodys_way(way: str, overlap: str, tmp_path: Path) -> None:
     plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
     left.step()
     match way:
@@ -240,12 +229,12 @@ def test_gradients_that_are_used_up_are_in_nobodys_way(
         case "forget":
             right.forget_step()
         case "squeeze":
-            registry.of_module(managed).runtime.room.give_way(1 << 30)
+            testing.of(managed).make_room()
     assert_same_weights(plain, managed)
     if way != "release":
         if way != "forget":
             right.step()
-        assert not any(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+        assert not any(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
         for optimizer in (left, right):
             optimizer.zero_grad()
         train_apart(plain, managed, (left, right), vector_batches(2, 4, 64))
@@ -259,28 +248,27 @@ DROPS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("used_up", ["in the backward", "after it", "before what is dropped", "in the step"])
 @pytest.mark.parametrize("way", DROPS)
 def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
-    way: str, used_up: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, used_up: str, overlap: str, tmp_path: Path
 ) -> None:
     """torch would make none, or one with zeros."""
     if used_up == "in the backward":
-        monkeypatch.setattr(Stepper, "backward_over", _finished_before(Stepper.backward_over))
         _, managed, _, right = used_up_by_backward(tmp_path, overlap)
     else:
         plain, managed = pair(mlp, "host", tmp_path)
         left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
         *before, batch = vector_batches(3, 4, 64)
         train_apart(plain, managed, (left, right), before)
-        with monkeypatch.context() as patch:
-            patch.setattr(Updates, "_may_open", lambda _: False)
+        with testing.updates_held():
             loss_of(managed, batch).backward()
-            assert not any(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+            assert not any(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
     if used_up == "before what is dropped":
         right.synchronize()
-        assert all(isinstance(parameter.grad, UsedUp) for parameter in managed.parameters())
+        assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
     DROPS[way](managed, right)
     if used_up == "after it":
         right.synchronize()
@@ -291,14 +279,6 @@ def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
     loss_of(managed, vector_batches(1, 4, 64)[0]).backward()
     right.step()
     assert all(parameter.grad is None for parameter in managed.parameters())
-
-
-def _finished_before(told: Any) -> Any:
-    def finished(stepper: Stepper) -> None:
-        stepper.synchronize()
-        told(stepper)
-
-    return finished
 
 
 def norms_between() -> nn.Sequential:
@@ -321,13 +301,13 @@ def test_parameter_groups_in_any_order_keep_no_more_gradients_than_one(split: st
             "two optimizers": [small, large],
         }[groups]
         optimizers = [hetmem.AdamW(each, lr=1e-3, **options) for each in kept]
-        memory = registry.of_module(model).runtime.memory
-        assert not any(Role.GRAD in chunk.homes for chunk in memory.chunks)
-        host[groups] = memory.spare_bytes
+        inside = testing.of(model)
+        assert not inside.homes("grad")
+        host[groups] = inside.memory().spare_bytes
         for batch in vector_batches(3, 4, 2 * WIDTH):
             one(model, batch, *optimizers)
-            assert not any(Role.GRAD in chunk.homes for chunk in memory.chunks), "kept behind the step"
-        assert memory.spare_bytes == host[groups]
+            assert not inside.homes("grad"), "kept behind the step"
+        assert inside.memory().spare_bytes == host[groups]
     if split != "two optimizers":
         assert host[split] == host["one"]
 
@@ -347,6 +327,7 @@ def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tm
         step()
 
 
+@pytest.mark.pairs
 @streamed
 @precisions
 @pytest.mark.parametrize("used", ["both forwards", "one of two"])
@@ -365,9 +346,8 @@ def test_a_backward_of_two_forwards_is_updated_when_all_of_it_has_arrived(
             loss = sum(output.float().square().mean() for output in outputs[: 1 if used == "one of two" else 2])
             loss.backward()
             if "gradients" in options and model is both[1]:
-                found = registry.of_module(model)
-                (watcher,) = found.gradients.watchers
-                assert len(list(watcher.begun())) == len(found.runtime.parameters), "not all begun in the backward"
+                begun, names = testing.updates_begun(model), [name for name, _ in model.named_parameters()]
+                assert sorted(begun) == sorted(names), "not all begun in the backward"
             optimizer.step()
             optimizer.zero_grad()
         assert_same_weights(*both)
@@ -399,6 +379,7 @@ def test_a_block_of_several_checkpoints_is_refused_and_trains_as_is_said_there(p
     train_both(plain, managed, BATCHES, Recipe(steps=4), optimizers=optimizers)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("options", [{}, {"moments": torch.bfloat16}, {"moments": "8bit"}], ids=["", "bf16", "8bit"])
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
@@ -409,30 +390,28 @@ def test_a_gradient_that_is_kept_from_a_backward_stays_what_it_was(
     options: dict[str, Any],
     kept: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its memory is another chunk's after the update. What nobody keeps is not copied."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     managed = manage(nn.Sequential(*layers), "host", tmp_path, mixed_precision=mixed)
     right = hetmem.AdamW(managed.parameters(), lr=1e-2, **{**STREAMED, "overlap": overlap, **options})
     found: list[bool] = []
-    asked = old_gradients.is_kept
 
-    def is_kept(*args: Any, **kwargs: Any) -> bool:
-        found.append(asked(*args, **kwargs))
+    def is_kept(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        found.append(original(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(old_gradients, "is_kept", is_kept)
     gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for batch in vector_batches(4, 4, WIDTH):
-        loss_of(managed, batch).backward()
-        if kept:
-            here = [p.grad for p in managed.parameters() if p.grad is not None and not isinstance(p.grad, UsedUp)]
-            gradients += [(gradient, gradient.clone()) for gradient in here]
-            del here
-        right.step()
-        right.zero_grad()
-    right.synchronize()
+    with testing.around("is a gradient kept", is_kept):
+        for batch in vector_batches(4, 4, WIDTH):
+            loss_of(managed, batch).backward()
+            if kept:
+                here = [p.grad for p in with_gradients(managed)]
+                gradients += [(gradient, gradient.clone()) for gradient in here]
+                del here
+            right.step()
+            right.zero_grad()
+        right.synchronize()
     assert any(found) == kept and found
     assert bool(gradients) == kept
     for gradient, then in gradients:

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import ManageError
-from hetmem.optim.updates import Job, Updates
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from tests.optim.stories import Twins, adamw, one, overlaps, trailing, twins
+from tests.optim.stories import Twins, adamw, on_either, on_the_other, one, trailing, twins
 from tests.runtime.harness import (
     Tower,
     assert_same,
@@ -52,6 +50,7 @@ def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(
     assert_same_weights(both.plain, both.managed)
 
 
+@pytest.mark.pairs
 @streamed
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @trailing
@@ -108,8 +107,7 @@ def test_the_state_dict_of_a_part_waits_for_updates_too(
         assert_same_weights(both.plain[2], both.managed[2])
 
 
-@streamed
-@overlaps
+@on_either
 def test_a_copy_of_the_model_has_the_weights_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
     both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for batch in vector_batches(3, 4, 64):
@@ -118,8 +116,7 @@ def test_a_copy_of_the_model_has_the_weights_of_the_last_step(overlap: str, plac
         assert_same_weights(both.plain, copy.deepcopy(both.managed))
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_parameters_read_directly_are_those_of_the_last_step(overlap: str, placement: str, tmp_path: Path) -> None:
     both = twins(pair(mlp, placement, tmp_path), overlap=overlap, max_grad_norm=1e9)
     for batch in vector_batches(3, 4, 64):
@@ -129,8 +126,7 @@ def test_parameters_read_directly_are_those_of_the_last_step(overlap: str, place
             assert_same(expected, got, "parameter")
 
 
-@streamed
-@overlaps
+@on_either
 def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     before = twins((plain, managed), overlap=overlap, max_grad_norm=1e9)
@@ -145,8 +141,7 @@ def test_a_model_released_while_updates_trail(overlap: str, placement: str, tmp_
     assert_same_weights(plain, managed)
 
 
-@streamed
-@overlaps
+@on_the_other
 def test_an_optimizer_of_a_model_that_was_released_and_is_managed_again_says_whose_states_it_has(
     overlap: str, placement: str, tmp_path: Path
 ) -> None:
@@ -188,7 +183,7 @@ def test_a_forward_on_homes_sees_no_update_that_trails(
 @streamed
 @pytest.mark.parametrize("gradients", ["visible", "streamed"])
 def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
-    gradients: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gradients: str, placement: str, tmp_path: Path
 ) -> None:
     """As if none came to an end while the step goes on."""
     both = twins(pair(mlp, placement, tmp_path), overlap="forward", gradients=gradients)
@@ -197,8 +192,7 @@ def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
     for batch in batches[2:]:
         for module in (both.plain, both.managed):
             loss_of(module, batch).backward()
-        with monkeypatch.context() as patch:
-            patch.setattr(Updates, "finish", _must_not_be_waited_for)
+        with testing.around("finish updates", _must_not_be_waited_for):
             both.right.step()
         both.left.step()
         both.left.zero_grad()
@@ -210,55 +204,46 @@ def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
 @streamed
 @pytest.mark.parametrize("waited_for", ["nothing", "an update", "a copy"])
 def test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted(
-    waited_for: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    waited_for: str, placement: str, tmp_path: Path
 ) -> None:
     """Gradients arrive in the opposite order. A chunk that somebody waits for is updated first."""
     both = twins(pair(mlp, placement, tmp_path), overlap="forward")
     batches = vector_batches(3, 4, 64)
     both.train(batches[:2])
     both.right.synchronize()
-    runtime, opened = registry.of_module(both.managed).runtime, []
-    with monkeypatch.context() as patch:
-        patch.setattr(Updates, "_may_open", lambda _: False)
+    with testing.updates_held():
         for module, optimizer in both.sides:
             loss_of(module, batches[2]).backward()
             optimizer.step()
-    opens = Updates._open
-
-    def noted(updates: Updates, job: Job) -> None:
-        opened.append(job.chunk.spec.index)
-        opens(updates, job)
-
-    monkeypatch.setattr(Updates, "_open", noted)
-    traffic, last = runtime.traffic, runtime.chunks[-1]
-    if waited_for == "an update":
-        traffic.wait_for_update(last)
-    elif waited_for == "a copy":
-        traffic.acquire(last.operand_block, Tier.DEVICE)
-        traffic.release(last.operand_block, Tier.DEVICE)
-    both.right.synchronize()
-    everyone = sorted(chunk.spec.index for chunk in runtime.chunks)
+    weight = both.managed[4].weight
+    with testing.opened_updates() as opened:
+        if waited_for == "an update":
+            weight.detach()
+        elif waited_for == "a copy":
+            with torch.no_grad():
+                torch.nn.functional.linear(torch.ones(1, 64), weight)
+        both.right.synchronize()
+    everyone = [chunk.index for chunk in testing.of(both.managed).chunks()]
     assert len(everyone) > 3
-    first = [] if waited_for == "nothing" else [last.spec.index]
+    first = [] if waited_for == "nothing" else [testing.of(both.managed).chunk_of(weight)]
     assert opened == first + [index for index in everyone if index not in first]
     both.assert_same()
 
 
-def _must_not_be_waited_for(_: Updates) -> None:
+def _must_not_be_waited_for(*_: Any) -> None:
     raise AssertionError("the step waits")
 
 
 @streamed
 def test_a_streamed_gradient_that_was_scaled_before_its_update_is_refused_by_the_step(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, tmp_path: Path
 ) -> None:
     """Also if its update runs only after the step."""
     _, managed = pair(mlp, placement, tmp_path)
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", gradients="streamed")
     batches = vector_batches(2, 4, 64)
     one(managed, batches[0], optimizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(Updates, "_may_open", lambda _: False)
+    with testing.updates_held():
         loss_of(managed, batches[1]).backward()
         left = [parameter.grad for parameter in managed.parameters() if parameter.grad is not None]
         assert left

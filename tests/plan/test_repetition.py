@@ -74,6 +74,7 @@ def steps(room: Capacities, micro_batches: int, how: Updating, on: HardwareProfi
     return rehearse(workload(13), made, room, on, micro_batches=micro_batches, updating=how)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS.keys())
 @pytest.mark.parametrize("how", [Updating(), Updating(overlapped=True)], ids=["in the step", "in the backward"])
 @pytest.mark.parametrize("micro_batches", [7, 12])

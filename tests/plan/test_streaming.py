@@ -145,3 +145,11 @@ def test_what_is_spread_is_the_part_as_nearly_as_half_a_chunk_all_along_the_way(
     for end in range(1, len(sizes) + 1):
         wanted = part * sum(sizes[:end])
         assert abs(sum(sizes[at] for at in range(end) if at in chosen) - wanted) <= max(sizes) / 2 + 1e-6
+
+
+def test_a_part_of_chunks_is_spread_evenly_among_them() -> None:
+    chunks = [Fitting(number, 10, 160) for number in range(12)]
+    chosen = spread(chunks, 1 / 3)
+    assert [number in chosen for number in range(12)] == 4 * [False, True, False]
+    assert spread(chunks, 1.0) == set(range(12))
+    assert spread(chunks, 0.0) == set()

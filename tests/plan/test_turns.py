@@ -7,7 +7,7 @@ import pytest
 from hetmem.plan.turns import Turns
 
 
-def turns(*waiting: tuple[int, str]) -> Turns[tuple[int, str]]:
+def mostly(*waiting: tuple[int, str]) -> Turns[tuple[int, str]]:
     made: Turns[tuple[int, str]] = Turns(lambda one: one[0])
     for one in waiting:
         made.add(one)
@@ -27,20 +27,20 @@ def order(made: Turns[tuple[int, str]]) -> str:
 
 
 def test_the_lowest_number_is_next_and_of_equal_ones_the_first_that_came() -> None:
-    made = turns((3, "d"), (1, "b"), (2, "c"), (1, "B"), (0, "a"))
+    made = mostly((3, "d"), (1, "b"), (2, "c"), (1, "B"), (0, "a"))
     assert [one[1] for one in made] == ["a", "b", "B", "c", "d"]
     assert order(made) == "abBcd"
 
 
 def test_who_is_not_ready_is_passed_over() -> None:
-    made = turns((0, "a"), (1, "b"))
+    made = mostly((0, "a"), (1, "b"))
     assert made.next(lambda one: one[1] != "a") == (1, "b")
     assert made.next(lambda one: False) is None
     assert len(made) == 2
 
 
 def test_who_is_waited_for_goes_first_once() -> None:
-    made = turns((0, "a"), (1, "b"), (2, "c"))
+    made = mostly((0, "a"), (1, "b"), (2, "c"))
     made.hasten(2)
     assert order(made) == "cab"
     for one in ((2, "c"), (0, "a")):
@@ -49,14 +49,14 @@ def test_who_is_waited_for_goes_first_once() -> None:
 
 
 def test_who_is_waited_for_and_not_ready_holds_nobody_up() -> None:
-    made = turns((0, "a"), (2, "c"))
+    made = mostly((0, "a"), (2, "c"))
     made.hasten(2)
     assert made.next(lambda one: one[1] != "c") == (0, "a")
     assert made.next(everybody) == (2, "c")
 
 
 def test_who_is_waited_for_and_does_not_wait_here_changes_nothing() -> None:
-    made = turns((1, "b"), (2, "c"))
+    made = mostly((1, "b"), (2, "c"))
     made.hasten(7)
     made.add((7, "h"))  # the next step's, for which nobody waits yet
     assert order(made) == "bch"
@@ -64,4 +64,4 @@ def test_who_is_waited_for_and_does_not_wait_here_changes_nothing() -> None:
 
 def test_nobody_can_be_taken_from_nobody() -> None:
     with pytest.raises(IndexError):
-        turns().pop()
+        mostly().pop()

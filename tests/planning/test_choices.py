@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,9 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planning
-from hetmem.memory.chunk import Role
+from hetmem import planning, testing
 from hetmem.plan.prefetch import FARTHER, Prefetch
-from hetmem.plan.trace import Tier
 from hetmem.planning.plan import KEPT
-from hetmem.runtime import registry
 from hetmem.units import KIB, MIB
 from tests.test_planning import BATCH, GPT
 
@@ -43,25 +40,23 @@ def run(plan: planning.Plan, directory: Path, steps: int = 0, **options: Any) ->
 @pytest.mark.parametrize("ahead", [None, FARTHER, Prefetch(3, 1)], ids=["default", "farther", "another"])
 def test_the_prefetch_distance(ahead: Prefetch | None, tmp_path: Path) -> None:
     plan = replace(planned(STREAMED), prefetch=asdict(ahead) if ahead else None)
-    residency = registry.of_module(run(plan, tmp_path)).runtime.traffic.residency
-    expected = ahead or Prefetch()
-    assert (residency._supply._lookahead, residency._supply._at_once) == (expected.uses_ahead, expected.in_flight)
+    assert testing.of(run(plan, tmp_path)).prefetch_distance() == astuple(ahead or Prefetch())
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 64 * KIB])
 def test_the_chunk_size(chunk_bytes: int | None, tmp_path: Path) -> None:
     plan = replace(planned(STREAMED, chunk_bytes=chunk_bytes), prefetch=None)
-    memory = registry.of_module(run(plan, tmp_path)).runtime.memory
-    assert memory.layout.chunk_elements * 4 == plan.slot_bytes
-    assert memory.layout.waste == plan.chunk_waste
+    model = run(plan, tmp_path)
+    assert testing.of(model).memory().slot_bytes == plan.slot_bytes
+    assert hetmem.report(model).to_dict()["chunk_waste"] == plan.chunk_waste
 
 
 @pytest.mark.parametrize("copies", [None, False, True])
 def test_16_bit_copies_at_home_and_the_precision(copies: bool | None, tmp_path: Path) -> None:
     plan = replace(planned(STREAMED, mixed_precision=torch.bfloat16), home_copies=copies)
-    memory = registry.of_module(run(plan, tmp_path)).runtime.memory
-    assert memory.mixed_precision is torch.bfloat16
-    assert {Role.COMPUTE in chunk.homes for chunk in memory.chunks} == {copies is not False}
+    chunks = testing.of(run(plan, tmp_path)).chunks()
+    assert {chunk.compute_dtype for chunk in chunks} == {torch.bfloat16}
+    assert {"compute" in chunk.homes for chunk in chunks} == {copies is not False}
 
 
 def test_everything_on_the_device(tmp_path: Path) -> None:
@@ -70,7 +65,7 @@ def test_everything_on_the_device(tmp_path: Path) -> None:
     assert plan.device_chunks is not None
     assert plan.device_update_share == 1
     model = run(plan, tmp_path, steps=2)
-    assert registry.of_module(model).runtime.memory.resident
+    assert testing.of(model).memory().resident
     tiers = hetmem.report(model).to_dict()["tiers"]
     assert tiers["device"]["homes"] == {
         k: v for k, v in plan.role_bytes["device"].items() if k in tiers["device"]["homes"]
@@ -86,8 +81,9 @@ def test_where_the_optimizer_runs_and_what_is_kept_for_it(
     budget = hetmem.Budget(device=8 * MIB, host=host, device_chunks=3 * MIB, **directory)
     plan = planned(budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
     model = run(plan, tmp_path, steps=3)
-    parameters = registry.of_module(model).runtime.parameters
-    moved = sum(managed.numel for managed in parameters if managed.chunk.homes[Role("exp_avg")].tier is Tier.DEVICE)
+    chunks = testing.of(model).chunks()
+    there = {name for chunk in chunks if chunk.homes["exp_avg"] == "device" for name in chunk.parameters}
+    moved = sum(parameter.numel() for name, parameter in model.named_parameters() if name in there)
     assert 0 < plan.device_update_share < 1
     assert plan.device_update_share == moved / plan.parameters
     tiers = hetmem.report(model).to_dict()["tiers"]
@@ -174,9 +170,9 @@ def test_a_plan_for_another_machine_runs_with_directories_of_this_one(tmp_path: 
     with pytest.raises(hetmem.errors.BudgetError, match=r"plan\.with_nvme\("):
         hetmem.manage(GPT(), plan=plan, device="sim")
     here = plan.with_nvme(tmp_path)
-    memory = registry.of_module(run(here, tmp_path)).runtime.memory
-    assert memory.store is not None
-    assert memory.mixed_precision is torch.bfloat16
+    inside = testing.of(run(here, tmp_path, steps=1))
+    assert "nvme" in inside.homes()
+    assert {chunk.compute_dtype for chunk in inside.chunks()} == {torch.bfloat16}
     assert replace(here, nvme_directories=()) == plan
 
 

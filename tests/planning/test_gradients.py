@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planning
+from hetmem import planning, testing
 from hetmem.cli import main
 from hetmem.planning.plan import KEPT
-from hetmem.runtime import registry
 from hetmem.units import KIB, MIB, format_seconds
 from tests.test_planning import BATCH, GPT
 
@@ -64,7 +63,7 @@ def run(plan: planning.Plan, options: dict[str, str], micro_batches: int = 1) ->
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    tiers, spare = hetmem.report(model).to_dict()["tiers"], registry.of_module(model).runtime.memory.spare_bytes
+    tiers, spare = hetmem.report(model).to_dict()["tiers"], testing.of(model).memory().spare_bytes
     hetmem.release(model)
     return tiers, spare
 
@@ -82,6 +81,7 @@ def assert_peaks(plan: planning.Plan, tiers: dict[str, Any], spare: int) -> None
         assert abs(figures["peak_bytes"] - plan.peak_bytes[tier]) <= 0.03 * figures["peak_bytes"] * (tier == "device")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", OPTIONS, ids=named)
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("where", ["host", "tight", "nvme", "nvme, three set aside", "share", "share of nvme"])
@@ -95,6 +95,7 @@ def test_the_peaks_of_a_run_with_these_options_are_the_planned_ones(
         assert_peaks(plan, *run(plan, options))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("options", OPTIONS[1:3], ids=named)
 @pytest.mark.parametrize("where", ["host", "nvme", "share"])
 def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[str, str], tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem import planning
+from hetmem import planning, testing
 from hetmem.cli import main
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Role
 from hetmem.plan.arrangement import ROLES, arrange
 from hetmem.plan.hardware import HardwareProfile, ProfileError, Rate
 from hetmem.plan.placement import Capacities
@@ -26,8 +25,6 @@ from hetmem.plan.rehearsal import Rehearsal
 from hetmem.plan.updating import Updating
 from hetmem.planning.modeltrace import trace_real
 from hetmem.planning.plan import SENT_STATES
-from hetmem.runtime import registry
-from hetmem.runtime.runtime import Runtime
 from hetmem.units import KIB, MIB, format_seconds
 from tests.optim.machines import GB, SLOW_HOST
 from tests.test_planning import BATCH, GPT
@@ -47,8 +44,10 @@ HALF = machine(8e6, 100e6, 7e6)
 """Of what is not at home on the device, 7/11 is streamed, or 7/12 with copies in 16 bits at home."""
 
 
-def runtime_of(module: nn.Module) -> Runtime:
-    return registry.of_module(module).runtime
+def moved_beside_homes(module: nn.Module) -> int:
+    """Bytes of idle device memory that are taken by something else than homes that moved there."""
+    inside = testing.of(module)
+    return inside.memory().moved_bytes - sum(sum(each.home_bytes.values()) for each in inside.chunks() if each.moved)
 
 
 class Odd(nn.Module):
@@ -89,6 +88,7 @@ class Run:
         return {name: count - before[name] for name, count in self._before.items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("home_copies", [None, False])
@@ -121,22 +121,17 @@ def test_a_run_streams_what_was_planned_with_the_planned_bytes_and_peaks(
     model = hetmem.manage(
         GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision, hardware=on
     )
-    run = Run(model, micro_batches, overlap=overlap)
+    run, inside = Run(model, micro_batches, overlap=overlap), testing.of(model)
     for _ in range(5):
         expected, got = planned.step(), run.step()
         for role in ROLES:
-            homes = {c.spec.index: c.homes[Role(role)].tier for c in runtime_of(model).chunks if Role(role) in c.homes}
-            assert homes == planned.arrangement.homes[role]
+            homes = {chunk.index: chunk.homes[role] for chunk in inside.chunks() if role in chunk.homes}
+            assert homes == {index: tier.name.lower() for index, tier in planned.arrangement.homes[role].items()}
         whole = sum(got[way] for way in ("host", "streamed", "resident"))
         assert expected.streamed_updates == pytest.approx(got["streamed"] / whole, abs=1e-12)
         assert {link: expected.bytes[link] for link in LINKS} == {link: got[link] for link in LINKS}
     assert 0 < expected.streamed_updates < 1
-    assert (
-        0
-        < expected.update_slot_bytes
-        == runtime_of(model).memory.moved_bytes
-        - sum(chunk.home_nbytes(role) for chunk in runtime_of(model).chunks if chunk.moved for role in chunk.homes)
-    )
+    assert 0 < expected.update_slot_bytes == moved_beside_homes(model)
     device = hetmem.report(model).to_dict()["tiers"]["device"]
     assert expected.device_peak_bytes == device["peak_bytes"]
     assert expected.chunk_peak_bytes == device["chunk_peak_bytes"]
@@ -144,6 +139,7 @@ def test_a_run_streams_what_was_planned_with_the_planned_bytes_and_peaks(
     hetmem.release(model)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("model", [GPT, Odd], ids=["GPT", "odd sizes"])
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("home_copies", [None, False])
@@ -185,9 +181,7 @@ def test_a_run_with_streamed_gradients_moves_what_was_planned_for_them(
     assert expected.streamed_updates > 0
     assert expected.streamed_updates >= without.streamed_updates
     assert all(expected.bytes[link] < without.bytes[link] for link in LINKS)
-    moved = runtime_of(made).memory.moved_bytes
-    homes = [chunk.home_nbytes(role) for chunk in runtime_of(made).chunks if chunk.moved for role in chunk.homes]
-    assert moved - sum(homes) == expected.update_slot_bytes
+    assert moved_beside_homes(made) == expected.update_slot_bytes
     device = hetmem.report(made).to_dict()["tiers"]["device"]
     assert device["peak_bytes"] <= expected.device_peak_bytes
     hetmem.release(made)
@@ -270,7 +264,7 @@ def test_a_plan_that_streams_nothing_needs_no_profile() -> None:
     assert "hardware" not in plan.decorator
     assert SENT_STATES not in plan.role_bytes["device"]
     model = hetmem.manage(GPT(), plan=plan, device="sim")
-    assert runtime_of(model).hardware is None
+    assert testing.of(model).hardware() is None
     hetmem.release(model)
 
 
@@ -294,7 +288,7 @@ def test_the_command_line_names_the_profile_unless_figures_of_it_were_changed(
 def test_manage_takes_a_profile_by_name_by_path_and_itself(profile: Path) -> None:
     for hardware, expected in ((profile, ENGINES), (str(profile), ENGINES), ("l4", planning.load_profile("l4"))):
         model = hetmem.manage(GPT(), BUDGET, device="sim", hardware=hardware)
-        assert runtime_of(model).hardware == expected
+        assert testing.of(model).hardware() == expected
         hetmem.release(model)
     with pytest.raises(ProfileError, match="no hardware profile 'v100'"):
         hetmem.manage(GPT(), BUDGET, device="sim", hardware="v100")
@@ -303,10 +297,10 @@ def test_manage_takes_a_profile_by_name_by_path_and_itself(profile: Path) -> Non
 def test_a_profile_beside_a_plan_goes_before_the_plans_own(profile: Path) -> None:
     plan = planned(profile)
     model = hetmem.manage(GPT(), plan=plan, device="sim")
-    assert runtime_of(model).hardware == ENGINES
+    assert testing.of(model).hardware() == ENGINES
     hetmem.release(model)
     model = hetmem.manage(GPT(), plan=plan, device="sim", hardware="l4")
-    assert runtime_of(model).hardware == planning.load_profile("l4")
+    assert testing.of(model).hardware() == planning.load_profile("l4")
     hetmem.release(model)
 
 

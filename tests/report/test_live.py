@@ -6,14 +6,13 @@ import gc
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
 
 import hetmem
+from hetmem import testing
 from hetmem.report import live
-from hetmem.runtime import registry
 from tests.report.models import trained
 
 
@@ -28,7 +27,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_line_tells_of_what_happened_since_the_last_one(tmp_path: Path) -> None:
     model = trained("nvme", tmp_path)
-    registry.of_module(model).runtime.traffic.pending.drain()  # what is prefetched for a next step comes in meanwhile
+    testing.of(model).wait_idle()  # what is prefetched for a next step comes in meanwhile
     first = live.progress(model)
     second = live.progress(model)
     assert first.startswith("step 3  ")
@@ -84,11 +83,11 @@ def test_training_goes_on_when_the_status_cannot_be_written(tmp_path: Path, monk
 def test_a_watched_model_is_not_kept_alive(tmp_path: Path) -> None:
     model = trained("host", tmp_path)
     live.progress(model)
-    runtime = weakref.ref(registry.of_module(model).runtime)
+    alive = testing.of(model).alive()
     hetmem.release(model)
     del model
     gc.collect()
-    assert runtime() is None
+    assert not alive()
 
 
 def test_a_directory_that_others_can_open_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

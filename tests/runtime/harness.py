@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem import testing
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
 everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
+offloaded = pytest.mark.parametrize("placement", [pytest.param("resident", marks=pytest.mark.nightly), *STREAMED])
+"""Of what hetmem does no otherwise for a model that is whole on the device, where all of it is simpler."""
 streamed = pytest.mark.parametrize("placement", STREAMED)
 precisions = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -97,7 +99,7 @@ def all_hetmem_threads_end() -> bool:
 
     def none_is_left() -> bool:
         gc.collect()
-        return not any(thread.name.startswith("hetmem-") for thread in threading.enumerate())
+        return not testing.threads()
 
     return comes_to_be(none_is_left)
 

@@ -136,6 +136,16 @@ class AllocatingDevice(UnwatchedDevice):
     def __init__(self, non_model_bytes: int) -> None:
         super().__init__(non_model_bytes)
         self.homes: list[weakref.ref[Any]] = []
+        self._told: weakref.WeakMethod[Any] | None = None
+
+    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
+        self._told = weakref.WeakMethod(refused)
+
+    def refuse(self, asked_bytes: int, allocated_bytes: int) -> None:
+        """Tell of an allocation that finds no memory, as the allocator of a GPU does before it raises."""
+        told = self._told and self._told()
+        assert told is not None
+        told(asked_bytes, allocated_bytes)
 
     def allocate(self, nbytes: int) -> Memory:
         memory = super().allocate(nbytes)

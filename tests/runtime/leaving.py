@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
-from hetmem.runtime.memory import Memory
+from hetmem import testing
 from tests.runtime.harness import Tower
 
 BF16 = torch.bfloat16
@@ -27,12 +25,13 @@ def room(mixed: torch.dtype | None, host: str = "8MiB") -> hetmem.Budget:
     return hetmem.Budget(device="2400KiB" if mixed is None else "2700KiB", host=host)
 
 
-def memory_of(module: nn.Module) -> Memory:
-    return registry.of_module(module).runtime.memory
+def is_resident(module: nn.Module) -> bool:
+    """Whether it is whole on the device, and has not left it."""
+    return testing.of(module).memory().resident
 
 
-def tiers(module: nn.Module) -> set[Tier]:
-    return {home.tier for chunk in memory_of(module).chunks for home in chunk.homes.values()}
+def tiers(module: nn.Module) -> set[str]:
+    return testing.of(module).homes()
 
 
 def optimizers_of(plain: nn.Module, managed: nn.Module, **options: Any) -> Any:

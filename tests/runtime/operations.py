@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetmem.optim.scaling import LossScale
+import hetmem
 from tests.runtime import habits
 from tests.runtime.programs import WIDTH, Net, Program, nothing
 
@@ -32,9 +32,11 @@ class Side:
         self.held: list[torch.Tensor] = []
         self.averages: list[torch.Tensor] = []
         self.filed: Any = None
-        self.scale_rule = LossScale(2.0**14, growth_interval=2) if program.options.get("loss_scale") else None
+        self.scale_rule = (
+            hetmem.optim.LossScale(2.0**14, growth_interval=2) if program.options.get("loss_scale") else None
+        )
         if program.options.get("loss_scale") == 2.0**8:
-            self.scale_rule = LossScale(2.0**8, growth_factor=1.0, backoff_factor=1.0)
+            self.scale_rule = hetmem.optim.LossScale(2.0**8, growth_factor=1.0, backoff_factor=1.0)
 
     net: Net
     optimizer: Any  # of torch or of hetmem

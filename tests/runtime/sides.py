@@ -8,16 +8,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import BudgetError
 from hetmem.optim.kernels import square_sum
 from hetmem.optim.scaling import clip_factor
 from hetmem.optim.workers import WorkerPool
-from hetmem.runtime import registry
 from tests.optim.machines import SLOW_HOST
 from tests.runtime import harness
 from tests.runtime.habits import ctrl_c_at_line
@@ -181,9 +180,9 @@ class Managed(Side):
             self.refresh()
 
     def squeeze(self, draw: Random) -> Any:
-        share = registry.of_module(self.module).share
-        share._went_back, share._idle_seen = 0, -1  # to be tried again as long as the program runs
-        registry.of_module(self.module).runtime.room.give_way(draw.choice((1 << 12, 1 << 14, 1 << 30)))
+        inside = testing.of(self.module)
+        inside.look_for_idle_memory()  # to be tried again as long as the program runs
+        inside.make_room(draw.choice((1 << 12, 1 << 14, 1 << 30)))
 
     def make_optimizer(self) -> None:
         kind, options = OPTIMIZERS[self.program.optimizer]
@@ -205,12 +204,9 @@ class Managed(Side):
         return ctrl_c_at_line(int(10 ** (4.3 * draw.random())))
 
     def update(self, within: AbstractContextManager[None]) -> Any:
-        runtime = registry.of_module(self.module).runtime
         ended: list[bool] = []
         own = not self.program.optimizer.startswith("torch")
-        with pytest.MonkeyPatch.context() as patch:
-            end = runtime.after_step
-            patch.setattr(runtime, "after_step", lambda: ended.append(True) or end())
+        with testing.around("step done", lambda done, runtime: ended.append(True) or done(runtime)):
             try:
                 with within if own else nullcontext():
                     self.optimizer.step()

@@ -9,6 +9,11 @@ from types import CodeType, FrameType
 from typing import Any, Literal
 
 
+def some_of(places: int, most: int) -> range:
+    """At most so many of `places`, which are counted from 1, with equally many between them."""
+    return range(1, places + 1, max(1, -(-places // most)))
+
+
 class Struck:
     """Within it comes Ctrl-C as the place number `at` (1 is the first one, -1 none) is reached: before a "line" or an
     instruction ("opcode") of code that is `within`. `places` counts them."""

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.runtime.harness import (
     BATCHES,
     CHUNK,
@@ -29,6 +29,7 @@ from tests.runtime.harness import (
     everywhere,
     loss_of,
     mlp,
+    offloaded,
     pair,
     precisions,
     streamed,
@@ -141,7 +142,8 @@ def _fail(grad: torch.Tensor) -> None:
 LIVES = (backward, forward_only, two_calls, retained, raised_in_backward)
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("act", LIVES, ids=lambda act: act.__name__)
 def test_activations_die_without_the_collector(
     act: Callable[[nn.Module], None], placement: str, tmp_path: Path
@@ -176,7 +178,8 @@ def test_activations_die_while_the_backward_goes_as_in_plain_torch(placement: st
     assert counts[0] == counts[1]
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpointed_activations_die_too(placement: str, checkpointing: bool, tmp_path: Path) -> None:
     for module in pair(partial(Tower, WIDTH, checkpointing=checkpointing), placement, tmp_path):
@@ -194,23 +197,22 @@ def test_outputs_do_not_keep_device_slots_after_their_graph_is_gone(placement: s
     kept = [module(*BATCHES[0]) for _ in range(3)]
     for output in kept:
         output.sum().backward()
-    runtime = registry.of_module(module).runtime
-    runtime._let_go()
-    assert not runtime._held
+    assert not testing.of(module).holds_views()
     del kept
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("backwards", [True, False], ids=["with backward", "forward only"])
 def test_live_tensors_do_not_grow_over_twenty_steps(placement: str, backwards: bool, tmp_path: Path) -> None:
     _, module = pair(mlp, placement, tmp_path)
     optimizer = hetmem.AdamW(module.parameters())
-    monitor = registry.of_module(module).runtime.monitor
+    inside = testing.of(module)
     counts: list[tuple[int, int]] = []
 
     def count() -> tuple[int, int]:
         gc.collect()  # takes long: it looks at everything that was ever imported
-        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), monitor.live_bytes
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), inside.live_bytes()
 
     for step in range(20):
         loss = loss_of(module, BATCHES[0])
@@ -220,11 +222,11 @@ def test_live_tensors_do_not_grow_over_twenty_steps(placement: str, backwards: b
             optimizer.zero_grad()
         del loss
         if step == 4:
-            registry.of_module(module).runtime.traffic.pending.drain()
+            inside.wait_idle()
             counts.append(count())
-    registry.of_module(module).runtime.traffic.pending.drain()
+    inside.wait_idle()
     assert comes_to_be(lambda: count()[0] <= counts[0][0]), f"{count()} tensors and bytes, {counts[0]} before"
-    assert monitor.live_bytes == counts[0][1]
+    assert inside.live_bytes() == counts[0][1]
 
 
 @everywhere
@@ -295,6 +297,7 @@ class ScaledTwice(nn.Linear):
         return nn.functional.linear(x, self.weight)
 
 
+@pytest.mark.each
 @streamed
 @precisions
 def test_a_function_of_the_users_that_gets_a_weight_twice_adds_its_gradients_up_as_torch_does(

@@ -1,12 +1,14 @@
-"""What a parameter is while homes move."""
+"""What a parameter is while homes move, and what is held of it when its memory is given away."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+from hetmem.memory import views
 from hetmem.runtime import registry
 from hetmem.runtime.bindings import stand_in
 from tests.runtime.harness import manage
@@ -27,3 +29,23 @@ def test_a_weight_whose_home_leaves_the_device_within_a_forward_rests_until_that
     assert managed.parameter.data_ptr() == (rest if computes else home).data_ptr()
     bindings.go_home()
     assert managed.parameter.data_ptr() == home.data_ptr()
+
+
+def test_what_is_given_away_has_memory_of_its_own() -> None:
+    """Also with a torch that cannot exchange the memory of storages."""
+
+    class Storage:
+        def __init__(self, storage: torch.UntypedStorage) -> None:
+            self.data_ptr, self.share_memory_ = storage.data_ptr, storage.share_memory_
+
+    class View:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.untyped_storage = lambda: Storage(tensor.untyped_storage())
+
+    for view in (lambda tensor: tensor, View):
+        memory = bytearray(range(64))
+        tensor = views.elements(memoryview(memory), torch.uint8, 32, 16)
+        held = tensor[4:8]
+        assert views.give_away(view(tensor))
+        memory[:] = bytes(64)
+        assert held.tolist() == [20, 21, 22, 23]

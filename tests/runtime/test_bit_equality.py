@@ -71,6 +71,7 @@ def test_activation_checkpointing_equals_torch(
     train_both(plain, managed, token_batches(4), recipe)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("chunk_bytes", ["16KiB", "64KiB", "1MiB", None])
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 def test_the_chunk_size_changes_no_bit(chunk_bytes: str | None, mixed: torch.dtype | None, tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def smallest_device(directory: Path, chunk_bytes: str, mixed: torch.dtype | None
     raise AssertionError("no device budget is enough")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk_bytes", ["16KiB", "64KiB"])
 def test_the_smallest_device_that_works_gives_the_same_bits(
@@ -135,6 +137,7 @@ def test_clipping_changes_what_plain_sgd_steps(placement: str, tmp_path: Path) -
         assert_same_weights(plain, managed)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_gradients_that_are_not_finite_arrive_as_they_are_and_recover(

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.copies import CopyState
 from hetmem.plan.residency import Residency
-from hetmem.plan.trace import Tier
 from hetmem.runtime import registry
 from hetmem.runtime.carrier import Carrier
 from hetmem.runtime.segments import _Ended
@@ -89,29 +87,6 @@ def test_a_write_in_a_mixed_forward_leaves_the_other_masters_their_bits() -> Non
     layer(torch.ones(2, 64))
     assert torch.equal(layer.weight[1:], before[1:])
     assert torch.equal(layer.weight[0], (before[0].bfloat16() * 0.5).float())
-
-
-def test_an_update_of_a_chunk_that_waits_for_room_begins_at_once(tmp_path: Path) -> None:
-    """Whoever waits for room may be who lets the update begin: waiting there for the copy would have been for ever."""
-    module = stack()
-    budget = hetmem.Budget(device="1MiB", device_chunks="16KiB", host="8MiB")
-    hetmem.manage(module, budget, chunk_bytes="16KiB", device="sim")
-    runtime = registry.of_module(module).runtime
-    traffic, residency = runtime.traffic, runtime.traffic.residency
-    used, wanted = (chunk for chunk in runtime.chunks[:2])
-    first, second = used.operand_block, wanted.operand_block
-    assert first is not None and second is not None
-    traffic.acquire(first, Tier.DEVICE)
-    traffic.execute(residency.acquire(second, Tier.DEVICE))
-    assert residency.state(second, Tier.DEVICE) is CopyState.WAITING
-    assert not residency.in_flight()
-    assert traffic.begin_update(wanted, keep_copy=False) is False
-    traffic.release(first, Tier.DEVICE)
-    assert residency.state(second, Tier.DEVICE) is CopyState.WAITING, "its home is being written"
-    traffic.end_update(wanted)
-    traffic.pending.drain()
-    assert residency.state(second, Tier.DEVICE) is CopyState.VALID
-    traffic.release(second, Tier.DEVICE)
 
 
 @pytest.mark.parametrize("earlier", [1, 0])

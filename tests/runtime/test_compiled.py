@@ -18,10 +18,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem import testing
+from tests.pairs import some
 from tests.runtime.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
 from tests.runtime.lazy_device import UnwatchedDevice
-from tests.runtime.test_writes_within_steps import WAYS, WritesInForward
+from tests.runtime.test_writes_within_steps import KINDS, WritesInForward
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
 
@@ -79,12 +80,12 @@ def fail() -> None:
 
 
 class Backend:
-    """Runs what it gets as it is, and keeps what it got; with `memory`, weights must be on the device."""
+    """Runs what it gets as it is, and keeps what it got; with `managed`, its weights must be on the device."""
 
     def __init__(self) -> None:
         self.graphs: list[int] = []
         self.calls = 0
-        self.memory: Any = None
+        self.managed: Any = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self.graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
@@ -93,7 +94,7 @@ class Backend:
             self.calls += 1
             for argument in arguments:
                 if isinstance(argument, nn.Parameter):
-                    assert self.memory is None or self.memory.is_device_address(argument.data_ptr())
+                    assert self.managed is None or testing.of(self.managed).place_of(argument) == "device"
             return graph(*arguments)
 
         return call
@@ -166,9 +167,7 @@ def managed_and_plain(
     device = UnwatchedDevice(0)
     managed = manage(copy.deepcopy(plain), limits(slots, directory), directory, device=device, **options)
     backend = Backend()
-    found = registry.of_module(managed)
-    assert found is not None
-    backend.memory = found.runtime.memory
+    backend.managed = managed
     return plain, managed, compiled(plain, Backend()), compiled(managed, backend), backend
 
 
@@ -199,13 +198,14 @@ def test_of_a_model_compiled_as_a_whole_the_parts_that_have_room_are(compiled: A
     assert backend.graphs == [5] and backend.calls == 4 * BLOCKS
 
 
-@pytest.mark.parametrize("compiled", AS_A_WHOLE)
+@pytest.mark.parametrize("compiled", some(AS_A_WHOLE, 3))
 def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path, slots=600)
     train(plain, managed, call, call_managed)
     assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == 4
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("compiled", AS_A_WHOLE)
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
@@ -221,6 +221,7 @@ def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
     assert watched or (backend.graphs == [5] and backend.calls == 4 * BLOCKS)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
@@ -231,18 +232,17 @@ def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
     assert backend.calls == 2 * 3 * BLOCKS
 
 
-@pytest.mark.parametrize("compiled", [*BY_BLOCK, *AS_A_WHOLE])
+@pytest.mark.parametrize("compiled", some([*BY_BLOCK, *AS_A_WHOLE], 2))
 def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tmp_path: Path) -> None:
     """Nothing is compiled there; the weights of a region are bound all the same."""
     torch.manual_seed(0)
     plain = Stack()
     managed = manage(copy.deepcopy(plain), limits(24, tmp_path, device="1MiB", device_chunks=24 * CHUNK), tmp_path)
     train(plain, managed, compiled(plain, Backend()), compiled(managed, Backend()))
-    names = [moment.operator for moment in registry.of_module(managed).runtime.events.moments]  # type: ignore[union-attr]
-    assert "compiled Block" in names
+    assert "compiled Block" in testing.of(managed).operators()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*KINDS, "foreach", "held view"])
 def test_what_a_region_writes_to_weights_is_kept(way: str, tmp_path: Path) -> None:
     """Also where no version counts it: nobody sees what compiled code calls."""
     plain, managed, call, call_managed, backend = managed_and_plain(
@@ -343,6 +343,7 @@ def test_a_forward_that_has_no_room_is_not_compiled_by_itself(tmp_path: Path) ->
     assert not backend.graphs
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
 @pytest.mark.parametrize("reentrant", [None, False])
@@ -358,15 +359,9 @@ def test_a_region_that_is_broken_off_leaves_nothing_behind(
         call_managed(*BATCH)
     managed.blocks[3].fails = False
     assert_same_weights(plain, managed)  # which interrupts are noticed by
-    memory = backend_memory(managed)
-    assert not any(memory.is_device_address(parameter.data_ptr()) for parameter in managed.parameters())
+    inside = testing.of(managed)
+    assert not any(inside.place_of(parameter) == "device" for parameter in managed.parameters())
     train(plain, managed, call, call_managed, steps=2)
-
-
-def backend_memory(managed: Any) -> Any:
-    found = registry.of_module(managed)
-    assert found is not None
-    return found.runtime.memory
 
 
 class Kept(Stack):
@@ -407,8 +402,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_watched_again(tmp_path: Pa
     global raised
     raised, managed.blocks[2].fails = KeyboardInterrupt, True
     call_managed(*BATCH)
-    moments = registry.of_module(managed).runtime.events.moments  # type: ignore[union-attr]
-    assert [moment.operator for moment in moments].count("compiled Block") == BLOCKS
+    assert testing.of(managed).operators().count("compiled Block") == BLOCKS
     assert backend.calls == BLOCKS - 1
 
 
@@ -425,7 +419,7 @@ def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> Non
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
     hetmem.release(managed)
-    backend.memory = None
+    backend.managed = None
     assert_same(plain(*BATCH), managed(*BATCH), "output")
     assert backend.calls == 3 * BLOCKS
 

@@ -53,6 +53,7 @@ OTHERS: dict[str, Conversion] = {
 }
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize("move", MOVES)
@@ -101,6 +102,7 @@ def test_what_is_not_managed_moves(tmp_path: Path) -> None:
     assert not any(parameter.is_meta for parameter in model[:2].parameters())
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize("other", OTHERS)
@@ -176,6 +178,7 @@ def released(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("ordinary", [copy.deepcopy, pickled, released])
 def test_an_ordinary_module_with_the_weights_converts_as_any(

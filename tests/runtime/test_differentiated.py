@@ -23,6 +23,7 @@ from tests.runtime.harness import (
     everywhere,
     manage,
     mlp,
+    offloaded,
     pair,
     precisions,
 )
@@ -89,7 +90,8 @@ def assert_all_same(expected: Any, got: Any) -> None:
         assert_same(None if one is None else one.to(torch.float32), other, f"{index}")
 
 
-@everywhere
+@pytest.mark.pairs
+@offloaded
 @precisions
 @pytest.mark.parametrize("asks", ASKS, ids=lambda asks: asks.__name__)
 def test_gradients_that_are_asked_for_are_those_of_torch(
@@ -104,7 +106,8 @@ def test_gradients_that_are_asked_for_are_those_of_torch(
         managed.zero_grad()
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 def test_those_of_several_forwards_are_added_up(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
     """In 16 bits each forward's becomes float32 first, as those that `backward` adds up."""
@@ -116,7 +119,8 @@ def test_those_of_several_forwards_are_added_up(mixed: torch.dtype | None, place
     assert_all_same([one.float() + other.float() for one, other in zip(*each, strict=True)], got)
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 def test_they_may_be_differentiated_again(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path, mixed_precision=mixed)

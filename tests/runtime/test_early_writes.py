@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime.gradients import GradientSink
+from hetmem import testing
 from tests.faults.disk import FaultyDisk
 from tests.runtime.harness import CHUNK, WIDTH, assert_same_grads, budget, loss_of, manage, pair
 
@@ -26,42 +27,40 @@ def tower() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-def left_in_staging(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@contextmanager
+def left_in_staging(managed: nn.Module) -> Iterator[list[int]]:
     """At each end of a backward: how many gradients are neither on NVMe nor on their way there."""
-    found, arrive = [], GradientSink.arrive
+    inside, found = testing.of(managed), list[int]()
 
-    def watched(sink: GradientSink) -> None:
-        residency = sink.runtime.traffic.residency
-        homes = [chunk.homes[Role.GRAD] for chunk in sink.runtime.chunks if Role.GRAD in chunk.homes]
-        blocks = [home.block for home in homes if home.tier is Tier.NVME and home.block is not None]
-        found.append(sum(residency.dirty(block) and not residency.writing(block) for block in blocks))
-        assert len(blocks) > LAYERS // 2
-        arrive(sink)
+    def watched(arrive: Callable[..., None], *args: Any) -> None:
+        assert sum(chunk.homes.get("grad") == "nvme" for chunk in inside.chunks()) > LAYERS // 2
+        found.append(len(inside.unwritten("grad")))
+        arrive(*args)
 
-    monkeypatch.setattr(GradientSink, "arrive", watched)
-    return found
+    with testing.around("gradients arrive", watched):
+        yield found
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, hetmem.AdamW])
 def test_when_a_backward_ends_its_gradients_are_on_their_way(
-    optimizer: type[torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: type[torch.optim.Optimizer], tmp_path: Path
 ) -> None:
     """Written where somebody wanted their place, and at the end, they left the drive idle while the device computed."""
     module = manage(tower(), budget("nvme", tmp_path, host=HOST_CHUNKS * CHUNK, device_chunks=4 * CHUNK), tmp_path)
     made = optimizer(module.parameters(), lr=1e-3)  # type: ignore[call-arg]
-    found = left_in_staging(monkeypatch)
-    for _ in range(3):
-        loss_of(module, (torch.randn(2, WIDTH),)).backward()
-        made.step()
+    with left_in_staging(module) as found:
+        for _ in range(3):
+            loss_of(module, (torch.randn(2, WIDTH),)).backward()
+            made.step()
     assert found == [0, 0, 0]
 
 
-def test_gradients_that_an_update_follows_at_once_stay_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_an_update_follows_at_once_stay_for_it(tmp_path: Path) -> None:
     """What is written may go, and the update reads it again."""
     module = manage(tower(), budget("nvme", tmp_path, host=HOST_CHUNKS * CHUNK, device_chunks=4 * CHUNK), tmp_path)
     made = hetmem.AdamW(module.parameters(), lr=1e-3, overlap="backward")
-    found = left_in_staging(monkeypatch)
-    loss_of(module, (torch.randn(2, WIDTH),)).backward()  # in which no update begins: which gradient is last?
+    with left_in_staging(module) as found:
+        loss_of(module, (torch.randn(2, WIDTH),)).backward()  # in which no update begins: which gradient is last?
     assert found[0] > 0
     made.step()
 

@@ -27,6 +27,7 @@ from tests.runtime.harness import (
     everywhere,
     manage,
     mlp,
+    offloaded,
     pair,
     precisions,
     streamed,
@@ -67,8 +68,8 @@ def _fails_in_its_backward(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None
     args[0].register_hook(_fail)
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("where", ["forward", "interrupt", "backward", "hook of a weight", "wrong shape"])
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["no checkpoint", "non-reentrant", "reentrant"])
 def test_an_exception_leaves_a_model_that_trains_on_with_the_same_bits(
@@ -141,6 +142,7 @@ class Scaled(nn.Module):
         return result
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 def test_parameters_are_at_home_as_soon_as_a_function_of_the_users_has_raised_in_a_backward(

@@ -28,6 +28,7 @@ from tests.runtime.harness import (
     loss_of,
     manage,
     mlp,
+    offloaded,
     pair,
     step_in_backward,
     train_both,
@@ -76,7 +77,7 @@ EDITS = (scaled, replaced, written_by_slice, dropped, data_written, set_without_
 
 
 @pytest.mark.pairs
-@everywhere
+@offloaded
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("when", ["before step", "between micro-steps"])
 def test_the_user_may_edit_gradients(
@@ -102,6 +103,7 @@ def test_the_user_may_edit_gradients(
             optimizer.zero_grad(set_to_none=index == 0)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_an_old_gradient_stays_readable_and_full_shaped(
@@ -146,7 +148,8 @@ def test_a_gradient_scaled_without_a_version_is_added_to_as_it_is(placement: str
 # ---- hooks -----------------------------------------------------------------------------------------------------
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("managed_first", [True, False], ids=["hooks after manage", "hooks before manage"])
 def test_hooks_of_the_user_fire_in_order_with_the_right_values(
     placement: str, managed_first: bool, tmp_path: Path
@@ -211,7 +214,8 @@ def test_an_optimizer_in_the_backward_steps_as_in_torch(placement: str, tmp_path
         assert_same_grads(*modules)
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("early", [True, False], ids=["before manage", "after it"])
 def test_hooks_for_what_arrives_read_the_true_gradients(early: bool, placement: str, tmp_path: Path) -> None:
     """As in torch: the sum so far of their own parameter, and of those behind it what this backward has made of it."""

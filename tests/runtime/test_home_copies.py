@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.faults.disk import EIO, FaultyDisk, healthy, once, settle
 from tests.optim import test_clipping as clipping
-from tests.optim.stories import overlaps
+from tests.optim.stories import OVERLAPS, overlaps
+from tests.pairs import mostly, some
 from tests.runtime import test_user_writes as writes
 from tests.runtime.harness import (
     CHUNK,
@@ -36,10 +35,10 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
-from tests.runtime.test_writes_within_steps import WAYS, WritesInForward
+from tests.runtime.test_writes_within_steps import KINDS, WAYS, WritesInForward
 
 BF16, FP16 = torch.bfloat16, torch.float16
-NVME, HOST = Tier.NVME, Tier.HOST
+NVME, HOST = "nvme", "host"
 
 # Chunks that host memory has room for, of which the staging ring takes five; and where the parameters and the copies of
 # a model of four chunks come to lie then.
@@ -67,14 +66,14 @@ def four_chunks() -> nn.Module:
 
 def assert_true_copies(module: nn.Module) -> None:
     """Every copy at home has the bits of its parameter, rounded."""
-    runtime = registry.of_module(module).runtime
-    runtime.traffic.wait_for_updates()
-    chunks = [chunk for chunk in runtime.chunks if Role.COMPUTE in chunk.homes]
+    inside = testing.of(module)
+    inside.wait_for_updates()
+    chunks = [chunk for chunk in inside.chunks() if "compute" in chunk.homes]
     assert chunks, "nothing has a copy at home"
-    runtime.traffic.wait_until_written(chunk.homes[Role.COMPUTE] for chunk in chunks)
     for chunk in chunks:
-        for managed in chunk.parameters:
-            assert_same(managed.home.to(chunk.compute_dtype), managed.view(Role.COMPUTE), f"copy of {managed.name}")
+        for name in chunk.parameters:
+            expected = inside.home(name).to(chunk.compute_dtype)
+            assert_same(expected, inside.home(name, "compute"), f"copy of {name}")
 
 
 def trained(module: nn.Module, batches: list[Any], **options: Any) -> torch.optim.Optimizer:
@@ -92,9 +91,8 @@ def trained(module: nn.Module, batches: list[Any], **options: Any) -> torch.opti
 @everywhere
 def test_a_copy_lies_in_host_memory_or_beside_its_parameters_or_nowhere(place: str, tmp_path: Path) -> None:
     module = manage(four_chunks(), room(place, tmp_path), tmp_path, mixed_precision=BF16)
-    homes = [chunk.homes for chunk in registry.of_module(module).runtime.chunks]
-    tiers = [(own[Role.PARAM].tier, own[Role.COMPUTE].tier if Role.COMPUTE in own else None) for own in homes]
-    assert tiers == SLOTS[place][1]
+    homes = [chunk.homes for chunk in testing.of(module).chunks()]
+    assert [(own["param"], own.get("compute")) for own in homes] == SLOTS[place][1]
     assert_true_copies(module)
 
 
@@ -120,23 +118,22 @@ def test_nothing_has_copies_where_they_are_of_no_use_or_not_wanted(
     mixed: torch.dtype | None, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     module = manage(mlp(), room("host", tmp_path, **changes), tmp_path, mixed_precision=mixed)
-    assert all(Role.COMPUTE not in chunk.homes for chunk in registry.of_module(module).runtime.chunks)
+    assert not testing.of(module).homes("compute")
 
 
 def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False).to(BF16))
     module = manage(model, room("host", tmp_path), tmp_path, mixed_precision=BF16)
-    chunks = registry.of_module(module).runtime.chunks
-    assert {chunk.dtype: Role.COMPUTE in chunk.homes for chunk in chunks} == {torch.float32: True, BF16: False}
+    chunks = testing.of(module).chunks()
+    assert {chunk.dtype: "compute" in chunk.homes for chunk in chunks} == {torch.float32: True, BF16: False}
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
 @pytest.mark.parametrize("accumulation", [1, 3])
-@overlaps
+@pytest.mark.parametrize(("overlap", "place"), mostly(OVERLAPS, SLOTS, ["off"]))
 def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_path: Path) -> None:
     plain, managed = pair(Tower, room(place, tmp_path), tmp_path, mixed_precision=BF16)
     optimizers = adamws(plain, managed, overlap=overlap)
@@ -145,14 +142,14 @@ def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_
     assert_true_copies(managed)
 
 
+@pytest.mark.each
 @on_nvme
 @overlaps
 def test_clipping_equals_a_clip_of_plain_gradients(overlap: str, place: str, tmp_path: Path) -> None:
     clipping.test_clipping_equals_a_clip_of_plain_gradients(overlap, BF16, room(place, tmp_path), tmp_path)
 
 
-@everywhere
-@overlaps
+@pytest.mark.parametrize(("overlap", "place"), mostly(OVERLAPS, SLOTS, ["speculative"]))
 def test_a_step_that_is_taken_back_takes_copies_back(overlap: str, place: str, tmp_path: Path) -> None:
     """Of float16, with an overflow."""
     torch.manual_seed(0)
@@ -186,6 +183,7 @@ def test_the_gradient_scaler_of_torch_works_in_float16(place: str, tmp_path: Pat
         assert_true_copies(managed)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_streamed_gradients_and_small_states_write_copies_too(overlap: str, place: str, tmp_path: Path) -> None:
@@ -196,6 +194,7 @@ def test_streamed_gradients_and_small_states_write_copies_too(overlap: str, plac
     assert_true_copies(module)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize(
     ("optimizer", "options"),
@@ -230,6 +229,7 @@ class Narrow(nn.Module):
         return x
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("backwards", [False, True], ids=["as registered", "trading places"])
 def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, t
     another order than that of registration trade places, and there is nothing but the old copy in the new place."""
     limits = room(place, tmp_path)
     plain, managed = pair(lambda: Narrow(backwards=backwards), limits, tmp_path, mixed_precision=BF16)
-    before = [[own.name for own in chunk.parameters] for chunk in registry.of_module(managed).runtime.chunks]
+    before = [chunk.parameters for chunk in testing.of(managed).chunks()]
     masters = Mixed(plain, BF16)
     left, right = adamws(plain, managed)
     for step, batch in enumerate(vector_batches(4, 4, 32, dtype=BF16)):
@@ -250,15 +250,14 @@ def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, t
             optimizer.zero_grad()
         assert_same_weights(plain, managed, f"step {step}")
         assert_true_copies(managed)
-    after = [[own.name for own in chunk.parameters] for chunk in registry.of_module(managed).runtime.chunks]
+    after = [chunk.parameters for chunk in testing.of(managed).chunks()]
     assert (before != after) == backwards
 
 
 # ---- what the user writes --------------------------------------------------------------------------------------------
 
 
-@everywhere
-@pytest.mark.parametrize("write", writes.WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "place"), mostly(writes.WRITES, SLOTS, writes.KINDS), ids=writes.named)
 def test_what_the_user_writes_is_in_the_copies_at_the_next_forward(
     write: Callable[[nn.Module], None], place: str, tmp_path: Path
 ) -> None:
@@ -266,7 +265,7 @@ def test_what_the_user_writes_is_in_the_copies_at_the_next_forward(
 
 
 @everywhere
-@pytest.mark.parametrize("write", writes.WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", writes.KINDS, ids=writes.named)
 def test_what_the_user_writes_before_a_step_is_stepped_from(
     write: Callable[[nn.Module], None], place: str, tmp_path: Path
 ) -> None:
@@ -290,20 +289,19 @@ def test_what_is_written_before_the_first_forward_is_in_the_copies(place: str, t
     writes.test_writes_before_the_first_forward_and_without_an_optimizer_count(room(place, tmp_path), BF16, tmp_path)
 
 
-@everywhere
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "place"), mostly(WAYS, SLOTS, KINDS))
 def test_what_a_forward_writes_is_in_the_copies(way: str, place: str, tmp_path: Path) -> None:
     """Seen by the forwards that follow, also when every copy on a nearer tier is gone."""
     module = manage(WritesInForward(way), room(place, tmp_path), tmp_path, mixed_precision=BF16)
-    runtime = registry.of_module(module).runtime
+    inside = testing.of(module)
     optimizer = hetmem.AdamW(module.parameters(), lr=1e-2)
     for batch in vector_batches(3, 4, 64, dtype=BF16):
         before = module.layer.weight.clone()
         loss_of(module, batch).backward()
         assert not torch.equal(before, module.layer.weight)
-        runtime.writes.notice_all()
+        inside.detect_writes()
         assert_true_copies(module)
-        runtime.forget_copies()
+        inside.forget_copies()
         optimizer.step()
         assert_true_copies(module)
 
@@ -360,7 +358,7 @@ def test_a_released_model_has_its_weights_and_no_copies(place: str, tmp_path: Pa
     assert {parameter.dtype for parameter in managed.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("call", range(0, 60, 4))
+@pytest.mark.parametrize("call", some(range(0, 60, 4), 3))
 def test_a_step_that_is_repeated_after_a_fault_of_the_disk_leaves_true_copies(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def test_deepcopy_is_an_ordinary_model_with_the_same_values(placement: str, tmp_
     train_both(*modules, token_batches(2))
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("copied", [False, True], ids=["of the model", "of a copy"])
 def test_hooks_that_others_take_along_to_modules_of_theirs_do_nothing_there(
@@ -213,6 +214,7 @@ def test_hooks_that_others_take_along_to_modules_of_theirs_do_nothing_there(
     train_both(plain, managed, vector_batches(2, 4, 64))
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_pickled_models_come_back_equal(placement: str, how: str, tmp_path: Path) -> None:
@@ -242,6 +244,7 @@ def test_parameters_that_others_are_to_replace_stay(placement: str, tmp_path: Pa
     train_both(plain, managed, BATCHES)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.half])
 def test_another_dtype_is_for_those_that_are_released(

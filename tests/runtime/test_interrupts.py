@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import hetmem
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.runtime.harness import (
     BATCHES,
     PLACEMENTS,
@@ -117,8 +117,8 @@ def on_torchs_stacks() -> list[Any]:
 
 def trained_and_interrupted(
     where: str, placement: str, directory: Path, checkpointing: bool | None, **options: Any
-) -> list[weakref.ref[Any]]:
-    """A model that was trained, interrupted and dropped at once: what it consisted of."""
+) -> list[Callable[[], object]]:
+    """A model that was trained, interrupted and dropped at once: what tells whether its parts are there."""
     model = Drawn(checkpointing)
     manage(model, placement, directory, **options)
     optimizer = hetmem.AdamW(model.parameters())
@@ -127,11 +127,10 @@ def trained_and_interrupted(
         optimizer.step()
         optimizer.zero_grad()
     interrupt(model, where, optimizer)
-    found = registry.of_module(model)
-    return [weakref.ref(each) for each in (model, model.tower.norm.weight, found, found.runtime)]
+    return [weakref.ref(model).__call__, weakref.ref(model.tower.norm.weight).__call__, testing.of(model).alive()]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -148,7 +147,7 @@ def test_a_model_dropped_right_after_an_interrupt_is_collected(
             on_thread(torch.ones((), requires_grad=True).backward)
         assert all_hetmem_threads_end(), "they end by themselves"
         gc.collect()
-        assert [part() for part in parts] == [None] * 4
+        assert not any(part() for part in parts)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -187,19 +186,20 @@ def test_what_others_compute_after_an_interrupt_is_none_of_the_models_business(
     plain[1].load_state_dict(plain[0].state_dict())
     losses = [plain[0](BATCHES[0][0]).square().mean()]
     interrupt(managed, where)
-    runtime, segments = registry.of_module(managed).runtime, registry.of_module(managed).segments
-    counted, begun = runtime.monitor.live_bytes, len(runtime.events.segments)
+    inside = testing.of(managed)
+    counted, begun = inside.live_bytes(), len(inside.spans("segments"))
     with torch._C.DisableTorchFunction(), torch.no_grad():  # as C++ calls operators
         kept = plain[0][0].weight.sin()
-    assert runtime.monitor.live_bytes <= counted, f"{kept.shape} counts as an activation of the model"
+    assert inside.live_bytes() <= counted, f"{kept.shape} counts as an activation of the model"
     losses.append(plain[1](BATCHES[0][0]).square().mean())
     for loss in losses:
         loss.backward()
     assert_same(*losses, "loss")
     assert_same_grads(*plain)
-    assert len(runtime.events.segments) == begun and not segments.in_backward
+    assert len(inside.spans("segments")) == begun and not inside.in_backward()
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", FORWARD)
 @pytest.mark.parametrize("by", ["module", "custom function"])
@@ -211,10 +211,10 @@ def test_a_graph_that_others_make_after_an_interrupt_holds_no_model(
         managed(*BATCH).backward()  # from the second time on no operator is looked at
     interrupt(managed, where)
     loss = plain(BATCHES[0][0]).sum() if by == "module" else Tripled.apply(x)
-    part = weakref.ref(registry.of_module(managed).runtime)
+    alive = testing.of(managed).alive()
     del managed
     gc.collect()
-    assert part() is None
+    assert not alive()
     loss.sum().backward()
     assert by == "module" or torch.equal(x.grad, 3 * torch.ones(3))
 
@@ -255,6 +255,7 @@ class Stubborn(nn.Module):
         return x
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @everywhere
@@ -278,7 +279,7 @@ def test_a_forward_right_after_an_interrupt_is_no_part_of_the_one_that_ended(
     interrupt(managed, where)
     loss = managed(*BATCH)
     assert on_torchs_stacks() == []
-    assert registry.of_module(managed)._here() == []
+    assert testing.of(managed).at_rest()
     if mixed is None:
         assert_same(plain(*BATCH), loss, "loss")
 
@@ -309,7 +310,7 @@ def test_training_goes_on_after_an_interrupt_with_the_same_bits(
     recipe = Recipe(steps=2, mixed=mixed)
     optimizers = train_both(*modules, token_batches(2), recipe)
     interrupt(modules[1], where, optimizers[1])
-    assert registry.of_module(modules[1]).at_rest()
+    assert testing.of(modules[1]).at_rest()
     modules[1].zero_grad()
     train_both(*modules, token_batches(2), recipe, optimizers=optimizers)
 
@@ -321,6 +322,7 @@ class Passes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("by", ["release", "save"])
 @pytest.mark.parametrize("found_out", [True, False])

@@ -20,12 +20,12 @@ from hetmem.memory import interrupts
 from hetmem.runtime import building
 from tests.memory.left import open_files
 from tests.runtime.harness import WIDTH, all_hetmem_threads_end, budget
-from tests.runtime.struck import Struck
+from tests.runtime.struck import Struck, some_of
 from tests.runtime.test_interrupts_managing import is_managed
 
 _HOOKS: Any = vars(torch_module)["_global_parameter_registration_hooks"]
-_TIMES = 150
-"""So many instructions are struck, with equally many between them."""
+_SAMPLED = 150
+"""So many instructions are struck, or with `--all-cases` each of them."""
 
 
 def _around(code: CodeType) -> bool:
@@ -35,11 +35,11 @@ def _around(code: CodeType) -> bool:
     return code.co_filename == api.__file__ and code.co_name == "wrapper"
 
 
-def strike_all(build: Callable[[], Any], ended: Callable[[str], None]) -> None:
+def strike(build: Callable[[], Any], ended: Callable[[str], None], all_cases: bool) -> None:
     """`build` struck at one instruction after the other, with `ended` after each."""
     with Struck(_around, "opcode") as counted:
         build()
-    for at in range(1, counted.places + 1, max(1, counted.places // _TIMES)):
+    for at in some_of(counted.places, counted.places if all_cases else _SAMPLED):
         try:
             with Struck(_around, "opcode", at):
                 build()
@@ -57,7 +57,7 @@ class Layers(nn.Sequential):
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_an_interrupt_leaves_nothing_of_what_is_built(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_cases: bool
 ) -> None:
     """One within a few instructions left the thread building for good: no model was managed any more, silently."""
     managed = hetmem.managed(budget(placement, tmp_path, host="1MiB"), device="sim")(type("Layers", (Layers,), {}))
@@ -73,17 +73,16 @@ def test_an_interrupt_leaves_nothing_of_what_is_built(
         managed()
         assert len(managed_then) == 1, what
         managed_then.clear()
-        gc.collect()
-        assert open_files() == before, what
 
-    strike_all(managed, ended)
+    strike(managed, ended, all_cases)
     assert all_hetmem_threads_end()
+    assert open_files() == before
     monkeypatch.undo()
     assert is_managed(managed())
 
 
-def test_an_interrupt_of_a_plan_leaves_no_class_as_it_was_written() -> None:
+def test_an_interrupt_of_a_plan_leaves_no_class_as_it_was_written(all_cases: bool) -> None:
     def ended(what: str) -> None:
         assert not building.Building.active(), what
 
-    strike_all(lambda: building.as_written(Layers), ended)
+    strike(lambda: building.as_written(Layers), ended, all_cases)

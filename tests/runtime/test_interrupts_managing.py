@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import ManageError
-from hetmem.optim.workers import WorkerPool
-from hetmem.runtime import registry
 from tests.memory.left import open_files
 from tests.runtime.harness import (
     WIDTH,
@@ -27,11 +26,11 @@ from tests.runtime.harness import (
     assert_same_weights,
     manage,
 )
-from tests.runtime.struck import Struck
+from tests.runtime.struck import Struck, some_of
 
 BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
-_TIMES = 25
-"""So many lines of a call are struck, one by one in calls of their own, with equally many between them."""
+_SAMPLED, _ALL = 15, 200
+"""So many lines of a call are struck, one by one in calls of their own; the second with `--all-cases`."""
 _HETMEM = str(Path(hetmem.__file__).parent)
 
 
@@ -48,7 +47,7 @@ def build() -> nn.Module:
 
 def is_managed(model: nn.Module) -> bool:
     try:
-        registry.of_module(model)
+        testing.of(model)
     except ManageError:
         return False
     return True
@@ -90,7 +89,9 @@ def ends_as_it_should(model: nn.Module, plain: nn.Module, what: str) -> None:
         assert_same_weights(plain, model, what)
 
 
-def strike_all(begin: Callable[[], nn.Module], call: Callable[[nn.Module], Any], plain: Callable[[], nn.Module]) -> int:
+def strike(
+    begin: Callable[[], nn.Module], call: Callable[[nn.Module], Any], plain: Callable[[], nn.Module], most: int
+) -> int:
     """`call` of what `begin` makes, struck at one line after the other; how often that left it as it was not after a
     call that nothing strikes."""
     model = begin()
@@ -102,7 +103,7 @@ def strike_all(begin: Callable[[], nn.Module], call: Callable[[nn.Module], Any],
     del model
     gc.collect()
     before: Counter[str] = open_files()
-    for at in range(1, counted.places + 1, max(1, counted.places // _TIMES)):
+    for at in some_of(counted.places, most):
         model, what = begin(), f"line {at} of {counted.places}"
         try:
             with Struck(_of_hetmem, "line", at):
@@ -110,28 +111,25 @@ def strike_all(begin: Callable[[], nn.Module], call: Callable[[nn.Module], Any],
         except KeyboardInterrupt:
             pass
         others += is_managed(model) != after
-        gc.collect()
-        if not is_managed(model):
-            assert open_files() - before == Counter(), what
         ends_as_it_should(model, plain(), what)
         del model
-        gc.collect()
-        assert open_files() - before == Counter(), what
     assert all_hetmem_threads_end()
+    assert open_files() - before == Counter()
     return others
 
 
 @pytest.mark.parametrize("placement", ["resident", "host", "nvme"])
-def test_what_an_interrupt_leaves_of_manage(placement: str, tmp_path: Path) -> None:
+def test_what_an_interrupt_leaves_of_manage(placement: str, tmp_path: Path, all_cases: bool) -> None:
     """One that came while the hooks were registered left those before it, of a runtime that was closed: every forward
     raised `StoreError` from then on."""
-    undone = strike_all(build, lambda model: manage(model, placement, tmp_path, sanitize=False), build)
+    most = _ALL if all_cases else _SAMPLED
+    undone = strike(build, lambda model: manage(model, placement, tmp_path, sanitize=False), build, most)
     assert undone, "none came before the end"
 
 
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-def test_what_an_interrupt_leaves_of_release(placement: str, overlap: Any, tmp_path: Path) -> None:
+def test_what_an_interrupt_leaves_of_release(placement: str, overlap: Any, tmp_path: Path, all_cases: bool) -> None:
     """With updates of the last step still to come, those too."""
 
     def begin() -> nn.Module:
@@ -144,23 +142,24 @@ def test_what_an_interrupt_leaves_of_release(placement: str, overlap: Any, tmp_p
         trains(model, adamw_of(model))
         return model
 
-    strike_all(begin, hetmem.release, plain)
+    strike(begin, hetmem.release, plain, _ALL if all_cases else _SAMPLED)
 
 
 @pytest.mark.parametrize("at", [1, 20, 40, 80])
-def test_an_interrupt_of_release_loses_no_update_that_goes_on_after_its_step(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_of_release_loses_no_update_that_goes_on_after_its_step(at: int, tmp_path: Path) -> None:
     """It ended the wait for them, and those that had not begun by then were forgotten."""
-    begin = WorkerPool.begin
     slowly = partial(time.sleep, 0.05)
-    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [slowly, *tasks], after))
+
+    def begin(original: Callable[..., Any], pool: Any, tasks: Any, after: Any) -> Any:
+        return original(pool, [slowly, *tasks], after)
+
     plain, model = build(), manage(build(), "host", tmp_path, sanitize=False)
     optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, overlap="forward")
     trains(plain, adamw_of(plain))
-    trains(model, optimizer)
-    with pytest.raises(KeyboardInterrupt), Struck(_of_hetmem, "line", at):
-        hetmem.release(model)
-    if is_managed(model):
-        hetmem.release(model)
+    with testing.around("begin tasks", begin):
+        trains(model, optimizer)
+        with pytest.raises(KeyboardInterrupt), Struck(_of_hetmem, "line", at):
+            hetmem.release(model)
+        if is_managed(model):
+            hetmem.release(model)
     assert_same_weights(plain, model)

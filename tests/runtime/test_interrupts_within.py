@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.chunk import Chunk
-from hetmem.memory.transfer import TransferEngine
-from hetmem.optim.updates import Updates
-from hetmem.plan.residency import Residency
-from hetmem.runtime.bindings import Bindings
-from hetmem.runtime.carrier import Carrier
-from hetmem.runtime.homeward import Homeward
-from hetmem.runtime.runtime import Runtime
-from hetmem.runtime.traffic import Traffic
+from hetmem import testing
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -39,25 +30,22 @@ from tests.runtime.harness import (
     streamed,
 )
 
-WITHIN: list[tuple[type, str]] = [
-    (Residency, "acquire"),
-    (Residency, "release"),
-    (Residency, "done"),
-    (Carrier, "_carry_out"),
-    (Carrier, "_note"),
-    (Bindings, "bind"),
-    (Bindings, "unbind"),
-    (Homeward, "_arrived"),
-    (Traffic, "begin_update"),
-    (Traffic, "end_update"),
-    (Updates, "_run"),
-    (Updates, "_close"),
-    (Runtime, "_moment"),
-    (TransferEngine, "take"),
+WITHIN = [
+    "lease a copy",
+    "release a copy",
+    "copy done",
+    "carry out",
+    "note an end",
+    "bind",
+    "unbind",
+    "gradient is home",
+    "begin an update",
+    "end an update",
+    "run updates",
+    "close an update",
+    "use of a weight",
+    "take an end",
 ]
-calls_within = pytest.mark.parametrize(
-    "within", WITHIN, ids=lambda within: f"{within[0].__name__}.{within[1].strip('_')}"
-)
 _WARM = 2
 """Steps before the first interrupt."""
 _DENSE = 2
@@ -66,30 +54,26 @@ _PATIENCE_SECONDS = 60.0
 
 
 class Struck:
-    """Ctrl-C at the call number `at` of what it is around, before or after that."""
+    """Ctrl-C at the call number `at` of what runs at `point`, before or after that."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, before: bool) -> None:
-        self.at, self.calls = -1, 0
-        original = getattr(owner, name)
+    def __init__(self, point: str, *, before: bool) -> None:
+        self._point, self._before = point, before
+        self._at = self._calls = 0
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if before and self.calls == self.at:
-                signal.raise_signal(signal.SIGINT)
-            result = original(*args, **kwargs)
-            if not before and self.calls == self.at:
-                signal.raise_signal(signal.SIGINT)
-            return result
-
-        monkeypatch.setattr(owner, name, call)
+    def _call(self, original: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        self._calls += 1
+        if self._before and self._calls == self._at:
+            signal.raise_signal(signal.SIGINT)
+        result = original(*args, **keywords)
+        if not self._before and self._calls == self._at:
+            signal.raise_signal(signal.SIGINT)
+        return result
 
     @contextmanager
     def later(self, calls: int) -> Iterator[None]:
-        self.at, self.calls = calls, 0
-        try:
+        self._at, self._calls = calls, 0
+        with testing.around(self._point, self._call):
             yield
-        finally:
-            self.at = -1
 
 
 @contextmanager
@@ -153,13 +137,11 @@ def goes_on(struck: Struck, roots: tuple[nn.Module, nn.Module], pairs: list[tupl
 
 
 @pytest.mark.pairs
-@calls_within
+@pytest.mark.parametrize("within", WITHIN)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @everywhere
-def test_training_goes_on_with_the_same_bits(
-    within: tuple[type, str], before: bool, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    struck = Struck(monkeypatch, *within, before=before)
+def test_training_goes_on_with_the_same_bits(within: str, before: bool, placement: str, tmp_path: Path) -> None:
+    struck = Struck(within, before=before)
     modules = pair(mlp, placement, tmp_path)
     with patience():
         goes_on(struck, modules, [modules])
@@ -180,16 +162,14 @@ class Student(nn.Module):
         return x
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize(
-    "within", [(Residency, "done"), (Carrier, "_carry_out"), (Bindings, "unbind"), (TransferEngine, "take")]
-)
+@pytest.mark.each
+@pytest.mark.parametrize("within", ["copy done", "carry out", "unbind", "take an end"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @streamed
 def test_training_goes_on_with_a_model_within_that_has_a_budget_of_its_own(
-    within: tuple[type, str], before: bool, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    within: str, before: bool, placement: str, tmp_path: Path
 ) -> None:
-    struck = Struck(monkeypatch, *within, before=before)
+    struck = Struck(within, before=before)
     teachers = pair(mlp, placement, tmp_path)
     students = [Student(teachers[0]), Student(teachers[1])]
     students[1].load_state_dict(students[0].state_dict())
@@ -203,9 +183,9 @@ def test_training_goes_on_with_a_model_within_that_has_a_budget_of_its_own(
 @pytest.mark.parametrize("overlap", ["backward", "speculative", "forward"])
 @streamed
 def test_a_backward_that_updates_and_is_interrupted_says_how_to_go_on(
-    overlap: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, placement: str, tmp_path: Path
 ) -> None:
-    struck = Struck(monkeypatch, Homeward, "send", before=False)
+    struck = Struck("send a gradient", before=False)
     model = manage(mlp(), placement, tmp_path)
     optimizer = hetmem.AdamW(model.parameters(), overlap=overlap)
     for batch in BATCHES[:2]:
@@ -225,27 +205,35 @@ def test_a_backward_that_updates_and_is_interrupted_says_how_to_go_on(
 @streamed
 @pytest.mark.parametrize("at", [0, 1])
 def test_an_update_that_an_interrupt_kept_out_of_the_queue_is_made_by_the_next_step(
-    at: int, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, placement: str, tmp_path: Path
 ) -> None:
     """It came while the step waited for a copy on the device that was under way: random program 4073."""
     plain, managed = pair(mlp, placement, tmp_path)
     left, right = adamws(plain, managed)
-    device_copy, begun = Traffic.device_copy, list[Chunk]()
+    updates = waits = 0
 
-    def interrupted(traffic: Traffic, chunk: Chunk) -> torch.Tensor | None:
-        if sys._getframe(1).f_code.co_name == "begin_update":
-            begun.append(chunk)
-            if len(begun) == at + 1:
-                raise KeyboardInterrupt
-        return device_copy(traffic, chunk)
+    def begin(original: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        nonlocal updates, waits
+        updates, waits = updates + 1, 0
+        return original(*args, **keywords)
 
-    monkeypatch.setattr(Traffic, "device_copy", interrupted)
+    def interrupted(original: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        nonlocal waits
+        waits += 1
+        if (updates, waits) == (at + 1, 1):
+            raise KeyboardInterrupt
+        return original(*args, **keywords)
+
     for batch in BATCHES:
         loss_of(plain, batch).backward()
         left.step()
         loss_of(managed, batch).backward()
-        begun.clear()
-        with pytest.raises(KeyboardInterrupt):
+        updates = 0
+        with (
+            testing.around("begin an update", begin),
+            testing.around("device copy", interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
             right.step()
         right.step()
         assert_same_weights(plain, managed)

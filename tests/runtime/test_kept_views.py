@@ -3,13 +3,17 @@ module that only keeps it changes nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from hetmem.errors import ManageError
 from tests.runtime.harness import (
     BATCHES,
     WIDTH,
@@ -19,8 +23,11 @@ from tests.runtime.harness import (
     assert_same_weights,
     everywhere,
     loss_of,
+    manage,
+    mlp,
     pair,
     streamed,
+    train_both,
 )
 
 
@@ -43,6 +50,7 @@ class Keeps(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("writes", [(), (0,), (1, 2)], ids=["kept", "first", "later"])
 @pytest.mark.parametrize("hetmems", [True, False], ids=["AdamW", "torch"])
@@ -106,6 +114,7 @@ class Writes(nn.Module):
         return self.way(self.layer, self.other(x))
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("way", [last, beside_a_counted_view, sign_of_zero])
 def test_what_is_written_to_data_is_at_home_when_the_forward_is_over(
@@ -115,6 +124,87 @@ def test_what_is_written_to_data_is_at_home_when_the_forward_is_over(
     for step in range(3):
         assert_same(plain(BATCHES[step][0]), managed(BATCHES[step][0]), f"forward {step}")
         assert_same_weights(plain, managed, f"forward {step}")
+
+
+class HasView(nn.Module):
+    """Has a view of its weight from the beginning, where `keep` puts it."""
+
+    def __init__(self, keep: Callable[[nn.Module, nn.Parameter], None]) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        keep(self, self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.other(self.layer(x))
+        return y
+
+
+def kept_by_a_function(weight: nn.Parameter) -> Callable[[], torch.Tensor]:
+    turned = weight.T
+    return lambda: turned
+
+
+KEPT: dict[str, Callable[[nn.Module, nn.Parameter], None]] = {
+    "kept": lambda module, weight: setattr(module, "kept", weight.T),
+    "layer.kept": lambda module, weight: setattr(module.layer, "kept", weight.data[3:]),
+    "buffer": lambda module, weight: module.register_buffer("buffer", weight.detach(), persistent=False),
+    "kept['a'][1]": lambda module, weight: setattr(module, "kept", {"a": (0, weight.detach())}),
+    "kept.here": lambda module, weight: setattr(module, "kept", SimpleNamespace(here=weight.T)),
+    "kept (its turned)": lambda module, weight: setattr(module, "kept", kept_by_a_function(weight)),
+    "array": lambda module, weight: setattr(module, "array", weight.detach().numpy()),
+    "kept[0].weight": lambda module, weight: setattr(module, "kept", [linear_with(weight.data)]),
+}
+
+
+def linear_with(weight: torch.Tensor) -> nn.Linear:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+@pytest.mark.parametrize("path", KEPT)
+def test_a_view_from_before_manage_is_refused_by_name(path: str, tmp_path: Path) -> None:
+    module = HasView(KEPT[path])
+    before = module.layer.weight.data
+    with pytest.raises(ManageError, match=rf"^{re.escape(path)} is a view of layer.weight that was made before"):
+        manage(module, "host", tmp_path)
+    assert module.layer.weight.data_ptr() == before.data_ptr()
+
+
+def with_its_state_dict(module: nn.Module, _: Path) -> Any:
+    return module.state_dict()
+
+
+def assigned(module: nn.Module, directory: Path) -> Any:
+    torch.save(module.state_dict(), directory / "weights")
+    saved = torch.load(directory / "weights", mmap=True)
+    module.load_state_dict(saved, assign=True)
+    return saved
+
+
+def in_one_vector(module: nn.Module, _: Path) -> Any:
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, module.parameters())
+    return vector
+
+
+def normalized(module: nn.Module, _: Path) -> None:
+    nn.utils.spectral_norm(module[0])
+
+
+@pytest.mark.parametrize("hold", [with_its_state_dict, assigned, in_one_vector, normalized])
+@everywhere
+def test_what_others_hold_of_the_memory_of_weights_is_no_view_of_the_module(
+    hold: Callable[[nn.Module, Path], Any], placement: str, tmp_path: Path
+) -> None:
+    held = []
+
+    def build() -> nn.Module:
+        module = mlp()
+        held.append(hold(module, tmp_path))
+        return module
+
+    train_both(*pair(build, placement, tmp_path), BATCHES)
 
 
 VIEWS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
@@ -139,6 +229,7 @@ class Caches(nn.Module):
         return y if self.view == "turned" else y + self.layer(x)
 
 
+@pytest.mark.pairs
 @everywhere
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("view", VIEWS)
@@ -154,6 +245,7 @@ def test_a_view_that_a_module_keeps_shows_the_weight_as_it_is(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert_same(plain.cached, managed.cached, f"step {step} view")
         with torch.no_grad():  # and what the user writes
             for module in (plain, managed):
                 module.layer.weight.mul_(0.9)

@@ -11,10 +11,8 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import DeviceOutOfMemoryError
-from hetmem.memory.chunk import Role
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
 from tests.runtime.harness import (
     CHUNK,
     Recipe,
@@ -26,10 +24,10 @@ from tests.runtime.harness import (
     train_both,
 )
 from tests.runtime.lazy_device import AllocatingDevice
-from tests.runtime.leaving import BF16, MIXED, build, memory_of, optimizers_of, room, tiers
+from tests.runtime.leaving import BF16, MIXED, build, is_resident, optimizers_of, room, tiers
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("sanitize", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -40,20 +38,21 @@ def test_a_larger_batch_than_ever_trains_on_with_the_bits_of_plain_torch(
 ) -> None:
     plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed, sanitize=sanitize)
     optimizers = optimizers_of(plain, managed, overlap=overlap)
-    assert memory_of(managed).resident
+    assert is_resident(managed)
     small = token_batches(before * accumulation, seed=2)
     recipe = Recipe(steps=before, accumulation=accumulation, mixed=mixed)
     train_both(plain, managed, small, recipe, optimizers=optimizers)
-    assert memory_of(managed).resident
+    assert is_resident(managed)
     large = token_batches(3 * accumulation, rows=40 if mixed is None else 80)
     recipe = Recipe(steps=3, accumulation=accumulation, mixed=mixed)
     train_both(plain, managed, large, recipe, optimizers=optimizers)
-    assert not memory_of(managed).resident
-    assert Tier.HOST in tiers(managed)
+    assert not is_resident(managed)
+    assert "host" in tiers(managed)
     device = hetmem.report(managed).to_dict()["tiers"]["device"]
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_gradients_of_the_step_so_far_come_along_in_the_tensors_that_users_have(
@@ -72,29 +71,29 @@ def test_gradients_of_the_step_so_far_come_along_in_the_tensors_that_users_have(
     recipe = Recipe(steps=1, accumulation=2, mixed=mixed)
     batches = [*token_batches(1), *token_batches(1, rows=40 if mixed is None else 80)]
     train_both(plain, managed, token_batches(2), recipe, optimizers=optimizers)
-    assert memory_of(managed).resident
+    assert is_resident(managed)
     train_both(plain, managed, batches, recipe, optimizers=optimizers, loss=hold)
-    assert not memory_of(managed).resident
+    assert not is_resident(managed)
     assert held
     train_both(plain, managed, batches, Recipe(steps=3, accumulation=2, mixed=mixed), optimizers=optimizers)
 
 
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
 def test_it_leaves_within_a_backward(overlap: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
     optimizers = optimizers_of(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
-    runtime = registry.of_module(managed).runtime
-    at_once: list[bool] = []
+    inside, at_once = testing.of(managed), list[bool]()
 
     def leave(*_: Any) -> None:
-        at_once.append(runtime.room._leave_device(runtime.memory.device_bytes - 20 * CHUNK))
+        at_once.append(inside.leave_device(inside.memory().device_bytes - 20 * CHUNK))
 
     managed.blocks[1].norm.register_full_backward_hook(leave)
     train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
     assert at_once == [True, False, False]
-    assert Tier.HOST in tiers(managed) or any(chunk.moved for chunk in runtime.chunks)
+    assert "host" in tiers(managed) or any(chunk.moved for chunk in inside.chunks())
 
 
 @MIXED
@@ -105,22 +104,22 @@ def test_chunks_that_could_stay_take_their_gradients_along_when_they_go_later(
     plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
     optimizers = optimizers_of(plain, managed)
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
-    runtime = registry.of_module(managed).runtime
-    assert runtime.room._leave_device(0)
-    assert tiers(managed) == {Tier.DEVICE}
-    forwards: list[set[Tier]] = []
+    inside = testing.of(managed)
+    assert inside.leave_device()
+    assert tiers(managed) == {"device"}
+    forwards: list[set[str]] = []
 
     def squeezed(module: nn.Module, batch: Any) -> torch.Tensor:
         if module is managed:
             if forwards:
-                assert all(Role.GRAD in chunk.homes for chunk in runtime.chunks)
-                runtime.room.give_way(1 << 30)
+                assert all("grad" in chunk.homes for chunk in inside.chunks())
+                inside.make_room()
             forwards.append(tiers(managed))
         return loss_of(module, batch)
 
     recipe = Recipe(steps=1, accumulation=2, mixed=mixed)
     train_both(plain, managed, token_batches(2), recipe, optimizers=optimizers, loss=squeezed)
-    assert forwards == [{Tier.DEVICE}, {Tier.HOST}]
+    assert forwards == [{"device"}, {"host"}]
 
 
 @MIXED
@@ -129,15 +128,15 @@ def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, 
     optimizers = optimizers_of(plain, managed)
     large = token_batches(2, rows=40 if mixed is None else 80)
     train_both(plain, managed, large, Recipe(steps=2, mixed=mixed), optimizers=optimizers)
-    runtime = registry.of_module(managed).runtime
-    assert Tier.HOST in tiers(managed)
-    reserved = memory_of(managed).host_pool.reserved_bytes
-    runtime.statistics.non_model_peak_bytes = 0  # as if the large ones had never been
+    inside = testing.of(managed)
+    assert "host" in tiers(managed)
+    reserved = inside.memory().host_reserved_bytes
+    inside.forget_peaks()  # as if the large ones had never been
     train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
-    assert tiers(managed) == {Tier.DEVICE}
+    assert tiers(managed) == {"device"}
     train_both(plain, managed, large, Recipe(steps=2, mixed=mixed), optimizers=optimizers)
-    assert Tier.HOST in tiers(managed)
-    assert memory_of(managed).host_pool.reserved_bytes == reserved
+    assert "host" in tiers(managed)
+    assert inside.memory().host_reserved_bytes == reserved
 
 
 def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_path: Path) -> None:
@@ -145,10 +144,9 @@ def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_
     optimizers = optimizers_of(plain, managed)
     for rows, steps in ((2, 5), (40, 1), (2, 1)):  # of the first three, backwards are waited for
         train_both(plain, managed, token_batches(steps, rows=rows), Recipe(steps=steps), optimizers=optimizers)
-    assert not memory_of(managed).resident
-    traces = [trace for trace in registry.of_module(managed).runtime.tracer.book.traces() if trace.key[0] == "forward"]
-    assert traces
-    assert all(trace.moments and trace.peak_non_model_bytes() > 0 for trace in traces)
+    assert not is_resident(managed)
+    peaks = testing.of(managed).expected_peaks("forward")
+    assert peaks and all(peaks)
 
 
 @MIXED
@@ -157,7 +155,7 @@ def test_without_room_in_host_memory_the_error_says_so(mixed: torch.dtype | None
     optimizer = hetmem.AdamW(managed.parameters())
     with pytest.raises(DeviceOutOfMemoryError, match=r"cannot go to host memory, where they need .* and 64\.00 KiB"):
         managed(*token_batches(1, rows=60 if mixed is None else 110)[0]).backward()
-    assert memory_of(managed).resident
+    assert is_resident(managed)
     managed.zero_grad()
     managed(*token_batches(1)[0]).backward()
     optimizer.step()
@@ -171,7 +169,7 @@ def test_a_model_that_another_optimizer_updates_stays(tmp_path: Path) -> None:
     optimizer.step()
     with pytest.raises(DeviceOutOfMemoryError, match="out of device memory"):
         managed(*token_batches(1, rows=60)[0])
-    assert memory_of(managed).resident
+    assert is_resident(managed)
 
 
 def test_what_somebody_holds_stays_where_it_is(tmp_path: Path) -> None:
@@ -179,21 +177,21 @@ def test_what_somebody_holds_stays_where_it_is(tmp_path: Path) -> None:
     optimizers = optimizers_of(plain, managed)
     held = managed.blocks[0].up.weight.detach()
     train_both(plain, managed, token_batches(2, rows=36), Recipe(steps=2), optimizers=optimizers)
-    chunk = registry.of_parameter(managed.blocks[0].up.weight)[1].chunk
-    assert {home.tier for home in chunk.homes.values()} == {Tier.DEVICE}
-    assert Tier.HOST in tiers(managed)
+    inside = testing.of(managed)
+    assert set(inside.chunks()[inside.chunk_of("blocks.0.up.weight")].homes.values()) == {"device"}
+    assert "host" in tiers(managed)
     assert_same(plain.blocks[0].up.weight.detach(), held, "what was held")
 
 
 def test_an_evaluation_before_any_optimizer_makes_it_leave_too(tmp_path: Path) -> None:
     plain, managed = pair(build, room(None), tmp_path)
     rows = 100
-    while memory_of(managed).resident:
+    while is_resident(managed):
         batch = token_batches(1, rows=rows)[0]
         with torch.no_grad():
             assert_same(plain(*batch), managed(*batch), "loss")
         rows += 8
-    assert not memory_of(managed).resident
+    assert not is_resident(managed)
     train_both(plain, managed, token_batches(3), Recipe(steps=3))
     hetmem.release(managed)
     assert_same_weights(plain, managed)
@@ -205,8 +203,8 @@ class Refused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tower = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-        self.failures = 0
-        self.at: list[int] = []
+        self.failures, self.device = 0, AllocatingDevice(0)
+        self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return refusing(self.tower(x), self.tower[0].weight, self)
@@ -218,9 +216,9 @@ def refusing(x: torch.Tensor, weight: torch.Tensor, module: Refused) -> torch.Te
         return result
     if module.failures:
         module.failures -= 1
-        registry.of_module(module).runtime.room.refusals.refused(480 << 10, 200 << 10)
+        module.device.refuse(480 << 10, 200 << 10)
         raise torch.OutOfMemoryError("CUDA out of memory")
-    module.at.append(weight.data_ptr())
+    module.seen.append(weight.detach())
     return x @ weight
 
 
@@ -232,15 +230,16 @@ def test_an_operator_that_finds_no_memory_runs_again_when_homes_have_left(
     plain, other = Refused(), Refused()
     other.load_state_dict(plain.state_dict())
     limits = hetmem.Budget(device="512KiB", host="1MiB")
-    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="16KiB", mixed_precision=mixed)
-    assert memory_of(managed).resident
+    managed = hetmem.manage(other, limits, device=other.device, chunk_bytes="16KiB", mixed_precision=mixed)
+    assert is_resident(managed)
     x = torch.ones(2, 32)
     expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
     managed.failures = 1
     assert torch.equal(managed(x), expected)
     assert managed.failures == 0
-    assert not memory_of(managed).is_home_address(managed.at[-1])
-    assert Tier.HOST in tiers(managed)
+    assert testing.of(managed).place_of(managed.seen[-1]) == "device"
+    managed.seen.clear()
+    assert "host" in tiers(managed)
     assert torch.equal(managed(x), expected)
 
 
@@ -252,16 +251,16 @@ def test_a_forward_behind_a_backward_that_found_no_memory_begins_with_room_for_i
     plain, other = Refused(), Refused()
     other.load_state_dict(plain.state_dict())
     limits = hetmem.Budget(device="512KiB", host="1MiB")
-    managed = hetmem.manage(other, limits, device=AllocatingDevice(0), chunk_bytes="16KiB", mixed_precision=mixed)
+    managed = hetmem.manage(other, limits, device=other.device, chunk_bytes="16KiB", mixed_precision=mixed)
     x = torch.ones(2, 32)
     expected = plain(x) if mixed is None else plain.to(mixed)(x.to(mixed))
     assert torch.equal(managed(x), expected)
-    assert memory_of(managed).resident
-    registry.of_module(managed).runtime.room.refusals.refused(480 << 10, 200 << 10)
-    seen: list[set[Tier]] = []
+    assert is_resident(managed)
+    other.device.refuse(480 << 10, 200 << 10)
+    seen: list[set[str]] = []
     managed.tower[0].register_forward_pre_hook(lambda *_: seen.append(tiers(managed)))
     assert torch.equal(managed(x), expected)
-    assert Tier.HOST in seen[0]
+    assert "host" in seen[0]
 
 
 class Holding(nn.Module):
@@ -278,12 +277,12 @@ class Holding(nn.Module):
 
 def test_a_copy_that_finds_no_room_makes_homes_leave(tmp_path: Path) -> None:
     plain, managed = pair(Holding, hetmem.Budget(device="1400KiB", host="8MiB"), tmp_path, mixed_precision=BF16)
-    memory = memory_of(managed)
+    memory = testing.of(managed).memory()
     assert memory.resident
-    room = memory.device_bytes - memory.device_home_bytes - int(3.5 * memory.device_pool.slot_bytes)
+    room = memory.device_bytes - memory.device_home_bytes - int(3.5 * memory.slot_bytes)
     x = torch.ones(room // 2, dtype=BF16)
     with torch.no_grad():
         assert_same(plain.to(BF16)(x), managed(x), "sum")
-    assert not memory.resident
+    assert not is_resident(managed)
     device = hetmem.report(managed).to_dict()["tiers"]["device"]
     assert device["peak_bytes"] <= device["capacity_bytes"]

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.runtime.harness import adamws, pair, train_both, vector_batches
 
 
@@ -26,12 +25,11 @@ class OutOfOrder(nn.Module):
 
 def test_a_chunk_that_was_emptied_leaves_the_device_too(tmp_path: Path) -> None:
     plain, managed = pair(OutOfOrder, hetmem.Budget(device="16MiB", host="8MiB"), tmp_path)
-    found, optimizers = registry.of_module(managed), adamws(plain, managed)
-    chunks = found.runtime.chunks
-    assert [len(chunk.parameters) for chunk in chunks] == [1, 2, 1]
-    found.share.shrink(0)
+    inside, optimizers = testing.of(managed), adamws(plain, managed)
+    assert [len(chunk.parameters) for chunk in inside.chunks()] == [1, 2, 1]
+    inside.make_room(0)
     train_both(plain, managed, vector_batches(2, 4, 32), optimizers=optimizers)
-    assert [len(chunk.parameters) for chunk in chunks] == [2, 2, 0]
-    found.share.shrink(1 << 30)
-    assert {home.tier for chunk in chunks for home in chunk.homes.values()} == {Tier.HOST}
+    assert [len(chunk.parameters) for chunk in inside.chunks()] == [2, 2, 0]
+    inside.make_room()
+    assert inside.homes() == {"host"}
     train_both(plain, managed, vector_batches(2, 4, 32), optimizers=optimizers)

@@ -13,10 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import DeviceOutOfMemoryError
-from hetmem.memory.transfer import TransferEngine
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
 from tests.runtime.harness import (
     Recipe,
     assert_same,
@@ -29,7 +27,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
-from tests.runtime.leaving import MIXED, build, memory_of, optimizers_of, room, tiers
+from tests.runtime.leaving import MIXED, build, is_resident, optimizers_of, room, tiers
 
 # ---- homes that find no memory -----------------------------------------------------------------------------------
 
@@ -49,16 +47,16 @@ class Full(hetmem.SimDevice):
 def test_a_home_that_finds_no_memory_on_the_device_says_who_has_it_and_reserves_nothing(tmp_path: Path) -> None:
     device = Full()
     _, managed = pair(build, room(None), tmp_path, device=device)
-    memory = memory_of(managed)
-    before = memory.device_home_bytes
-    device.left = len(memory.chunks) + 3  # the first moments, and three of the second
+    inside = testing.of(managed)
+    before = inside.memory().device_home_bytes
+    device.left = len(inside.chunks()) + 3  # the first moments, and three of the second
     with pytest.raises(DeviceOutOfMemoryError) as caught:
         hetmem.AdamW(managed.parameters())
     message = str(caught.value)
     assert "no memory for exp_avg_sq of chunk" in message
     for part in ("homes on the device parameters", "first moments", "copies of parameters take 0 B", "Budget(device="):
         assert part in message
-    assert memory.device_home_bytes == 2 * before
+    assert inside.memory().device_home_bytes == 2 * before
     device.left = 1 << 30
     train_both(build_like(managed), managed, token_batches(2), Recipe(steps=2))
 
@@ -84,6 +82,7 @@ class Again(nn.Module):
         return x + checkpoint(self.function, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
 
+@pytest.mark.pairs
 @MIXED
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("within", ["forward", "backward"])
@@ -94,16 +93,15 @@ def test_it_leaves_between_a_function_and_its_being_computed_again(
         return nn.Sequential(nn.Linear(64, 64), *(Again(reentrant) for _ in range(3)), nn.Linear(64, 64))
 
     plain, managed = pair(build, hetmem.Budget(device="16MiB", host="8MiB"), tmp_path, mixed_precision=mixed)
-    runtime = registry.of_module(managed).runtime
-    assert runtime.memory.resident
+    assert is_resident(managed)
 
     def leave(*_: Any) -> None:
-        runtime.room.give_way(1 << 30)
+        testing.of(managed).make_room()
 
     managed[3].register_forward_hook(leave) if within == "forward" else managed[4].register_full_backward_hook(leave)
     batches = vector_batches(3, 4, 64, dtype=mixed)
     train_both(plain, managed, batches, Recipe(mixed=mixed), optimizers=optimizers_of(plain, managed))
-    assert not memory_of(managed).resident
+    assert not is_resident(managed)
 
 
 class Recurrent(nn.Module):
@@ -128,25 +126,26 @@ def test_it_leaves_within_a_function_of_many_operators(tmp_path: Path) -> None:
         managed = hetmem.manage(
             copy.deepcopy(plain), hetmem.Budget(device=device, host="8MiB"), chunk_bytes=16 << 10, sanitize=True
         )
-        assert memory_of(managed).resident
+        assert is_resident(managed)
         try:
             for x in (torch.randn(1, 4, 16), torch.randn(96, 16, 16)):
                 losses = [loss_of(module, (x,)) for module in (plain, managed)]
-                assert not registry.of_module(managed).runtime.monitor.left, "checks are left out of one function only"
+                assert testing.of(managed).checks(), "checks are left out of one function only"
                 for loss in losses:
                     loss.backward()
                 assert_same_grads(plain, managed, f"{device} bytes")
-            compared += not memory_of(managed).resident
+            compared += not is_resident(managed)
         except DeviceOutOfMemoryError:
             pass
         hetmem.release(managed)
     assert compared
 
 
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("at", [0, 3, 7, 12, 20])
 def test_a_copy_that_fails_leaves_all_of_a_chunk_where_it_was(
-    at: int, mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
     """Weights, states and the gradients of the step so far, which were autograd's own; then it leaves all the same."""
     plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
@@ -156,23 +155,11 @@ def test_a_copy_that_fails_leaves_all_of_a_chunk_where_it_was(
     small, large = token_batches(1, seed=5)[0], token_batches(1, rows=40 if mixed is None else 80)[0]
     backward(lambda module: loss_of(module, small))
     loss_of(managed, small).backward()
-    copies = 0
-    original = TransferEngine.copy_now
-
-    def copy_now(*args: Any) -> None:
-        nonlocal copies
-        copies += 1
-        if copies == at + 1:
-            raise OSError("the link has failed")
-        original(*args)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TransferEngine, "copy_now", copy_now)
-        with pytest.raises(OSError, match="the link has failed"):
-            managed(*large)
-    assert copies == at + 1
-    for managed_chunk in memory_of(managed).chunks:
-        assert len({home.tier for home in managed_chunk.homes.values()}) == 1
+    struck = testing.failing("copy now", lambda: OSError("the link has failed"), at)
+    with struck, pytest.raises(OSError, match="the link has failed"):
+        managed(*large)
+    for chunk in testing.of(managed).chunks():
+        assert len(set(chunk.homes.values())) == 1
     assert_same_weights(plain, managed)
     assert_same_grads(plain, managed)
     expected = backward(lambda module: loss_of(module, large))
@@ -203,5 +190,5 @@ def test_gradients_that_are_parts_of_a_buffer_of_the_user_s_stay_so(tmp_path: Pa
             optimizer.step()
             buffer.zero_()
         assert_same_weights(plain, managed)
-    assert not memory_of(managed).resident
-    assert tiers(managed) == {Tier.HOST, Tier.DEVICE}
+    assert not is_resident(managed)
+    assert tiers(managed) == {"host", "device"}

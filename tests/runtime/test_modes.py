@@ -24,10 +24,10 @@ from tests.runtime.harness import (
     assert_same_states,
     assert_same_weights,
     budget,
-    everywhere,
     loss_of,
     manage,
     mlp,
+    offloaded,
     pair,
     precisions,
     streamed,
@@ -69,8 +69,8 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable
         optimizer.zero_grad()
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -101,7 +101,8 @@ def test_a_default_device_changes_no_bit(
     assert_same_states(there, here)
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_mode_sees_the_functions_of_the_model(placement: str, options: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)
@@ -109,7 +110,7 @@ def test_a_mode_sees_the_functions_of_the_model(placement: str, options: str, tm
     for module, optimizer in zip(
         modules,
         (
-            torch.optim.AdamW(modules[0].parameters(), lr=1e-2),
+            torch.optim.AdamW(modules[0].parameters(), lr=1e-2, fused=True),
             hetmem.AdamW(modules[1].parameters(), lr=1e-2, **OPTIONS[options]),
         ),
         strict=True,
@@ -139,6 +140,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.each
 @streamed
 @overlaps
 def test_a_mode_of_the_user_s_sees_the_operators_of_the_model_alone(

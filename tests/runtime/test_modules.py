@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from hetmem.runtime import registry
-from hetmem.runtime.precision import compute_dtypes
+from hetmem import testing
 from tests.runtime.harness import (
     CHUNK,
     WIDTH,
@@ -22,6 +21,8 @@ from tests.runtime.harness import (
     assert_same,
     both,
     everywhere,
+    manage,
+    offloaded,
     pair,
     token_batches,
     train_both,
@@ -225,7 +226,8 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 }
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("name", ZOO)
 def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
     name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +250,7 @@ def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
     train_both(*modules, batches(3), optimizers=optimizers)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_normalisation_over_batches_computes_in_float32_beside_sixteen_bits(
@@ -255,18 +258,21 @@ def test_normalisation_over_batches_computes_in_float32_beside_sixteen_bits(
 ) -> None:
     """As their running statistics are; weights of it share no chunk with others, and train as all do."""
     modules = pair(Images, placement, tmp_path, mixed_precision=dtype)
-    managed = {each.name: each for each in registry.of_module(modules[1]).runtime.parameters}
     batches = vector_batches(3, 2, 3, 8, 8, dtype=dtype)
     optimizers = train_both(*modules, batches, Recipe(accumulation=2, mixed=dtype))
     train_both(*modules, batches, Recipe(mixed=dtype), optimizers=optimizers)
-    computes = {name: each.chunk.compute_dtype for name, each in managed.items()}
+    chunks = testing.of(modules[1]).chunks()
+    computes = {name: chunk.compute_dtype for chunk in chunks for name in chunk.parameters}
     assert {name for name, found in computes.items() if found is torch.float32} == {"norm.weight", "norm.bias"}
     assert {found for name, found in computes.items() if not name.startswith("norm.")} == {dtype}
     for name, buffer in modules[0].named_buffers():
         assert_same(buffer, dict(modules[1].named_buffers())[name], name)
 
 
-def test_norms_compute_in_float32_only_beside_running_statistics() -> None:
+def test_norms_compute_in_float32_only_beside_running_statistics(tmp_path: Path) -> None:
     module = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
-    dtypes = compute_dtypes(module, dict(module.named_parameters()), torch.bfloat16)
-    assert dtypes == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    chunks = testing.of(manage(module, "host", tmp_path, mixed_precision=torch.bfloat16)).chunks()
+    assert {chunk.parameters: chunk.compute_dtype for chunk in chunks} == {
+        ("0.weight", "0.bias"): torch.float32,
+        ("1.weight", "1.bias"): torch.bfloat16,
+    }

@@ -52,6 +52,7 @@ def assert_all_same(left: list[Any], right: list[Any]) -> None:
         assert_same(expected, got, f"{index}")
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 def test_a_gradient_that_is_kept_stays_as_it_is(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
@@ -92,6 +93,7 @@ def test_a_gradient_that_is_kept_moves_with_its_chunk(placement: str, tmp_path: 
     assert_same_weights(*modules)
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("way", ["view", "taken out"])
 def test_chunks_stay_where_users_hold_what_would_move(way: str, placement: str, tmp_path: Path) -> None:
@@ -125,6 +127,7 @@ def test_a_view_of_an_earlier_gradient_is_warned_of_once(placement: str, tmp_pat
     assert re.search(r"a view of an earlier p\.grad of .* a clone", str(seen[0].message))
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
 def test_gradients_that_nobody_keeps_are_not_copied(overlap: str, placement: str, tmp_path: Path) -> None:
@@ -158,6 +161,7 @@ def one_for_two(module: nn.Module) -> torch.Tensor:
     return shared
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("put", [flat, one_for_two], ids=lambda put: put.__name__)
 def test_a_backward_adds_to_the_tensor_that_the_user_put_there(put: Any, placement: str, tmp_path: Path) -> None:
@@ -203,6 +207,7 @@ class Tied(nn.Module):
         return (x @ self.embedding.weight.detach().t() if not dense else self.embedding.weight).square().mean()
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("order", [(False, True), (True, False), (False, False, True)])
 def test_sparse_and_dense_gradients_add_up(order: tuple[bool, ...], placement: str, tmp_path: Path) -> None:

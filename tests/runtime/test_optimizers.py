@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import ManageError, StoreError
-from hetmem.runtime import registry
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -28,13 +29,15 @@ from tests.runtime.harness import (
     loss_of,
     manage,
     mlp,
+    offloaded,
     pair,
     token_batches,
     train_both,
 )
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW fused", "Adagrad", "RMSprop", "Adam foreach"])
 def test_optimizers_of_torch_train_managed_parameters(name: str, placement: str, tmp_path: Path) -> None:
     """The fused ones do not count versions: a device copy must not survive their step."""
@@ -52,31 +55,23 @@ def test_optimizers_of_torch_train_managed_parameters(name: str, placement: str,
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_drive_that_fails_behind_a_step_of_torch_makes_no_error_of_it(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_that_fails_behind_a_step_of_torch_makes_no_error_of_it(times: int, tmp_path: Path) -> None:
     """All is updated: who repeats the step would do so twice. What fails is a read ahead that counts no more."""
     plain, managed = pair(mlp, "nvme", tmp_path)
-    traffic = registry.of_module(managed).runtime.traffic
-    superseded, fails = traffic.superseded, [0]
+    calls = count(1)
 
-    def fail_first(chunk: Any, role: Any, **options: Any) -> None:
-        fails[0] += 1
-        if fails[0] % (times + 1):
+    def fail_first(written: Callable[..., None], *args: Any, **options: Any) -> None:
+        if next(calls) % (times + 1):
             raise StoreError(5, "cannot read")
-        superseded(chunk, role, **options)
+        written(*args, **options)
 
-    monkeypatch.setattr(traffic, "superseded", fail_first)
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True) for module in (plain, managed)]
-    train_both(plain, managed, BATCHES, optimizers=(optimizers[0], optimizers[1]))
-    assert fails[0] >= (times + 1) * len(list(managed.parameters()))
-    monkeypatch.setattr(traffic, "superseded", lambda *_, **__: fail_for_good())
-    with pytest.raises(StoreError, match="for good"):
+    with testing.around("home written", fail_first):
+        train_both(plain, managed, BATCHES, optimizers=(optimizers[0], optimizers[1]))
+    assert next(calls) > (times + 1) * len(list(managed.parameters()))
+    for_good = testing.failing("home written", lambda: StoreError(5, "for good"), times=1 << 30)
+    with for_good, pytest.raises(StoreError, match="for good"):
         optimizers[1].step()
-
-
-def fail_for_good() -> None:
-    raise StoreError(5, "for good")
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -186,6 +181,7 @@ def test_groups_may_be_added_and_their_options_changed_later(placement: str, tmp
     train_both(*modules, BATCHES, optimizers=optimizers)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("maximize", [True, False])
 def test_other_options_of_adamw_equal_torch(placement: str, maximize: bool, tmp_path: Path) -> None:

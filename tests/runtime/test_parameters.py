@@ -24,6 +24,7 @@ from tests.runtime.harness import (
     budget,
     everywhere,
     loss_of,
+    offloaded,
     pair,
     token_batches,
     train_both,
@@ -95,7 +96,8 @@ class Parts(nn.Module):
         return x
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
 def test_the_update_of_a_part_of_a_tensor_is_no_write_of_the_users_to_the_others(
     overlap: str, placement: str, tmp_path: Path
@@ -115,6 +117,7 @@ def test_the_update_of_a_part_of_a_tensor_is_no_write_of_the_users_to_the_others
     assert_same_states(left, right)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_frozen_parameters_may_be_unfrozen_and_frozen_again(
@@ -149,6 +152,7 @@ class PartlyUsed(nn.Module):
         return self.second(x) if self.both else x
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_unused_parameters_have_no_gradient_and_do_not_decay(placement: str, set_to_none: bool, tmp_path: Path) -> None:

@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory import views
-from hetmem.memory.device import SimDevice
-from hetmem.memory.mapping import Mapping
-from hetmem.plan.links import Link
-from hetmem.runtime import registry
+from hetmem import SimDevice, testing
 from tests.runtime.harness import CHUNK, WIDTH, Recipe, manage, pair, streamed, train_both, vector_batches
 from tests.runtime.lazy_device import LazyDevice
 
@@ -67,6 +63,7 @@ def counting(kind: Any) -> tuple[SimDevice, Held]:
     return Counting(), held
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("kind", [SimDevice, LazyDevice])
 def test_weights_in_use_leave_a_large_one_all_the_room_that_they_do_not_take(
@@ -82,18 +79,22 @@ def test_weights_in_use_leave_a_large_one_all_the_room_that_they_do_not_take(
     assert hetmem.report(managed).to_dict()["tiers"]["device"]["chunk_peak_bytes"] <= SLOTS * CHUNK
 
 
-def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
+def test_memory_of_a_home_that_went_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
     """Its next owner may be an activation, which counts."""
-    managed = manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path)
-    memory = registry.of_module(managed).runtime.memory
-    idle = memory.idle_bytes(0)
-    taken = memory.take_device(CHUNK)
-    address = views.address_of(taken)
-    assert memory.is_device_address(address)
-    assert memory.idle_bytes(0) == idle - CHUNK
-    memory.give_device(taken, CHUNK)
-    assert not memory.is_device_address(address)
-    assert memory.idle_bytes(0) == idle
+    limits = hetmem.Budget(device="1MiB", host="1MiB", device_chunks=7 * CHUNK)
+    managed = manage(nn.Linear(WIDTH, WIDTH), limits, tmp_path)
+    optimizer, inside = hetmem.AdamW(managed.parameters()), testing.of(managed)
+    for _ in range(3):
+        managed(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (moved,) = (chunk for chunk in inside.chunks() if chunk.moved)
+    address, idle = managed.get_parameter(moved.parameters[0]).data_ptr(), inside.memory().idle_bytes
+    assert inside.place_of(address) == "device"
+    assert inside.memory().moved_bytes == 4 * CHUNK
+    inside.make_room()
+    assert inside.place_of(address) == "other"
+    assert inside.memory().idle_bytes == idle + 4 * CHUNK
 
 
 class Pinning(SimDevice):
@@ -101,7 +102,7 @@ class Pinning(SimDevice):
 
     locked = 0
 
-    def pin(self, host: Mapping) -> Callable[[], None]:
+    def pin(self, host: Any) -> Callable[[], None]:
         self.locked += 1
         return self._unpin
 
@@ -117,6 +118,7 @@ def test_page_locking_ends_with_the_management(tmp_path: Path) -> None:
     assert device.locked == 0
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 @pytest.mark.parametrize("placement", ["resident", "host"])
 def test_what_the_link_carries_is_every_gradient_that_is_not_at_home_on_the_device(
@@ -124,10 +126,10 @@ def test_what_the_link_carries_is_every_gradient_that_is_not_at_home_on_the_devi
 ) -> None:
     managed = manage(nn.Linear(WIDTH, WIDTH), placement, tmp_path, mixed_precision=torch.bfloat16)
     optimizer = hetmem.AdamW(managed.parameters(), overlap=overlap)
-    link = registry.of_module(managed).runtime.traffic.engine.links
+    inside = testing.of(managed)
     for step in range(1, 4):
         managed(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
         expected = step * 4 * (WIDTH + 1) * WIDTH if placement == "host" else 0
-        assert link()[Link.DEVICE_TO_HOST].bytes == expected
+        assert inside.link_bytes()["device_to_host"] == expected
         optimizer.step()
         optimizer.zero_grad()

@@ -17,8 +17,8 @@ from tests.runtime.harness import (
     WIDTH,
     assert_same_weights,
     assert_trains_alike,
-    everywhere,
     loss_of,
+    offloaded,
     pair,
     precisions,
     streamed,
@@ -90,8 +90,8 @@ class Bare(nn.Module):
         return self.way(self.other, self.way(self.part, self.first(x)))
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 @ways
 def test_a_function_finds_weights_where_the_forward_did(
@@ -121,6 +121,7 @@ class Positions(nn.Module):
         return self.way(self.turned, self.first(x), self.table[0])
 
 
+@pytest.mark.pairs
 @streamed
 @precisions
 @ways
@@ -136,8 +137,8 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*parts)
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "nested"])
 @pytest.mark.parametrize("parts", [1, 2], ids=["whole", "in parts"])
@@ -156,6 +157,7 @@ def test_a_checkpoint_around_the_model_changes_no_bit(
     assert_trains_alike(layers, placement, tmp_path, mixed, loss=loss)
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant"])
 def test_a_checkpoint_around_the_model_casts_inputs_again(way: str, placement: str, tmp_path: Path) -> None:
@@ -185,15 +187,15 @@ class Derived(nn.Module):
         return self.last(x.grad)
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @ways
 def test_a_backward_within_a_forward_finds_weights(way: str, placement: str, tmp_path: Path) -> None:
     assert_trains_alike(partial(Derived, WAYS[way]), placement, tmp_path)
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
+@offloaded
 @precisions
 @ways
 def test_hooks_of_the_user_find_parameters_at_home(
@@ -221,6 +223,7 @@ def test_hooks_of_the_user_find_parameters_at_home(
         assert_same_weights(*modules)
 
 
+@pytest.mark.each
 @streamed
 @ways
 def test_a_recomputation_that_raises_leaves_a_model_that_trains_on(way: str, placement: str, tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hetmem import testing
 from hetmem.errors import ManageError
-from hetmem.memory import views
-from hetmem.runtime import registry
 from tests.runtime.harness import (
     BATCHES,
     PLACEMENTS,
@@ -81,6 +80,7 @@ def turned(module: Any) -> list[torch.Tensor]:
 WAYS = (exchanged_for_averages, exchanged, state_dict_kept, kept_by_a_graph, turned)
 
 
+@pytest.mark.pairs
 @everywhere
 @precisions
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -143,10 +143,8 @@ def test_a_part_of_it_is_refused(placement: str, tmp_path: Path) -> None:
 
 
 @everywhere
-def test_where_the_old_values_cannot_be_kept_that_is_said(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hetmem.runtime.writes.give_away", lambda view: False)
+@testing.around("give a home away", lambda *_: False)
+def test_where_the_old_values_cannot_be_kept_that_is_said(placement: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, placement, tmp_path)
     kept, new = managed[0].weight.data, torch.ones(WIDTH, WIDTH)
     managed[0].weight.data = new
@@ -160,11 +158,9 @@ def test_where_the_old_values_cannot_be_kept_that_is_said(
 
 
 @everywhere
-def test_a_storage_that_was_given_other_memory_needs_none_for_who_holds_it(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@testing.around("give a home away", lambda *_: False)
+def test_a_storage_that_was_given_other_memory_needs_none_for_who_holds_it(placement: str, tmp_path: Path) -> None:
     """Before torch 2.13 memory that others share cannot be exchanged."""
-    monkeypatch.setattr("hetmem.runtime.writes.give_away", lambda view: False)
     plain, managed = pair(mlp, placement, tmp_path)
     held = managed[0].weight.detach()
     for module in (plain, managed):
@@ -177,26 +173,6 @@ def test_a_storage_that_was_given_other_memory_needs_none_for_who_holds_it(
             for module in sides:
                 module[0].weight.mul_(2)
     assert_same(held * 4, managed[0].weight.detach(), "what is held has memory of its own")
-
-
-def test_what_is_given_away_has_memory_of_its_own() -> None:
-    """Also with a torch that cannot exchange the memory of storages."""
-
-    class Storage:
-        def __init__(self, storage: torch.UntypedStorage) -> None:
-            self.data_ptr, self.share_memory_ = storage.data_ptr, storage.share_memory_
-
-    class View:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.untyped_storage = lambda: Storage(tensor.untyped_storage())
-
-    for view in (lambda tensor: tensor, View):
-        memory = bytearray(range(64))
-        tensor = views.elements(memoryview(memory), torch.uint8, 32, 16)
-        held = tensor[4:8]
-        assert views.give_away(view(tensor))
-        memory[:] = bytes(64)
-        assert held.tolist() == [20, 21, 22, 23]
 
 
 # ---- within a forward --------------------------------------------------------------------------------------------
@@ -218,6 +194,7 @@ class Rounded(nn.Linear):
         return x
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("way", ["data", "detach", "clone"])
 def test_a_weight_that_is_put_away_within_a_forward_comes_back(way: str, placement: str, tmp_path: Path) -> None:
@@ -235,7 +212,7 @@ def test_what_is_held_of_a_copy_that_was_replaced_takes_nothing_of_the_device(pl
     plain, managed = pair(lambda: nn.Sequential(*(Keeps(WIDTH, WIDTH) for _ in range(3))), placement, tmp_path)
     with torch.no_grad():
         assert_same(*both((plain, managed), lambda module: module(*BATCHES[0])), "output")
-    assert not registry.of_module(managed).runtime.holds_copies()
+    assert not testing.of(managed).holds_views()
     assert_same(plain[1].kept, managed[1].kept, "what is held")
 
 
@@ -260,10 +237,8 @@ def test_what_a_graph_used_before_it_was_known_that_it_is_set_is_an_error_once(p
 
 
 @streamed
-def test_where_a_held_copy_cannot_be_left_that_is_said(
-    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hetmem.runtime.bindings.give_away", lambda view: False)
+@testing.around("give a copy away", lambda *_: False)
+def test_where_a_held_copy_cannot_be_left_that_is_said(placement: str, tmp_path: Path) -> None:
     _, managed = pair(lambda: nn.Sequential(*(Rounded("data") for _ in range(3))), placement, tmp_path)
     with pytest.raises(ManageError, match=r"0.weight.data was set within a forward .* keep a clone"):
         managed(*BATCHES[0])

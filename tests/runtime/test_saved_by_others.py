@@ -88,6 +88,7 @@ def test_hooks_of_the_user_around_a_part_change_no_bit(
     assert_trains_alike(partial(Around, hooks), placement, tmp_path, mixed)
 
 
+@pytest.mark.each
 @streamed
 @precisions
 def test_hooks_of_the_user_around_the_model_change_no_bit(
@@ -113,6 +114,7 @@ class AgainByFunction(nn.Module):
             return checkpoint(self.function, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
+@pytest.mark.pairs
 @streamed
 @precisions
 @pytest.mark.parametrize("inside", [False, True], ids=["around the model", "within"])
@@ -183,6 +185,7 @@ class ComputedAgain(nn.Module):
         return checkpoint(self.part, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
+@pytest.mark.pairs
 @streamed
 @precisions
 @pytest.mark.parametrize("part", [partial(AgainByFunction, False), partial(OfOwnFunction, WIDTH)], ids=["again", "own"])

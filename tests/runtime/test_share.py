@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.chunk import Chunk, Role
-from hetmem.optim.workers import WorkerPool
-from hetmem.plan.trace import Tier
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.runtime.harness import (
     CHUNK,
     Recipe,
@@ -54,13 +51,13 @@ def room(where: str, mixed: torch.dtype | None, directory: Path, moving: int = 8
     return hetmem.Budget(device="64MiB", host=16 * CHUNK, device_chunks=cap, nvme="64MiB", nvme_dir=directory)
 
 
-def chunks_of(module: nn.Module) -> list[Chunk]:
-    return registry.of_module(module).runtime.chunks
+def chunks_of(module: nn.Module) -> list[testing.ChunkFacts]:
+    return testing.of(module).chunks()
 
 
 def moved(module: nn.Module) -> int:
     """Slots of the chunks that have moved."""
-    return sum(chunk.spec.span for chunk in chunks_of(module) if chunk.moved)
+    return sum(chunk.slots for chunk in chunks_of(module) if chunk.moved)
 
 
 def links(module: nn.Module) -> dict[str, int]:
@@ -84,11 +81,12 @@ def test_the_bits_are_those_of_plain_torch(overlap: str, where: str, mixed: torc
     train_both(plain, managed, token_batches(5), Recipe(steps=5, mixed=mixed), optimizers=optimizers)
     assert moved(managed) == 8
     for chunk in chunks_of(managed):
-        tiers = {home.tier for home in chunk.homes.values()}
-        assert (tiers == {Tier.DEVICE}) == chunk.moved
-        assert chunk.moved or Tier.DEVICE not in tiers
+        tiers = set(chunk.homes.values())
+        assert (tiers == {"device"}) == chunk.moved
+        assert chunk.moved or "device" not in tiers
 
 
+@pytest.mark.each
 @WHERE
 @MIXED
 def test_accumulated_and_clipped_gradients_are_those_of_plain_torch(
@@ -113,14 +111,12 @@ def test_a_moved_chunk_sends_no_gradient_over_the_link_and_its_update_brings_non
         assert moved(managed) == moving
         seen[moving] = one_more_step((plain, managed), optimizers, recipe)
     inside = [chunk for chunk in chunks_of(managed) if chunk.moved]
-    gradients = sum(m.numel for chunk in inside for m in chunk.parameters) * 4
-    copies = sum(chunk.compute_nbytes for chunk in inside)
+    parameters = dict(managed.named_parameters())
+    gradients = sum(parameters[name].nbytes for chunk in inside for name in chunk.parameters)
+    copies = sum(chunk.copy_bytes for chunk in inside)
     assert seen[0]["device_to_host"] - seen[8]["device_to_host"] == gradients > 0
     saved = seen[0]["host_to_device"] - seen[8]["host_to_device"]
-    assert saved in (
-        copies,
-        sum(chunk.role_nbytes(Role.PARAM) for chunk in inside),
-    )  # a device may cast what it is sent
+    assert saved in (copies, sum(4 * chunk.elements for chunk in inside))  # a device may cast what it is sent
     assert saved > 0
 
 
@@ -142,7 +138,7 @@ def test_a_model_whose_states_all_fit_beside_what_a_step_needs_comes_to_live_on_
 ) -> None:
     """Its states take more than half of the device, so that nobody could know before the first step."""
     plain, managed = pair(build, hetmem.Budget(device="2200KiB", host="8MiB"), tmp_path, mixed_precision=mixed)
-    assert not registry.of_module(managed).runtime.memory.resident
+    assert not testing.of(managed).memory().resident
     optimizers = train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed))
     assert all(chunk.moved for chunk in chunks_of(managed))
     assert not any(one_more_step((plain, managed), optimizers, Recipe(steps=1, mixed=mixed)).values())
@@ -160,14 +156,14 @@ def test_the_report_counts_moved_homes_where_they_are(tmp_path: Path) -> None:
     assert tiers["host"]["homes"] == {**dict.fromkeys(names, (CHUNKS - 8) * CHUNK), "kept": 8 * 4 * CHUNK}
     assert tiers["device"]["used_bytes"] >= 8 * 4 * CHUNK
     assert tiers["device"]["peak_bytes"] <= tiers["device"]["capacity_bytes"]
-    cap = registry.of_module(managed).runtime.memory.device_chunk_bytes
+    cap = testing.of(managed).memory().device_chunk_bytes
     assert tiers["device"]["chunk_peak_bytes"] <= cap
 
 
 # ---- and back ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @WHERE
 @MIXED
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -189,6 +185,7 @@ def test_homes_go_back_when_a_larger_batch_needs_their_memory(
     assert device["peak_bytes"] <= device["capacity_bytes"]
 
 
+@pytest.mark.each
 @WHERE
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative"])
@@ -200,29 +197,25 @@ def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
     optimizers = adamws(plain, managed, overlap=overlap)
     train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
     assert moved(managed) == 8
-    runtime = registry.of_module(managed).runtime
-    managed.blocks[0].norm.register_full_backward_hook(lambda *_: runtime.room.give_way(1 << 30))
+    managed.blocks[0].norm.register_full_backward_hook(lambda *_: testing.of(managed).make_room())
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
 
 
-def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(tmp_path: Path) -> None:
     """The sum ended with a role of a home on NVMe that it had begun to read on the device, and stopped training."""
     plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
     optimizers = adamws(plain, managed, overlap="backward", max_grad_norm=1e9)
     train_both(plain, managed, token_batches(4), Recipe(steps=4), optimizers=optimizers)
     assert moved(managed) == 8
-    going_back, begin = threading.Event(), WorkerPool.begin
-    monkeypatch.setattr(WorkerPool, "begin", lambda pool, tasks, after: begin(pool, [going_back.wait, *tasks], after))
-    runtime = registry.of_module(managed).runtime
+    going_back = threading.Event()
 
     def squeeze(*_: Any) -> None:
         threading.Timer(0.1, going_back.set).start()
-        runtime.room.give_way(1 << 30)
+        testing.of(managed).make_room()
 
     managed.blocks[0].norm.register_full_backward_hook(squeeze)
-    train_both(plain, managed, token_batches(2), Recipe(steps=2), optimizers=optimizers)
+    with testing.around("begin tasks", lambda begin, pool, tasks, after: begin(pool, [going_back.wait, *tasks], after)):
+        train_both(plain, managed, token_batches(2), Recipe(steps=2), optimizers=optimizers)
 
 
 def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> None:
@@ -234,13 +227,12 @@ def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> N
         optimizer.step()
         optimizer.zero_grad()
 
-    runtime = registry.of_module(managed).runtime
     counts = []
     for _ in range(5):
         step()
         step()
         counts.append(moved(managed))
-        runtime.room.give_way(1 << 30)
+        testing.of(managed).make_room()
         assert not moved(managed)
     assert counts[0] > 8
     assert counts == [counts[0]] * 3 + [0, 0]
@@ -260,7 +252,7 @@ def test_where_only_an_allocator_is_known_homes_go_back_before_a_forward_that_no
     assert at_first[0] == CHUNKS
     assert at_first[1] < CHUNKS // 2
     assert all(chunk.moved for chunk in chunks_of(managed))
-    assert registry.of_module(managed).runtime.room.non_model_peak_bytes == 24 * 1024
+    assert testing.of(managed).memory().non_model_peak_bytes == 24 * 1024
 
 
 # ---- what users see ----------------------------------------------------------------------------------------------
@@ -274,7 +266,7 @@ def test_tensors_that_users_hold_of_gradients_and_states_stay_the_real_ones(
     optimizers = train_both(plain, managed, token_batches(3), Recipe(steps=3, mixed=mixed))
     assert moved(managed)
     held = {number: dict(state) for number, state in optimizers[1].state_dict()["state"].items()}
-    registry.of_module(managed).runtime.room.give_way(1 << 30)
+    testing.of(managed).make_room()
     assert not moved(managed)
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
     assert moved(managed)
@@ -292,11 +284,11 @@ def test_a_chunk_whose_weights_somebody_holds_does_not_move(tmp_path: Path) -> N
     for name, value in plain.state_dict().items():
         assert_same(value, before[name], name)
     del before
-    registry.of_module(managed).share._idle_seen = -1  # it looks again as soon as another number of bytes is idle
+    testing.of(managed).look_for_idle_memory()  # it looks again as soon as another number of bytes is idle
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     assert moved(managed) == 8
     held = managed.state_dict()
-    registry.of_module(managed).runtime.room.give_way(1 << 30)
+    testing.of(managed).make_room()
     assert moved(managed) == 8
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     for name, value in plain.state_dict().items():
@@ -371,7 +363,7 @@ def test_streamed_gradients_of_moved_chunks_stay_on_the_device(mixed: torch.dtyp
         left.zero_grad()
         right.zero_grad()
     assert moved(managed) == 8
-    registry.of_module(managed).runtime.room.give_way(1 << 30)
+    testing.of(managed).make_room()
     assert not moved(managed)
 
 
@@ -405,5 +397,5 @@ def test_a_second_optimizer_finds_its_states_where_the_chunk_is(tmp_path: Path) 
         train_both(plain, managed, token_batches(2), Recipe(steps=2), optimizers=optimizers)
     assert 0 < moved(managed) < 8
     for chunk in chunks_of(managed):
-        assert len({home.tier for home in chunk.homes.values()}) == 1
-        assert Role("momentum_buffer") in chunk.homes
+        assert len(set(chunk.homes.values())) == 1
+        assert "momentum_buffer" in chunk.homes

@@ -19,6 +19,7 @@ from tests.runtime.harness import assert_same_grads, assert_same_weights
 BATCH = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("speed", ["5MB", "50MB", None])
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_whether_a_backward_fits_is_no_matter_of_the_speed_of_its_link(
@@ -75,6 +76,7 @@ def peak_of_a_backward(module: nn.Module, batch: torch.Tensor) -> int:
     return peak
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("layers", [4, 8])
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
 def test_a_later_backward_waits_for_gradients_that_the_first_had_not_on_their_way(layers: int, biases: bool) -> None:

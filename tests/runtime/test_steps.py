@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.runtime import registry
+from hetmem import testing
 from tests.runtime.harness import (
     BATCHES,
     Recipe,
@@ -24,6 +24,7 @@ from tests.runtime.harness import (
     both,
     everywhere,
     mlp,
+    offloaded,
     pair,
     streamed,
     token_batches,
@@ -233,7 +234,8 @@ STEPS["zeroed between, None"] = partial(zeroed_between, True)
 STEPS["zeroed between, zeros"] = partial(zeroed_between, False)
 
 
-@everywhere
+@pytest.mark.each
+@offloaded
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_may_have_any_shape(name: str, placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)
@@ -252,6 +254,7 @@ def test_lengths_may_change_in_the_middle_of_training(placement: str, tmp_path: 
     train_both(*modules, batches, Recipe(steps=7))
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_an_eval_pass_in_between_changes_nothing(placement: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
@@ -270,13 +273,12 @@ def test_forwards_without_a_backward_are_not_kept_in_mind(placement: str, tmp_pa
     """A program that computes without `no_grad`: each forward was watched as one before a backward that is new, and
     what named that backward grew with the square of them."""
     plain, managed = pair(mlp, placement, tmp_path, sanitize=False)
-    segments = registry.of_module(managed).segments
     lengths = [(length, module) for length in range(1, 5) for module in (plain, managed)]
     for _ in range(25):
         for length, module in lengths:
             module(torch.ones(length, 64))
-    assert len(segments._pending) < 50 and len(segments._attempts) < 50
-    assert not registry.of_module(managed).runtime.tracer.measured
+    assert testing.of(managed).remembered_forwards() < 50
+    assert not testing.of(managed).measured()
     compare((plain, managed), lambda module: of_many(module, 4))
     compare((plain, managed), lambda module: of_many(module, 40))
 

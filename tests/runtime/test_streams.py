@@ -25,12 +25,12 @@ from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime import monitor, registry
 from tests.optim.machines import SLOW_HOST
-from tests.runtime.harness import CHUNK, PLACEMENTS, Recipe, Tower, budget, manage, pair, token_batches, train_both
+from tests.runtime.harness import CHUNK, Recipe, Tower, budget, manage, offloaded, pair, token_batches, train_both
 from tests.runtime.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@offloaded
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 def test_training_equals_torch_however_late_copies_are(
@@ -118,6 +118,7 @@ class Compute(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["off", "backward", "speculative", "forward"])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])

@@ -62,6 +62,7 @@ class Selective(nn.Module):
         return x
 
 
+@pytest.mark.each
 @streamed
 @overlaps
 @pytest.mark.parametrize("kept", KEPT)
@@ -76,6 +77,7 @@ def test_a_selective_checkpoint_keeps_nothing_of_hetmem_s_own(
         both.assert_same()
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_selective_checkpoint_in_mixed_precision(kept: str, placement: str, tmp_path: Path) -> None:
@@ -100,6 +102,7 @@ def test_a_model_that_was_managed_and_loaded_in_inference_mode_trains(placement:
     assert_same_weights(plain, managed)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_layer_over_a_turned_batch_has_the_bits_of_torch_in_inference_mode(
@@ -131,6 +134,7 @@ class Parts(nn.Module):
         return torch.matmul(out, out.narrow(1, 0, WIDTH).t(), out=torch.empty(len(x), len(x)))
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_parts_of_weights_and_buffers_are_those_of_torch_in_inference_mode(
@@ -156,6 +160,7 @@ TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.each
 @streamed
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("tracer", TRACERS)

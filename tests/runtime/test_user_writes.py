@@ -13,17 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-import hetmem
-from hetmem.memory.chunk import Chunk, Role
-from hetmem.memory.nvme import Extent, NvmeStore
-from hetmem.plan.copies import CopyState
-from hetmem.plan.trace import Schedule, Tier
-from hetmem.runtime import registry
-from hetmem.runtime.fingerprints import Fingerprints
-from hetmem.runtime.writes import Writes
+from hetmem import testing
 from tests.faults.disk import FaultyDisk
+from tests.pairs import mostly
 from tests.runtime.harness import (
     BATCHES,
+    PLACEMENTS,
     WIDTH,
     Recipe,
     adamws,
@@ -41,6 +36,10 @@ from tests.runtime.harness import (
     vector_batches,
 )
 from tests.runtime.lazy_device import EarlyDevice
+
+
+def named(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
 
 
 def multiplied(module: nn.Module) -> None:
@@ -127,6 +126,8 @@ def shared_and_multiplied(module: nn.Module) -> None:
     multiplied_through_data(module)
 
 
+KINDS = (one_element, loaded_by_assignment_of_data, multiplied_through_data, shared_and_multiplied)
+"""One that torch counts, one that replaces tensors, one that nobody counts, and one that exchanges memory."""
 WRITES = (
     multiplied, copied, one_element, moving_average, loaded, loaded_by_assignment_of_data, initialised, through_detach,
     through_a_view, foreach, as_a_vector, through_data, multiplied_through_data, through_numpy, shared,
@@ -134,10 +135,9 @@ WRITES = (
 )  # fmt: skip
 
 
-@pytest.mark.pairs
-@everywhere
+@pytest.mark.each
 @precisions
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "placement"), mostly(WRITES, PLACEMENTS, KINDS), ids=named)
 def test_writes_between_steps_reach_the_next_forward(
     write: Callable[[nn.Module], None], mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
@@ -174,23 +174,6 @@ def test_writes_while_a_copy_is_on_its_way_reach_the_next_forward(
             multiplied_through_data(module)
 
 
-def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_path: Path) -> None:
-    """The read into staging was begun before the write, and its end brings the block to the device at once."""
-    modules = pair(mlp, "nvme", tmp_path)
-    train_both(*modules, BATCHES)
-    runtime = registry.of_module(modules[1]).runtime
-    traffic, residency = runtime.traffic, runtime.traffic.residency
-    traffic.forget_copies()
-    chunk = next(chunk for chunk in runtime.chunks if chunk.parameters[0].name == "0.weight")
-    block = chunk.homes[Role.PARAM].block
-    assert block is not None
-    traffic.execute(residency.expect(Tier.DEVICE, Schedule([(block,)])))
-    assert [residency.state(block, tier) for tier in (Tier.HOST, Tier.DEVICE)] == [CopyState.LOADING, None]
-    traffic.superseded(chunk, Role.PARAM)
-    assert residency.state(block, Tier.DEVICE) is None
-    assert residency.state(block, Tier.HOST) is not CopyState.VALID
-
-
 class LateDisk(FaultyDisk):
     """Has read what was there, and says so only when it may."""
 
@@ -206,6 +189,7 @@ class LateDisk(FaultyDisk):
         return count
 
 
+@pytest.mark.each
 @precisions
 @pytest.mark.parametrize("home_copies", [False, True])
 def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
@@ -218,15 +202,14 @@ def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
     modules = pair(mlp, room, tmp_path, mixed_precision=mixed)
     batches = vector_batches(2, 4, WIDTH, dtype=mixed)
     optimizers = train_both(*modules, batches, Recipe(steps=2, mixed=mixed))
-    runtime = registry.of_module(modules[1]).runtime
-    on_nvme = [chunk.homes[Role.PARAM] for chunk in runtime.chunks if chunk.homes[Role.PARAM].tier is Tier.NVME]
+    inside = testing.of(modules[1])
+    on_nvme = [chunk.index for chunk in inside.chunks() if chunk.homes["param"] == "nvme"]
     assert len(on_nvme) >= 2
-    for home in on_nvme:
-        runtime.forget_copies()
+    for chunk in on_nvme:
+        inside.forget_copies()
         disk.has_read.clear()
         disk.may_answer.clear()
-        assert home.block is not None
-        runtime.traffic.execute(runtime.traffic.residency.prefetch(home.block, Tier.HOST))
+        inside.prefetch(chunk, "host")
         assert disk.has_read.wait(30)
         for module in modules:
             multiplied_through_data(module)
@@ -234,8 +217,7 @@ def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
         train_both(*modules, batches, Recipe(steps=1, mixed=mixed), optimizers=optimizers)
 
 
-@everywhere
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "placement"), mostly(WRITES, PLACEMENTS, KINDS), ids=named)
 def test_writes_between_backward_and_step_are_stepped_from(
     write: Callable[[nn.Module], None], placement: str, tmp_path: Path
 ) -> None:
@@ -253,6 +235,7 @@ def test_writes_between_backward_and_step_are_stepped_from(
             module.zero_grad()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("written", ["weights", "states"])
 def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
@@ -277,6 +260,7 @@ def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
         assert_same_weights(*modules)
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 def test_writes_before_the_first_forward_and_without_an_optimizer_count(
@@ -294,39 +278,3 @@ def test_writes_before_the_first_forward_and_without_an_optimizer_count(
         x = x.to(mixed or torch.float32)
         with torch.no_grad():
             assert_same(reference(x), modules[1](x), "output")
-
-
-@pytest.mark.parametrize("when", ["forward", "step"])
-def test_homes_on_nvme_that_are_looked_at_are_read_together_before(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One access of the disk after the other would hold training up."""
-    _, managed = pair(mlp, "nvme", tmp_path)
-    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2)
-    asked: list[Extent] = []
-    compared: list[Extent] = []
-    caches, differ = NvmeStore.cache_pages, Fingerprints.differ
-
-    def noted(fingerprints: Fingerprints, chunk: Chunk, *args: Any) -> bool:
-        compared.append(chunk.homes[Role.PARAM].extent)
-        assert set(compared) <= set(asked)
-        return differ(fingerprints, chunk, *args)
-
-    def start_anew() -> None:
-        asked.clear()
-        compared.clear()
-
-    monkeypatch.setattr(Writes, "make_sure", lambda *_: None)  # of what was on its way and could not be looked at
-    monkeypatch.setattr(Fingerprints, "differ", noted)
-    monkeypatch.setattr(NvmeStore, "cache_pages", lambda *args: (asked.append(args[1]), caches(*args)))
-    for batch in vector_batches(4, 4, WIDTH):
-        loss = loss_of(managed, batch)
-        if when == "step":
-            start_anew()
-        loss.backward()
-        optimizer.step()
-        if when == "forward":
-            start_anew()
-        optimizer.zero_grad()
-    loss_of(managed, BATCHES[0])
-    assert compared

@@ -93,11 +93,11 @@ def test_so_does_each_where_homes_have_moved_to_the_device(mixed: torch.dtype | 
     for _ in range(3):
         recipe = Recipe(steps=3, mixed=mixed)
         optimizers = train_both(plain, managed, token_batches(3), recipe, optimizers=optimizers)
-        written = dict(plain.named_parameters())
+        own, written = (dict(module.named_parameters()) for module in (managed, plain))
         for chunk in chunks_of(managed):
             moved += chunk.moved and len(chunk.parameters) > 1
-            for index, each in enumerate(chunk.parameters):
-                for parameter in (each.parameter, written[each.name]):
+            for index, name in enumerate(chunk.parameters):
+                for parameter in (own[name], written[name]):
                     (parameter.data if index else parameter.detach()).mul_(1.5)
         assert_same_weights(plain, managed)
     assert moved > 0

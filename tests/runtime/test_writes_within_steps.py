@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, Role
-from hetmem.runtime.traffic import Traffic
+from tests.pairs import mostly
 from tests.runtime.harness import (
     BATCHES,
+    PLACEMENTS,
     WIDTH,
     Recipe,
     assert_same,
@@ -68,10 +70,11 @@ class WritesInForward(nn.Module):
 
 
 WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "held view")
+KINDS = ("slice", "data", "data set")
+"""One that torch counts, one that nobody counts, and one that replaces the tensor."""
 
 
-@everywhere
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "placement"), mostly(WAYS, PLACEMENTS, KINDS))
 def test_writes_inside_forward_are_kept(way: str, placement: str, tmp_path: Path) -> None:
     modules = pair(lambda: WritesInForward(way), placement, tmp_path)
     train_both(*modules, BATCHES, Recipe(accumulation=2))
@@ -90,6 +93,7 @@ class TakesData(nn.Module):
         return self.layer(self.other(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.each
 @streamed
 @precisions
 def test_a_weight_takes_the_values_of_another(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
@@ -106,34 +110,35 @@ def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> 
         managed(*BATCHES[0])
 
 
+@pytest.mark.pairs
 @streamed
 @precisions
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
-    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
     """Copies that an update has renewed, or an operator has written to, are not made once more."""
-    superseded: list[Role] = []
-    supersede = Traffic.superseded
+    superseded: list[str] = []
 
-    def superseding(self: Traffic, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
-        if but_device:
-            supersede(self, chunk, role, but_device=True)
-        elif role == chunk.operand:
-            superseded.append(role)
+    def superseding(written: Callable[..., None], traffic: Any, chunk: Any, role: Any, **options: bool) -> None:
+        written(traffic, chunk, role, **options)
+        if not options.get("but_device"):
+            superseded.append(role.name)
 
-    monkeypatch.setattr(Traffic, "superseded", superseding)
     _, managed = pair(lambda: WritesInForward("mul_"), placement, tmp_path, mixed_precision=mixed)
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
-    for batch in BATCHES:
-        loss_of(managed, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            managed(*batch)
-    assert superseded == []
+    copied = "compute" if testing.of(managed).homes("compute") else "param"
+    with testing.around("home written", superseding):
+        for batch in BATCHES:
+            loss_of(managed, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                managed(*batch)
+    assert copied not in superseded
 
 
+@pytest.mark.each
 @everywhere
 @precisions
 def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch(

@@ -1,4 +1,5 @@
-"""Who is refused a copy, or fails, leaves no use of one behind, and gives up none that is another's."""
+"""The runtime's traffic: who is refused a copy, or fails, leaves no use of one behind and gives up none of another's;
+what is being written or replaced is fetched by nobody."""
 
 from __future__ import annotations
 
@@ -14,13 +15,29 @@ from torch import nn
 import hetmem
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.nvme import Extent, NvmeStore
+from hetmem.memory.views import address_of
 from hetmem.plan.commands import Drop
 from hetmem.plan.copies import CopyState
 from hetmem.plan.residency import Residency
-from hetmem.plan.trace import DEVICE, HOST, NVME
+from hetmem.plan.trace import DEVICE, HOST, NVME, Schedule, Tier
 from hetmem.runtime import registry
+from hetmem.runtime.fingerprints import Fingerprints
 from hetmem.runtime.runtime import Runtime
-from tests.runtime.harness import BATCHES, WIDTH, adamws, assert_same_weights, loss_of, manage, mlp, pair
+from hetmem.runtime.writes import Writes
+from tests.runtime.harness import (
+    BATCHES,
+    CHUNK,
+    WIDTH,
+    adamws,
+    assert_same_weights,
+    loss_of,
+    manage,
+    mlp,
+    pair,
+    train_both,
+    vector_batches,
+)
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -174,3 +191,129 @@ def test_an_update_that_cannot_ask_for_all_it_needs_asks_for_nothing(at: int, tm
     left.step()
     right.step()
     assert_same_weights(plain, managed)
+
+
+def test_an_update_of_a_chunk_that_waits_for_room_begins_at_once(tmp_path: Path) -> None:
+    """Whoever waits for room may be who lets the update begin: waiting there for the copy would have been for ever."""
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    budget = hetmem.Budget(device="1MiB", device_chunks="16KiB", host="8MiB")
+    hetmem.manage(module, budget, chunk_bytes="16KiB", device="sim")
+    runtime = runtime_of(module)
+    traffic, residency = runtime.traffic, runtime.traffic.residency
+    used, wanted = (chunk for chunk in runtime.chunks[:2])
+    first, second = used.operand_block, wanted.operand_block
+    assert first is not None and second is not None
+    traffic.acquire(first, Tier.DEVICE)
+    traffic.execute(residency.acquire(second, Tier.DEVICE))
+    assert residency.state(second, Tier.DEVICE) is CopyState.WAITING
+    assert not residency.in_flight()
+    assert traffic.begin_update(wanted, keep_copy=False) is False
+    traffic.release(first, Tier.DEVICE)
+    assert residency.state(second, Tier.DEVICE) is CopyState.WAITING, "its home is being written"
+    traffic.end_update(wanted)
+    traffic.pending.drain()
+    assert residency.state(second, Tier.DEVICE) is CopyState.VALID
+    traffic.release(second, Tier.DEVICE)
+
+
+def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_path: Path) -> None:
+    """The read into staging was begun before the write, and its end brings the block to the device at once."""
+    modules = pair(mlp, "nvme", tmp_path)
+    train_both(*modules, BATCHES)
+    runtime = runtime_of(modules[1])
+    traffic, residency = runtime.traffic, runtime.traffic.residency
+    traffic.forget_copies()
+    chunk = next(chunk for chunk in runtime.chunks if chunk.parameters[0].name == "0.weight")
+    block = chunk.homes[Role.PARAM].block
+    assert block is not None
+    traffic.execute(residency.expect(Tier.DEVICE, Schedule([(block,)])))
+    assert [residency.state(block, tier) for tier in (Tier.HOST, Tier.DEVICE)] == [CopyState.LOADING, None]
+    traffic.superseded(chunk, Role.PARAM)
+    assert residency.state(block, Tier.DEVICE) is None
+    assert residency.state(block, Tier.HOST) is not CopyState.VALID
+
+
+@pytest.mark.parametrize("when", ["forward", "step"])
+def test_homes_on_nvme_that_are_looked_at_are_read_together_before(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One access of the disk after the other would hold training up."""
+    _, managed = pair(mlp, "nvme", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    asked: list[Extent] = []
+    compared: list[Extent] = []
+    caches, differ = NvmeStore.cache_pages, Fingerprints.differ
+
+    def noted(fingerprints: Fingerprints, chunk: Chunk, *args: Any) -> bool:
+        compared.append(chunk.homes[Role.PARAM].extent)
+        assert set(compared) <= set(asked)
+        return differ(fingerprints, chunk, *args)
+
+    def start_anew() -> None:
+        asked.clear()
+        compared.clear()
+
+    monkeypatch.setattr(Writes, "make_sure", lambda *_: None)  # of what was on its way and could not be looked at
+    monkeypatch.setattr(Fingerprints, "differ", noted)
+    monkeypatch.setattr(NvmeStore, "cache_pages", lambda *args: (asked.append(args[1]), caches(*args)))
+    for batch in vector_batches(4, 4, WIDTH):
+        loss = loss_of(managed, batch)
+        if when == "step":
+            start_anew()
+        loss.backward()
+        optimizer.step()
+        if when == "forward":
+            start_anew()
+        optimizer.zero_grad()
+    loss_of(managed, BATCHES[0])
+    assert compared
+
+
+class Failing(hetmem.SimDevice):
+    """Loses gradients while `fails`. It has a speed, so that they are on their way at the end of a backward."""
+
+    fails = False
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        if self.fails:
+            raise OSError("the link is broken")
+        super().gradient_out(target, arrived, add=add)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        return self.one(x).square().sum() + (self.other(x).square().sum() if both else 0)
+
+
+def test_it_is_the_user_s_turn_after_a_backward_that_raised_at_its_end(tmp_path: Path) -> None:
+    device = Failing(device_to_host="1GB")
+    managed = manage(Heads(), "nvme", tmp_path, device=device)
+    managed(*BATCHES[0]).backward()
+    loss = managed(*BATCHES[0], both=False)
+    device.fails = True
+    with pytest.raises(OSError, match="the link is broken"):
+        loss.backward()
+    runtime = runtime_of(managed)
+    assert runtime.events.running() is None
+    (chunk,) = (chunk for chunk in runtime.chunks if chunk.parameters[0].name == "other.weight")
+    block, exposed = chunk.homes[Role.GRAD].block, runtime.traffic.carrier.exposed
+    assert block is not None and chunk.homes[Role.GRAD].tier is Tier.NVME
+    exposed.reads(block, chunk, Role.GRAD)
+    assert exposed.mixed(block), "he may be writing to a gradient that is read from now on"
+
+
+def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
+    """Its next owner may be an activation, which counts."""
+    memory = runtime_of(manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path)).memory
+    idle = memory.idle_bytes(0)
+    taken = memory.take_device(CHUNK)
+    address = address_of(taken)
+    assert memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle - CHUNK
+    memory.give_device(taken, CHUNK)
+    assert not memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle

@@ -1,0 +1,467 @@
+"""What hetmem's tests ask of a managed model and do to it: facts in plain data, waits, and faults at named points.
+
+Private: for hetmem's own tests, which use public names and this module where they are not about a unit of its own. It
+hands out names, numbers, strings and copies of values, and no object of the runtime, so that what lies below can be
+rebuilt without touching a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from threading import current_thread, main_thread
+from threading import enumerate as all_threads
+from typing import Any
+from weakref import ref
+
+import torch
+
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.plan.copies import CopyState
+from hetmem.plan.hardware import HardwareProfile
+from hetmem.plan.trace import Tier
+from hetmem.runtime import registry
+from hetmem.runtime.tracer import segment_name
+from hetmem.runtime.used_up import UsedUp
+
+_RUNTIME, _PLAN, _OPTIM = "hetmem.runtime", "hetmem.plan", "hetmem.optim"
+POINTS = {
+    "lease a copy": f"{_PLAN}.residency:Residency.acquire",
+    "release a copy": f"{_PLAN}.residency:Residency.release",
+    "copy done": f"{_PLAN}.residency:Residency.done",
+    "carry out": f"{_RUNTIME}.carrier:Carrier._carry_out",
+    "note an end": f"{_RUNTIME}.carrier:Carrier._note",
+    "take an end": "hetmem.memory.transfer:TransferEngine.take",
+    "copy now": "hetmem.memory.transfer:TransferEngine.copy_now",
+    "take a slot": "hetmem.memory.device_pool:DevicePool.prepare",
+    "bind": f"{_RUNTIME}.bindings:Bindings.bind",
+    "unbind": f"{_RUNTIME}.bindings:Bindings.unbind",
+    "use of a weight": f"{_RUNTIME}.runtime:Runtime._moment",
+    "step done": f"{_RUNTIME}.runtime:Runtime.after_step",
+    "device copy": f"{_RUNTIME}.traffic:Traffic.device_copy",
+    "home written": f"{_RUNTIME}.traffic:Traffic.superseded",
+    "ask for a role": f"{_RUNTIME}.traffic:Traffic.ask_role",
+    "close a role": f"{_RUNTIME}.traffic:Traffic.close_role",
+    "begin an update": f"{_RUNTIME}.traffic:Traffic.begin_update",
+    "end an update": f"{_RUNTIME}.traffic:Traffic.end_update",
+    "give a home away": f"{_RUNTIME}.writes:give_away",
+    "give a copy away": f"{_RUNTIME}.bindings:give_away",
+    "gradients arrive": f"{_RUNTIME}.gradients:GradientSink.arrive",
+    "send a gradient": f"{_RUNTIME}.homeward:Homeward.send",
+    "gradient is home": f"{_RUNTIME}.homeward:Homeward._arrived",
+    "move a home": f"{_RUNTIME}.share:_copy",
+    "pump updates": f"{_OPTIM}.updates:Updates.pump",
+    "open an update": f"{_OPTIM}.updates:Updates._open",
+    "is an update free": f"{_OPTIM}.updates:Updates._is_free",
+    "may open an update": f"{_OPTIM}.updates:Updates._may_open",
+    "run updates": f"{_OPTIM}.updates:Updates._run",
+    "close an update": f"{_OPTIM}.updates:Updates._close",
+    "finish updates": f"{_OPTIM}.updates:Updates.finish",
+    "states to the device": f"{_OPTIM}.streamed:_Bring.__call__",
+    "states home": f"{_OPTIM}.streamed:_SendHome.__call__",
+    "keep a gradient": f"{_OPTIM}.kept:KeptGradients.keep",
+    "update tasks": f"{_OPTIM}.adamw:AdamWRule.tasks",
+    "begin tasks": f"{_OPTIM}.workers:WorkerPool.begin",
+    "backward over": f"{_OPTIM}.stepper:Stepper.backward_over",
+    "plan ahead": f"{_RUNTIME}.runtime:Runtime.expect",
+    "wait until written": f"{_RUNTIME}.traffic:Traffic.wait_until_written",
+    "take a role": f"{_RUNTIME}.traffic:Traffic.asked_role",
+    "is a gradient kept": f"{_RUNTIME}.old_gradients:is_kept",
+    "place of a gradient": f"{_OPTIM}.places:UpdatePlaces.place_on_device",
+    "update in the step": f"{_OPTIM}.stepper:Stepper.update",
+    "update there": f"{_OPTIM}.adamw:AdamWRule.there",
+    "queue a streamed update": f"{_OPTIM}.streamed:StreamedUpdates.add",
+    "next streamed update": f"{_OPTIM}.streamed:StreamedUpdates._next",
+    "tasks that sum": f"{_OPTIM}.passes:Passes._sum_tasks",
+    "tasks that update": f"{_OPTIM}.passes:Passes._update_tasks",
+    "room to undo": f"{_OPTIM}.undo:UndoLog.make_room",
+    "run a task": f"{_OPTIM}.workers:Batch.run_one",
+    "forget copies": f"{_RUNTIME}.runtime:Runtime.forget_copies",
+    "read from NVMe": "hetmem.memory.nvme:NvmeStore.read",
+}
+"""Where `around` and `failing` step in: a name that tests use, and the function that it means today."""
+
+
+@dataclass(frozen=True)
+class ChunkFacts:
+    """A chunk: its parameters by name, what a copy of it takes on the device, its homes as {role: tier}, and whether
+    these have moved to the device."""
+
+    index: int
+    parameters: tuple[str, ...]
+    slots: int
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    elements: int
+    copy_bytes: int
+    homes: dict[str, str]
+    home_bytes: dict[str, int]
+    moved: bool
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Bytes of a model's pools and homes, the slots of staging, and whether the model is whole on the device."""
+
+    resident: bool
+    slot_bytes: int
+    staging_slots: int
+    device_slots: int
+    device_bytes: int
+    device_chunk_bytes: int
+    device_home_bytes: int
+    moved_bytes: int
+    host_free_bytes: int
+    host_reserved_bytes: int
+    spare_bytes: int
+    idle_bytes: int
+    non_model_peak_bytes: int
+
+
+class Inside:
+    """A managed model seen from within. Chunks go by their index; tiers are "device", "host" and "nvme"."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._found = registry.of_module(module)
+        self._runtime = self._found.runtime
+        self._traffic, self._memory = self._runtime.traffic, self._runtime.memory
+
+    # ---- facts -------------------------------------------------------------------------------------------------
+
+    def chunks(self) -> list[ChunkFacts]:
+        """Return the chunks in the order of their indices."""
+        return [_facts(chunk) for chunk in self._runtime.chunks]
+
+    def chunk_of(self, parameter: torch.Tensor | str) -> int:
+        """Return the chunk that holds `parameter`, given by name or itself."""
+        return self._parameter(parameter).chunk.spec.index
+
+    def homes(self, role: str | None = None) -> set[str]:
+        """Return the tiers of all homes, or of those of `role`."""
+        return {tier for chunk in self.chunks() for name, tier in chunk.homes.items() if role in (None, name)}
+
+    def home(self, parameter: torch.Tensor | str, role: str = "param") -> torch.Tensor:
+        """Return what the home of `role` ("param", "compute", "grad") of `parameter` says, as a copy."""
+        return self._parameter(parameter).view(_role(role)).detach().clone()
+
+    def device_copies(self) -> list[int]:
+        """Return the chunks that have a valid copy on the device."""
+        valid, residency = CopyState.VALID, self._traffic.residency
+        blocks = [(chunk.spec.index, chunk.operand_block) for chunk in self._runtime.chunks]
+        return [index for index, block in blocks if block is not None and residency.state(block, Tier.DEVICE) is valid]
+
+    def leased(self) -> list[str]:
+        """Return the labels of the copies that are in use on any tier."""
+        self._runtime.holds_copies()
+        residency = self._traffic.residency
+        blocks = ((block, tier) for tier in (Tier.DEVICE, Tier.HOST) for block in residency.resident(tier))
+        return [residency.blocks[block].label for block, tier in blocks if residency.uses(block, tier)]
+
+    def holds_views(self) -> bool:
+        """Whether the user or autograd holds memory of a copy on the device."""
+        return self._runtime.holds_copies()
+
+    def place_of(self, tensor: torch.Tensor | int) -> str:
+        """Return what lies where `tensor`, or an address, does: "home" (in host memory or a mapped file), "device" (a
+        copy or a home there), or "other"."""
+        address = tensor if isinstance(tensor, int) else tensor.data_ptr()
+        if self._memory.is_home_address(address):
+            return "home"
+        return "device" if self._memory.is_device_address(address) else "other"
+
+    def unwritten(self, role: str) -> list[int]:
+        """Return the chunks whose home of `role` is on NVMe and older than a copy that is not being written there."""
+        homes = {chunk.spec.index: chunk.homes.get(_role(role)) for chunk in self._runtime.chunks}
+        blocks = {index: home.block for index, home in homes.items() if home is not None and home.tier is Tier.NVME}
+        residency = self._traffic.residency
+        return [
+            index
+            for index, block in blocks.items()
+            if block is not None and residency.dirty(block) and not residency.writing(block)
+        ]
+
+    def updating(self) -> list[int]:
+        """Return the chunks whose update has been queued and is not over."""
+        return sorted(chunk.spec.index for chunk in self._traffic.updating)
+
+    def updated_bytes(self) -> dict[str, int]:
+        """Return the bytes of parameters that were updated, by where: "host", "streamed", "resident"."""
+        return {way.value: nbytes for way, nbytes in self._runtime.statistics.updated_bytes.items() if nbytes}
+
+    def link_bytes(self) -> dict[str, int]:
+        """Return the bytes that crossed each link, as `hetmem.report` names them."""
+        return {link.value: use.bytes for link, use in self._traffic.engine.links().items()}
+
+    def stayed_gradient_bytes(self) -> int:
+        """Return the bytes of gradients that were kept on the device."""
+        return self._found.gradients.stayed_bytes
+
+    def spans(self, kind: str) -> list[tuple[str, float, float]]:
+        """Return what took from when to when: `kind` is "segments", "updates" or "stalls"."""
+        return [tuple(span) for span in getattr(self._runtime.events, kind)]
+
+    def transfers(self) -> list[tuple[str, int, int]]:
+        """Return link, block (-1: of none) and bytes of each transfer that is logged."""
+        return [(each.link.value, each.block, each.nbytes) for each in self._runtime.events.transfers]
+
+    def operators(self) -> list[str]:
+        """Return the operators that used weights, in their order."""
+        return [moment.operator for moment in self._runtime.events.moments]
+
+    def in_backward(self) -> bool:
+        """Whether a backward has begun and is not over."""
+        return self._found.segments.in_backward
+
+    def remembered_forwards(self) -> int:
+        """Return how many forwards whose backward has not come are kept in mind."""
+        return max(len(self._found.segments._pending), len(self._found.segments._attempts))
+
+    def measured(self) -> bool:
+        """Whether the segment that runs now is one that nobody has seen before."""
+        return self._runtime.tracer.measured
+
+    def at_rest(self) -> bool:
+        """Whether nothing of a forward, a backward or a step is under way."""
+        return self._found.at_rest()
+
+    def memory(self) -> MemoryFacts:
+        """Return the bytes of pools and homes."""
+        memory, room = self._memory, self._runtime.room
+        return MemoryFacts(
+            resident=memory.resident,
+            slot_bytes=memory.device_pool.slot_bytes,
+            staging_slots=memory.staging_slots,
+            device_slots=memory.device_pool.slots,
+            device_bytes=memory.device_bytes,
+            device_chunk_bytes=memory.device_chunk_bytes,
+            device_home_bytes=memory.device_home_bytes,
+            moved_bytes=memory.moved_bytes,
+            host_free_bytes=memory.host_pool.free_bytes,
+            host_reserved_bytes=memory.host_pool.reserved_bytes,
+            spare_bytes=memory.spare_bytes,
+            idle_bytes=memory.idle_bytes(room.non_model_peak_bytes),
+            non_model_peak_bytes=room.non_model_peak_bytes,
+        )
+
+    def hardware(self) -> HardwareProfile | None:
+        """Return the profile that updates on the device are chosen by, if there is one."""
+        return self._runtime.hardware
+
+    def prefetch_distance(self) -> tuple[int, int]:
+        """Return how many uses prefetching looks ahead, and how many fetches it has in flight."""
+        supply = self._traffic.residency._supply
+        return supply._lookahead, supply._at_once
+
+    def expected_peaks(self, segment: str) -> list[int]:
+        """Return the most bytes beside chunks that each trace of `segment` ("forward", …) expects."""
+        traces = [trace for trace in self._runtime.tracer.book.traces() if segment_name(trace.key) == segment]
+        return [trace.peak_non_model_bytes() if trace.moments else 0 for trace in traces]
+
+    def checks(self) -> bool:
+        """Whether operators that meet homes are refused now, given `sanitize=True`."""
+        return not self._runtime.monitor.left
+
+    def live_bytes(self) -> int:
+        """Return the device bytes of tensors that are no chunks', now."""
+        return self._runtime.monitor.live_bytes
+
+    def chunk_bytes(self) -> int:
+        """Return the device bytes of copies and homes, now."""
+        return self._runtime.room.chunk_bytes()
+
+    def alive(self) -> Callable[[], bool]:
+        """Return what says later, without holding anything, whether the runtime still lives."""
+        runtime = ref(self._runtime)
+        return lambda: runtime() is not None
+
+    # ---- acts --------------------------------------------------------------------------------------------------
+
+    def wait_idle(self) -> None:
+        """Wait until no transfer and no job is under way; then raise the first error there was."""
+        self._traffic.pending.quiesce()
+
+    def busy(self) -> bool:
+        """Whether a transfer or a job is under way."""
+        return self._traffic.pending.busy()
+
+    def wait_for_updates(self) -> None:
+        """Wait until all updates are over, and parameters and their 16-bit copies written to NVMe."""
+        self._traffic.wait_for_updates()
+        copies = [chunk.homes[Role.COMPUTE] for chunk in self._runtime.chunks if Role.COMPUTE in chunk.homes]
+        self._traffic.wait_until_written(copies)
+
+    def make_room(self, nbytes: int = 1 << 30) -> None:
+        """Have homes of `nbytes` leave the device, if they can."""
+        self._runtime.room.give_way(nbytes)
+
+    def leave_device(self, nbytes: int = 0) -> bool:
+        """Have a model that is whole on the device leave `nbytes` of it to others; False if it is not, or must stay."""
+        return self._runtime.room._leave_device(nbytes)
+
+    def look_for_idle_memory(self) -> None:
+        """Have homes move to idle device memory again, as if none had ever gone back."""
+        share = self._found.share
+        share._went_back, share._idle_seen = 0, -1
+
+    def forget_peaks(self) -> None:
+        """Have what others hold of the device now pass for the most that they ever needed."""
+        self._runtime.statistics.non_model_peak_bytes = 0
+
+    def prefetch(self, chunk: int, tier: str, role: str = "param") -> None:
+        """Begin to fetch `role` of `chunk` to `tier`, if there is room."""
+        block = self._runtime.chunks[chunk].homes[_role(role)].block
+        assert block is not None
+        self._traffic.execute(self._traffic.residency.prefetch(block, Tier[tier.upper()]))
+
+    def forget_copies(self) -> None:
+        """Evict every copy on every tier; none may be in use."""
+        self._runtime.forget_copies()
+
+    def detect_writes(self) -> None:
+        """Look for writes to weights that were not hetmem's, as the next forward does."""
+        self._runtime.writes.notice_all()
+
+    def _parameter(self, wanted: torch.Tensor | str) -> ManagedParameter:
+        name = wanted if isinstance(wanted, str) else None
+        return next(each for each in self._runtime.parameters if each.name == name or each.parameter is wanted)
+
+
+def of(module: torch.nn.Module) -> Inside:
+    """Look into `module`, which is managed; raises `ManageError` if it is not."""
+    return Inside(module)
+
+
+def is_managed(parameter: torch.Tensor) -> bool:
+    """Whether a model that is managed has `parameter`."""
+    return registry.of_parameter(parameter) is not None
+
+
+def threads() -> list[str]:
+    """Return the names of hetmem's threads that run, of all models."""
+    return [thread.name for thread in all_threads() if thread.name.startswith("hetmem-")]
+
+
+def place_of(point: str) -> tuple[Any, str]:
+    """Return what has the function at `point`, and the function's name there, for `monkeypatch.setattr`."""
+    owner, _, name = POINTS[point].rpartition("." if "." in POINTS[point].partition(":")[2] else ":")
+    return resolve_name(owner), name
+
+
+@contextmanager
+def around(point: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Have `call(original, *args)` run in place of the function at `point`, of all models, until the end."""
+    owner, name = place_of(point)
+    original = owner.__dict__[name]
+
+    def instead(*args: Any, **keywords: Any) -> Any:
+        return call(original, *args, **keywords)
+
+    setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def failing(
+    point: str, error: Callable[[], BaseException], at: int = 0, *, times: int = 1, main: bool = False
+) -> Iterator[Callable[[], int]]:
+    """Raise `error()` in place of `times` calls at `point` from call number `at` on; of the main thread only if `main`.
+
+    Gives a function that says how often it was raised so far.
+    """
+    calls = failed = 0
+
+    def call(original: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        nonlocal calls, failed
+        if not main or current_thread() is main_thread():
+            calls += 1
+            if at < calls <= at + times:
+                failed += 1
+                raise error()
+        return original(*args, **keywords)
+
+    with around(point, call):
+        yield lambda: failed
+
+
+@contextmanager
+def updates_held() -> Iterator[None]:
+    """Have queued updates of all models wait until the end, whoever waits for them."""
+    with around("may open an update", lambda *_: False):
+        yield
+
+
+@contextmanager
+def updates_as_waited_for() -> Iterator[None]:
+    """Have queued updates of all models wait until the end, but for those of chunks that somebody waits for."""
+
+    def is_free(original: Callable[..., bool], updates: Any, job: Any) -> bool:
+        return updates._queue._hastened == job.chunk.spec.index and original(updates, job)
+
+    with around("is an update free", is_free):
+        yield
+
+
+@contextmanager
+def updates_end_in_backward() -> Iterator[None]:
+    """Have each backward wait until the updates are over that it has begun."""
+
+    def wait(original: Callable[..., None], stepper: Any) -> None:
+        stepper.synchronize()
+        original(stepper)
+
+    with around("backward over", wait):
+        yield
+
+
+@contextmanager
+def opened_updates() -> Iterator[list[int]]:
+    """Note the chunks whose updates are opened until the end, in that order."""
+    opened: list[int] = []
+
+    def note(original: Callable[..., None], updates: Any, job: Any) -> None:
+        opened.append(job.chunk.spec.index)
+        original(updates, job)
+
+    with around("open an update", note):
+        yield opened
+
+
+def fill_idle_memory(module: torch.nn.Module) -> None:
+    """Have homes move to device memory that is idle now, though it was looked for before."""
+    share = registry.of_module(module).share
+    share._idle_seen = -1
+    share.grow()
+
+
+def updates_begun(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters whose update has begun in the present step."""
+    return [managed.name for watcher in registry.of_module(module).gradients.watchers for managed in watcher.begun()]
+
+
+def is_used_up(gradient: torch.Tensor | None) -> bool:
+    """Whether `gradient` stands for one that its update has used up (`gradients="streamed"`)."""
+    return isinstance(gradient, UsedUp)
+
+
+def _facts(chunk: Chunk) -> ChunkFacts:
+    return ChunkFacts(
+        index=chunk.spec.index,
+        parameters=tuple(each.name for each in chunk.parameters),
+        slots=chunk.spec.span,
+        dtype=chunk.dtype,
+        compute_dtype=chunk.compute_dtype,
+        elements=chunk.numel,
+        copy_bytes=chunk.compute_nbytes,
+        homes={role.name: home.tier.name.lower() for role, home in chunk.homes.items()},
+        home_bytes={role.name: chunk.home_nbytes(role) for role in chunk.homes},
+        moved=chunk.moved,
+    )
+
+
+def _role(name: str) -> Role:
+    return {"param": Role.PARAM, "compute": Role.COMPUTE, "grad": Role.GRAD}[name]

@@ -1,0 +1,101 @@
+"""Programs in processes of their own that need not import torch again: forks of one that has done nothing else.
+
+As a program it is that process: a line on standard input is a job, a line on standard output how it ended. It has one
+thread and no part of hetmem, so that a fork is as clean as a new interpreter with torch in it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Forks:
+    """Runs programs one by one."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.forked"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True
+        )
+
+    def run(
+        self, program: str, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 300.0
+    ) -> Ended:
+        """`program` to the end of its interpreter. One that takes longer says where it hangs, and fails."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            job = {
+                "program": program,
+                "arguments": arguments,
+                "environment": dict(environment or {}),
+                "seconds": seconds,
+                "folder": folder,
+            }
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+            status = self._process.stdout.readline()
+            assert status, "the process that forks has ended"
+            texts = [(Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")]
+        return Ended(int(status), *texts)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def main() -> None:
+    """Answer jobs until there are no more. Only a fork returns with one: its program, which is still to run."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if not child:
+            return _become(job)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _become(job: Mapping[str, Any]) -> None:
+    """Run the program of `job` as `python -c` does."""
+    for descriptor, name in enumerate((os.devnull, "stdout", "stderr")):
+        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT
+        os.dup2(os.open(os.path.join(job["folder"], name), flags), descriptor)
+    faulthandler.dump_traceback_later(job["seconds"], exit=True, file=os.dup(2))
+    os.environ.update(job["environment"])
+    sys.argv = ["-c", *job["arguments"]]
+    exec(compile(job["program"], "<string>", "exec"), vars(sys.modules["__main__"]))  # to the end of the interpreter
+
+
+def _prepare() -> None:
+    """Import what takes long and starts no thread."""
+    import hypothesis
+    import numba
+    import numba.extending
+    import pytest
+    import torch
+    import torch._dynamo  # with the first optimizer
+
+    assert all((hypothesis, numba, pytest, torch))
+    assert not any(name.partition(".")[0] == "hetmem" for name in sys.modules)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of its parent's other threads"
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    _prepare()
+    main()
