@@ -152,12 +152,11 @@ class ManagedParameter:
     where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
-    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the parameter's version
-    counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how often `.data` was set
-    within a forward or backward. `kind` is the parameter's class; while something computes it is `bound_kind` if the
-    parameter is bound to its copy and `unbound_kind` if not (see `runtime.faults`). `bound` counts the calls of modules
-    that it is bound for, and `data_taken` says that somebody has asked for its `.data` within.
-    """
+    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the
+    parameter's version counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how
+    often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
+    `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `runtime.faults`). `bound` counts
+    the calls of modules that it is bound for, and `data_taken` says that somebody has asked for its `.data` within."""
 
     parameter: torch.nn.Parameter
     name: str

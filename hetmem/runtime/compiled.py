@@ -82,8 +82,8 @@ def can_compile() -> bool:
 
 
 class Tracing:
-    """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no more
-    than this."""
+    """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no
+    more than this."""
 
     __slots__ = ("quiet", "region", "where")
 

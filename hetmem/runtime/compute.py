@@ -39,8 +39,8 @@ CALLS: Any = next(
 
 
 class Call:
-    """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its length,
-    `displaced` the hooks of others that gave way for that."""
+    """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its
+    length, `displaced` the hooks of others that gave way for that."""
 
     __slots__ = ("_plain", "displaced", "module", "number", "used")
 
@@ -60,9 +60,12 @@ class Call:
         """Whether it is on the stack that has `frame` on top."""
         plain = self._plain  # the numbers of fewer frames are asked for
         while frame is not None:
-            if (not plain or frame.f_code is CALLS) and id(frame) == self.number:
-                if frame.f_locals.get("self", self) is self.module():  # as in `is_made_in`
-                    return True
+            if (
+                (not plain or frame.f_code is CALLS)
+                and id(frame) == self.number
+                and frame.f_locals.get("self", self) is self.module()  # as in `is_made_in`
+            ):
+                return True
             frame = frame.f_back
         return False
 
@@ -269,8 +272,8 @@ class _Operators(TorchDispatchMode):
 
 
 class Hook:
-    """What is on autograd's stack of hooks for saved tensors for a `Compute`, or (None) for the node that runs, at whose
-    end autograd takes it away: what packs, by calling it."""
+    """What is on autograd's stack of hooks for saved tensors for a `Compute`, or (None) for the node that runs, at
+    whose end autograd takes it away: what packs, by calling it."""
 
     def __init__(self, compute: Compute | None) -> None:
         self._compute = None if compute is None else weakref.ref(compute)

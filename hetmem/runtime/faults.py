@@ -2,10 +2,9 @@
 
 Note "classes": while something computes, a parameter that is bound for no call of a module is of a class of its own,
 which torch asks before it does anything with it; so only functions that meet such a parameter cost anything. One that
-is bound is of a class that torch asks nothing, but that tells of `.data`, whose writes count no versions. Each stays the
-same object, and an instance of whatever it was an instance of. torch does the same to parameters without a shape
-(`torch.nn.parameter.UninitializedParameter`).
-"""
+is bound is of a class that torch asks nothing, but that tells of `.data`, whose writes count no versions. Each stays
+the same object, and an instance of whatever it was an instance of. torch does the same to parameters without a shape
+(`torch.nn.parameter.UninitializedParameter`)."""
 
 from __future__ import annotations
 
@@ -248,8 +247,8 @@ class Faults:
 
 
 def run_again(runtime: Runtime, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`; once more with the memory of idle chunks where the device has none left, unless `func` may
-    have written."""
+    """`func(*args, **kwargs)`; once more with the memory of idle chunks where the device has none left, unless `func`
+    may have written."""
     try:
         return func(*args, **kwargs)
     except torch.OutOfMemoryError as error:

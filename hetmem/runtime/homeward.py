@@ -47,8 +47,8 @@ class Homeward:
             self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
     def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
-        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`; at its end the role, open before, is closed.
-        A small one at once, others behind the backward; until then it takes memory of the device."""
+        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`; at its end the role, open before, is
+        closed. A small one at once, others behind the backward; until then it takes memory of the device."""
         home = chunk.homes[Role.GRAD]
         at_once = nbytes < SMALL_BYTES and not self._on_their_way and self._engine.unlimited(Link.DEVICE_TO_HOST)
         if home.tier is Tier.DEVICE or at_once:

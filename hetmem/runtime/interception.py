@@ -1,9 +1,8 @@
 """How torch tells the runtime what it uses: module hooks, unbound parameters and saved-tensor hooks.
 
 A module's own weights are bound to their device copies for the length of its call (`leases`), whatever else is met for
-the length of a function (`faults`). What is put on torch's stacks is put there by the forward hook of the module that is
-called first, and taken off when that returns.
-"""
+the length of a function (`faults`). What is put on torch's stacks is put there by the forward hook of the module that
+is called first, and taken off when that returns."""
 
 from __future__ import annotations
 

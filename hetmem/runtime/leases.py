@@ -1,9 +1,8 @@
 """A module's own weights are bound to their device copies for the length of its call.
 
-So a weight's raw pointer is right for as long as the call that owns the weight. Where all of them do not fit beside what
-is in use they are left to `faults`, one function at a time; so are those of modules around, where something else needs
-their room.
-"""
+So a weight's raw pointer is right for as long as the call that owns the weight. Where all of them do not fit beside
+what is in use they are left to `faults`, one function at a time; so are those of modules around, where something else
+needs their room."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class Leases:
             call.used = []
             try:
                 self.bind(call, used, type(module).__name__)
-            except CapacityError:  # noqa: SIM105 - for each module that is called
-                pass
+            except CapacityError:  # they are left to `faults`
+                return
         else:
             used.clear()
 

@@ -47,7 +47,8 @@ class Regions:
         self.compiler: Any = None
         """Whoever compiles the last forward as a whole."""
         self.runs = self.may_end = False
-        """Whether a region runs, and whether the end of a call may be that of one, or of what must not compile by itself."""
+        """Whether a region runs, and whether the end of a call may be that of one, or of what must not compile by
+        itself."""
         self._running: _Region | None = None
         self._held_back: tuple[Compute, Call, Any] | None = None
         """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""

@@ -207,8 +207,8 @@ class Runtime:
             self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
-        """`end_use` of code whose functions nobody sees. Of a region nobody sees `.data` either: writes through that are
-        looked for where a segment is measured, and from then on in the weights that had such."""
+        """`end_use` of code whose functions nobody sees. Of a region nobody sees `.data` either: writes through that
+        are looked for where a segment is measured, and from then on in the weights that had such."""
         measured, uncounted = self.tracer.measured, self.writes.uncounted
         if not (measured or uncounted or _functions_around()):
             for managed in used:

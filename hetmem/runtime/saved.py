@@ -22,8 +22,8 @@ _functions_around: Any = torch._C._len_torch_function_stack
 
 @dataclass(slots=True, eq=False)
 class Saved:
-    """What autograd keeps of a weight: where it is, not the memory it had. Never changed; to make a frozen one would take
-    three times as long."""
+    """What autograd keeps of a weight: where it is, not the memory it had. Never changed; to make a frozen one would
+    take three times as long."""
 
     managed: ManagedParameter
     dtype: torch.dtype
@@ -62,8 +62,8 @@ class SavedTensors:
         _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, compute), _unpack)
 
     def displace_others(self) -> Any:
-        """Until `restore_others` is called with what this returns, somebody else's hooks, if those are on top, are given
-        aliases of weights."""
+        """Until `restore_others` is called with what this returns, somebody else's hooks, if those are on top, are
+        given aliases of weights."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top) or (isinstance(top[0], _Over) and top[0].is_of(self)):
             return None

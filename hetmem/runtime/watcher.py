@@ -19,8 +19,8 @@ class Watcher(Protocol):
 
     @property
     def is_to_be_told(self) -> bool:
-        """Whether it has to know of each gradient of the backward that begins, by `coming` and `arrived`. It is told, too,
-        as long as updates are under way."""
+        """Whether it has to know of each gradient of the backward that begins, by `coming` and `arrived`. It is told,
+        too, as long as updates are under way."""
         ...
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:

@@ -50,9 +50,8 @@ class Writes:
             counted = []
             for managed in chunk.parameters:  # of all parameters, before each forward
                 parameter = managed.parameter
-                if parameter._version != managed.version or parameter.data_ptr() != managed.home_address:
-                    counted.append(managed)
-                elif managed.shape != parameter.shape or parameter.stride() != managed.stride:
+                same = parameter._version == managed.version and parameter.data_ptr() == managed.home_address
+                if not same or managed.shape != parameter.shape or parameter.stride() != managed.stride:
                     counted.append(managed)
             if counted:
                 self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to

@@ -1,4 +1,5 @@
-"""A weight's raw pointer is right for the length of the call of the module that owns it, and in a node that unpacked it."""
+"""A weight's raw pointer is right for the length of the call of the module that owns it, and in a node that unpacked
+it."""
 
 from __future__ import annotations
 
