@@ -238,7 +238,7 @@ class Interception:
         else:
             with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
-            compute.leave_autocast_cache()
+            compute.leave_autocast_cache(memory.device.torch_device.type)
             self.gradients.within_step = self.gradients.half_stepped
         self._saved.enter(compute)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hetmem.errors import CapacityError
+from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.runtime.compute import Call
 from hetmem.runtime.gradients import GradientSink
@@ -39,14 +39,21 @@ class Leases:
                 managed = by_id.get(id(parameter))
                 if managed is not None:
                     used.append(managed)
-        if used and self._runtime.memory.streams:
+        if used and self._runtime.memory.streams and (not used[1:] or self._fit(used)):
             call.used = []
             try:
                 self.bind(call, used, type(module).__name__)
-            except CapacityError:  # they are left to `faults`
-                return
+            except DeviceOutOfMemoryError as error:
+                if not isinstance(error.__cause__, CapacityError):
+                    raise
         else:
             used.clear()
+
+    def _fit(self, used: list[ManagedParameter]) -> bool:
+        """Whether chunks may ever have room for all of `used` at once."""
+        memory = self._runtime.memory
+        slots = sum(chunk.spec.span for chunk in {managed.chunk for managed in used})
+        return slots * memory.device_pool.slot_bytes <= memory.device_chunk_bytes
 
     def bind(self, call: Call, used: list[ManagedParameter], name: str) -> None:
         """Bind `used` until `end(call)`; they are called `name` together."""

@@ -74,9 +74,9 @@ class DeviceMonitor(TorchDispatchMode):
             return _AS_IT_IS
         transformed = torch._C._functorch.maybe_current_level() is not None
         inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
-        modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+        modes = _modes_are_around()
         if transformed or inference or modes:
-            return self._outside(transformed=transformed, inference=inference, modes=bool(modes))
+            return self._outside(transformed=transformed, inference=inference, modes=modes)
         return self._pause
 
     @contextmanager
@@ -138,6 +138,11 @@ class DeviceMonitor(TorchDispatchMode):
             if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
                 node.register_prehook(_Enter(self))
                 node.register_hook(_Leave(self))
+
+
+def _modes_are_around() -> bool:
+    """Whether any mode would see what is done now."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def nodes_behind(outputs: Any) -> Iterator[Any]:

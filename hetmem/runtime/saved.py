@@ -48,11 +48,17 @@ class SavedTensors:
     """
 
     def __init__(self, runtime: Runtime, segments: Segments) -> None:
-        self._runtime, self._segments = runtime, segments
+        self._runtime, self.segments = runtime, segments
         self._by_id = runtime.bindings.by_id
         self.by_address = runtime.bindings.by_address
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
         """Classes of tensors that may be asked for their memory without anybody's noticing."""
+
+    @called_by_autograd
+    def on_backward(self) -> None:
+        """Something that this has saved is needed."""
+        if self._runtime.memory.streams:
+            self.segments.on_backward()
 
     def enter(self, compute: Compute) -> None:
         """Autograd calls these hooks until the end of `compute`, unless there are others."""
@@ -113,8 +119,6 @@ class SavedTensors:
 
     def unpack(self, packed: Saved) -> torch.Tensor:
         """What autograd gets back."""
-        if not self._segments.in_backward and self._runtime.memory.streams:
-            self._segments.on_backward()
         if self._runtime.bindings.resting:
             self._runtime.bindings.end_rest()
         managed = packed.managed
@@ -152,10 +156,10 @@ class Pack(Hook):
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
         if address not in saved.by_address:
-            return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+            return saved, (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
         managed = saved.by_address[address]
         if managed.bound and not managed.data_sets and address == managed.device_address:
-            return saved, _place_of(managed, tensor, tensor.stride())
+            return saved, _place_of(managed, tensor, tensor.stride()), 0
         return self._pack(tensor)
 
     @called_by_autograd
@@ -163,11 +167,8 @@ class Pack(Hook):
         saved = self._saved()
         with torch._C.DisableTorchFunction():  # within a custom function a mode would see each question as a use
             if saved is not None and self.counts():
-                packed = saved.pack(tensor)
-                if isinstance(packed, Saved):
-                    return saved, packed
-                return packed, tensor._version
-            return _kept(tensor), tensor._version
+                return saved, saved.pack(tensor), tensor._version
+            return None, _kept(tensor), tensor._version
 
 
 class _Over:
@@ -186,19 +187,20 @@ class _Over:
         return self._pack(tensor if saved is None else saved.alias(tensor))
 
 
-_Packed = tuple[SavedTensors, Saved] | tuple[torch.Tensor, int]
-"""A weight, or a tensor and its version."""
+_Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
+"""What keeps it, a weight or a tensor, and its version."""
 
 
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
-    first: Any = packed[0]
-    second: Any = packed[1]
-    if type(second) is Saved:
-        return _unpack_weight(first, second)
-    if first._version != second:
-        raise RuntimeError(_modified(f"a tensor of shape {list(first.shape)}", first._version, second))
-    return first  # type: ignore[no-any-return]
+    saved, kept, version = packed
+    if saved is not None and not saved.segments.in_backward:
+        saved.on_backward()
+    if not isinstance(kept, torch.Tensor):
+        return _unpack_weight(saved, kept)  # type: ignore[arg-type]  # a weight is kept by somebody
+    if kept._version != version:
+        raise RuntimeError(_modified(f"a tensor of shape {list(kept.shape)}", kept._version, version))
+    return kept
 
 
 @called_by_autograd
