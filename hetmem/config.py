@@ -38,12 +38,11 @@ class Budget:
     of what is free; for NVMe no such tier (or, with `nvme_dir`, nine tenths of what is free there). `nvme_dir`: one
     directory or a list of them, used in turn. `device_chunks`: the part of `device` that chunks may take (None:
     whatever the trace leaves; a model that fits into this part stays on the device). `home_copies`: keep what float32
-    parameters are in 16 bits beside them (2 bytes a parameter more), so that half the bytes go to the device, and come
-    from NVMe for it. None: where the model computes in 16 bits and host memory has room for it beside gradients and
-    three states, which is as many as any optimizer of torch's keeps; True: before those, as far as there is room, and
-    on NVMe for parameters that lie there. Raises `BudgetError` (a ValueError) for a size that is none,
-    `device_chunks` above `device`, `nvme` without `nvme_dir`, and an `nvme_dir` that is no path. Whether it is there is
-    seen by `manage`: a plan may be for another machine.
+    parameters in host memory are in 16 bits beside them (2 bytes a parameter more), so that half the bytes go to the
+    device. None: where the model computes in 16 bits and host memory has room for it beside gradients and three
+    states, which is as many as any optimizer of torch's keeps; True: before those, as far as there is room. Raises
+    `BudgetError` (a ValueError) for a size that is none, `device_chunks` above `device`, `nvme` without `nvme_dir`,
+    and an `nvme_dir` that is no path. Whether it is there is seen by `manage`: a plan may be for another machine.
     """
 
     device: Size | None = None

@@ -42,6 +42,7 @@ POINTS = {
     "step done": f"{_RUNTIME}.runtime:Runtime.after_step",
     "device copy": f"{_RUNTIME}.traffic:Traffic.device_copy",
     "home written": f"{_RUNTIME}.traffic:Traffic.superseded",
+    "write of the user": f"{_RUNTIME}.writes:Writes._supersede",
     "ask for a role": f"{_RUNTIME}.traffic:Traffic.ask_role",
     "close a role": f"{_RUNTIME}.traffic:Traffic.close_role",
     "begin an update": f"{_RUNTIME}.traffic:Traffic.begin_update",
@@ -310,7 +311,8 @@ class Inside:
         self._runtime.statistics.non_model_peak_bytes = 0
 
     def prefetch(self, chunk: int, tier: str, role: str = "param") -> None:
-        """Begin to fetch `role` of `chunk` to `tier`, if there is room."""
+        """Begin to fetch `role` of `chunk` to `tier`, if there is room, also where a step holds it back."""
+        self._traffic.residency.lift()
         block = self._runtime.chunks[chunk].homes[_role(role)].block
         assert block is not None
         self._traffic.execute(self._traffic.residency.prefetch(block, Tier[tier.upper()]))

@@ -57,10 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose fresh programs, once for all processes, which get the options of the first."""
+    """Choose fresh programs, once for all processes, which get the environment of the first."""
     if config.option.programs == "fresh":
         first = secrets.randbelow(10**9)
-        config.option.programs = f"{first}:{first + _FRESH_PROGRAMS}"
+        config.option.programs = os.environ.setdefault("TESTED_PROGRAMS", f"{first}:{first + _FRESH_PROGRAMS}")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -186,7 +186,7 @@ MUTATIONS = {
         "memory/chunk.py",
         " + self.chunk.parameters.index(self)",
         "",
-        SMALL + "test_the_bits_are_those_of_the_kernels_wherever_states_live[off-8-bit moments-nvme]",
+        SMALL + "test_the_bits_are_those_of_the_kernels_wherever_states_live[8-bit moments-off-nvme]",
     ),
     "leave a 16-bit copy at home as it was before the user wrote": Mutation(
         "runtime/writes.py",
@@ -195,16 +195,28 @@ MUTATIONS = {
         COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward[multiplied-host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
+        "runtime/home_copies.py",
+        "        if begun is not None and begun():\n            return []\n",
+        "        return []\n",
+        "tests/runtime/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+    ),
+    "keep the copies of weights that the user may have written to after a step": Mutation(
         "runtime/writes.py",
-        "return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)",
-        "return False",
-        COPIES + "test_what_the_user_writes_is_in_the_copies_at_the_next_forward[through_data-host]",
+        "                self._traffic.outdate(chunk)\n",
+        "                pass\n",
+        "tests/runtime/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+    ),
+    "add to no gradient that a step has used up, and say nothing": Mutation(
+        "runtime/gradients.py",
+        "        clear_zeroed(parameter)\n",
+        "        parameter.grad = None\n",
+        "tests/runtime/test_unseen_writes.py::test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error",
     ),
     "update no 16-bit copy at home": Mutation(
         "optim/passes.py",
         "copy = job.opened.get(Role.COMPUTE, job.copy)",
         "copy = job.copy",
-        COPIES + "test_training_equals_torch[off-1-host]",
+        COPIES + "test_training_equals_torch[off-host-1]",
     ),
     "take an update back, and not the 16-bit copy": Mutation(
         "optim/passes.py",
@@ -216,7 +228,7 @@ MUTATIONS = {
         "runtime/construction.py",
         "    recast(managed, home)\n    dtype",
         "    dtype",
-        COPIES + "test_a_copy_lies_in_host_memory_or_beside_its_parameters_or_nowhere",
+        COPIES + "test_a_copy_lies_in_host_memory_beside_its_parameters_or_nowhere",
     ),
     "forget the 16-bit copies of parameters that are not updated": Mutation(
         "optim/passes.py",

@@ -86,7 +86,7 @@ def train(model: nn.Module, plan: planning.Plan, steps: int = 3, **options: Any)
 @pytest.mark.parametrize(
     "model", [{}, {"saves": True}, {"backwards": True}], ids=["plain", "checkpointed", "backwards"]
 )
-@pytest.mark.parametrize("where", ["device", "host", "nvme", "nvme with copies", "share", "share of nvme"])
+@pytest.mark.parametrize("where", ["device", "host", "nvme", "some with copies", "share", "share of nvme"])
 def test_the_peaks_of_a_run_are_the_planned_ones(
     where: str, model: dict[str, bool], mixed_precision: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -94,7 +94,7 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         "device": hetmem.Budget(device="64MiB", host="16MiB"),
         "host": hetmem.Budget(device="2MiB", host="16MiB", device_chunks="512KiB"),
         "nvme": hetmem.Budget(device="2MiB", host="2MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="512KiB"),
-        "nvme with copies": hetmem.Budget(
+        "some with copies": hetmem.Budget(
             device="2MiB", host="3MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="512KiB", home_copies=True
         ),
         "share": hetmem.Budget(device="8MiB", host="16MiB", device_chunks="3MiB"),

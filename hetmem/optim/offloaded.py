@@ -32,6 +32,7 @@ from hetmem.runtime import registry
 from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.relayout import arrange_by_use
+from hetmem.runtime.used_up import refuse_used_up
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
@@ -136,6 +137,7 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
+        refuse_used_up(parameter for group in self.param_groups for parameter in group["params"])
         with self._turns("a step"):
             try:
                 self._step_all()

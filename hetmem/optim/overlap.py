@@ -13,7 +13,7 @@ class Gradients(str, Enum):
     """What is kept of gradients.
 
     "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
-    arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is None after `step`: 12 bytes a
+    arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is used up after `step`: 12 bytes a
     parameter in place of 16 (float32 AdamW). Where states are sent to the device for the update, it stays there and
     crosses no link. It takes one backward per step, `overlap` "backward" or "forward", and nothing that needs the
     gradients of all: between the backward and `step`, where `p.grad` has been used up, it raises RuntimeError for
@@ -32,7 +32,7 @@ class Overlap(str, Enum):
     out not to be 1; takes host memory that the budget has left. "forward": as "backward", and `step` returns before
     all is done: the next forward waits for what it needs, and so does whoever reads or writes a parameter;
     `torch.tensor(p)` and `torch.nn.Parameter(p)`, which torch tells nobody of, need `synchronize` before. It uses
-    gradients up (`p.grad` is None after `step`).
+    gradients up: a backward before `zero_grad` raises, as torch would add to them.
 
     With all but "off", weights and gradients must stay as they are between the backward and `step`: `step` raises where
     they were clipped, unscaled by `torch.amp.GradScaler`, set to None or written to. So does a forward there that uses

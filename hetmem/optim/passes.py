@@ -24,7 +24,6 @@ from hetmem.optim.streamed import Update
 from hetmem.optim.updates import Job, Opened
 from hetmem.optim.workers import WorkerPool
 from hetmem.plan.balance import Way
-from hetmem.plan.links import Link
 from hetmem.plan.trace import Tier
 from hetmem.runtime.construction import recast_all
 from hetmem.runtime.gradients import honour_written_gradients, is_home_gradient
@@ -258,9 +257,8 @@ class Passes:
             return False
         if Role.COMPUTE in chunk.homes or memory.device.torch_device.type != "cpu":
             return False
-        here = chunk.homes[Role.PARAM].tier is Tier.DEVICE
-        idle = not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
-        return idle and (here or self._runtime.traffic.engine.unlimited(Link.HOST_TO_DEVICE))
+        here = chunk.homes[Role.PARAM].tier is Tier.DEVICE  # else it would not see what the user writes after the step
+        return here and not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
 
     def _begin(self, progress: Progress, job: Job) -> list[ParameterUpdate]:
         """Everything that can be undone is remembered."""
@@ -278,8 +276,6 @@ class Passes:
         if progress.way is Way.STREAMED:  # it was left to the host
             progress.way = Way.HOST
         self._see_gradients(progress, job)
-        if job.copy is not None and progress.chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
-            self._runtime.traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, progress.chunk.compute_nbytes)
         updates = self._begin(progress, job)
         if job.opened[Role.PARAM].device.type != "cpu":
             self._optimizer.rule.on_device(updates, as_host=not self._runtime.memory.resident)
@@ -365,7 +361,3 @@ class Passes:
         for part in progress.parts:
             torch.autograd.graph.increment_version(part.managed.parameter)
             part.managed.version += 1
-
-
-def _nothing() -> None:
-    """The pass that updates has written the copy; only its bytes are counted."""

@@ -129,8 +129,7 @@ def _in_host_memory(chunk: Chunk) -> bool:
 def check_staging(memory: ModelMemory, chunk: Chunk, states: int) -> None:
     """Raise `BudgetError` if an update of `chunk`, with so many `states`, has no room in staging."""
     slots = memory.staging_slots
-    copies = Role.COMPUTE in chunk.homes and chunk.homes[Role.COMPUTE].tier is Tier.NVME
-    needed = (2 + states + copies) * chunk.spec.span
+    needed = (2 + states) * chunk.spec.span
     if 0 < slots < needed:
         raise BudgetError(
             f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "

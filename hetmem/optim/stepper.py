@@ -20,6 +20,7 @@ import torch
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.views import Memory
 from hetmem.optim.arrivals import Arrivals
+from hetmem.optim.comparing import WorkersCompare
 from hetmem.optim.kept import KeptGradients
 from hetmem.optim.overlap import Gradients, Overlap, advice
 from hetmem.optim.owners import ends_with_its_optimizer, owners_of
@@ -27,7 +28,7 @@ from hetmem.optim.passes import Members, Passes
 from hetmem.optim.places import UpdatePlaces
 from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.undo import UndoLog
-from hetmem.optim.untouched import Untouched, came_late, changed, half_updated
+from hetmem.optim.untouched import Untouched, came_late, changed, edits_gradients, half_updated, updated_already
 from hetmem.optim.updates import Updates
 from hetmem.optim.workers import WorkerPool
 from hetmem.runtime.gradients import has_hooks_of_the_user, wait_for_staged_gradients
@@ -59,6 +60,8 @@ class Stepper:
         self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
         self._progress: dict[Chunk, Progress] = {}
         self._untouched = Untouched(self._passes, self._runtime.writes)
+        self._comparer = WorkersCompare(workers)
+        self._runtime.writes.home_copies.compare_with(self._comparer)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
@@ -94,7 +97,7 @@ class Stepper:
             self._refuse_halves()
             self.forget()  # the step that failed is not tried again
         elif progress is not None and progress.begun:
-            raise came_late(managed, self._optimizer)
+            raise came_late(managed, self._optimizer, self._progress.values())
         elif progress is not None:
             self._drop(managed.chunk)  # its norm is of less than all
         self._runtime.traffic.wait_for_update(managed.chunk)
@@ -155,7 +158,7 @@ class Stepper:
                 f"{managed.name} is used again, by a recomputation within backward or a forward before step(), after "
                 f"its update had begun (overlap={self._optimizer.overlap.value!r}), as all its gradients had arrived: "
                 f"call step() before (to leave it out, or after a backward that did not end, forget_step() and "
-                f"zero_grad()), or {advice(self._optimizer)}"
+                f"zero_grad()), or {advice(self._optimizer)}. {updated_already(self._progress.values())}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------
@@ -218,8 +221,11 @@ class Stepper:
         self._interception.refuse_a_capture("a step")
         self._interception.reset()
         self._interception.segments.begin_step()
+        self._refuse_edits()
         self._untouched.show_no_more(progress for progress in self._progress.values() if progress.begun)
-        self._runtime.writes.look_ahead()
+        waiting = [chunk for chunk in self._runtime.chunks if not self._has_begun(chunk)]
+        self._runtime.traffic.forget_read_ahead(waiting)
+        self._runtime.writes.look_ahead(self._runtime.chunks)
         self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
         with self._remembering_a_failure():
             wait_for_staged_gradients(self._runtime, self._runtime.chunks)
@@ -228,6 +234,20 @@ class Stepper:
             if not self._trails:
                 self._carry_out()
         self._places.choose(self._optimizer.groups_by_parameter())
+
+    def _refuse_edits(self) -> None:
+        """The first step overlaps nothing, and shows whether the program edits gradients before it: then the next ones
+        would be refused, with some parameters updated."""
+        optimizer = self._optimizer
+        if not self.begins_early or optimizer.needs_all_gradients or self._arrivals.learned or self._progress:
+            return
+        for managed in self._runtime.writes.edited_gradients():
+            if id(managed.parameter) in self._groups and not has_hooks_of_the_user(managed.parameter):
+                raise edits_gradients(managed, optimizer)
+
+    def _has_begun(self, chunk: Chunk) -> bool:
+        progress = self._progress.get(chunk)
+        return progress is not None and progress.begun
 
     def own(self, stepped: Iterable[ManagedParameter]) -> None:
         """`stepped` are this optimizer's. Raises RuntimeError if another one has updated any of them in a backward."""
@@ -277,6 +297,9 @@ class Stepper:
     def end(self, *, updated: bool) -> None:
         """The step is over for all models of the optimizer: nobody will try it again."""
         self._updates.owe()  # what trails and fails from here on is nobody's to repeat
+        if updated:
+            with self._runtime.unwatched(), torch.no_grad():
+                self._untouched.leave(self._progress.values())
         self._end()
         self._runtime.statistics.steps += updated
         self._runtime.after_step()
@@ -366,7 +389,7 @@ class Stepper:
             self._drop(chunk)
             progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
         elif not untouched:
-            raise changed(progress.parts, self._optimizer)
+            raise changed(progress.parts, self._optimizer, self._progress.values())
         return progress
 
     def _check_untouched(self) -> None:

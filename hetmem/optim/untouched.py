@@ -15,6 +15,8 @@ from hetmem.runtime.writes import Writes
 if TYPE_CHECKING:
     from hetmem.optim.offloaded import OffloadedOptimizer
 
+_NAMED = 32  # parameters that an error names
+
 
 class Untouched:
     """What one optimizer's backward left to its step."""
@@ -50,6 +52,10 @@ class Untouched:
         self._shows = False
         self._marks.drop()
 
+    def leave(self, begun: Iterable[Progress]) -> None:
+        """The step is over, and has used up gradients of `begun`: who computes with them, or adds to them, is told."""
+        self._marks.put((part.managed for progress in begun for part in progress.parts), stepped=True)
+
     def show_more(self, parameters: Iterable[ManagedParameter]) -> None:
         """The gradients of `parameters` have been used up just now."""
         if self._shows:
@@ -62,7 +68,7 @@ class Untouched:
             return
         for _, part in self._waiting.values():
             if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
-                raise changed([part], optimizer)
+                raise changed([part], optimizer, begun)
         self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
         groups = optimizer.groups_by_parameter() if begun else {}
         for progress in begun:
@@ -76,7 +82,7 @@ class Untouched:
                 kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
                 written = id(part.managed) in self._writes.noticed or self._writes.changed(part.managed)
                 if not kept or progress.disturbed or written:
-                    raise changed(progress.parts, optimizer)
+                    raise changed(progress.parts, optimizer, begun)
         self._checked = True
 
     def written(self, progress: Progress) -> bool:
@@ -90,17 +96,35 @@ class Untouched:
         self._marks.drop()
 
 
-def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer) -> RuntimeError:
-    """What is wrong where something of `parts` is not what it was."""
+def changed(parts: Sequence[Part], optimizer: OffloadedOptimizer, begun: Iterable[Progress]) -> RuntimeError:
+    """What is wrong where something of `parts` is not what it was; `begun` are of this step."""
     names = ", ".join(part.managed.name for part in parts[:3])
     return RuntimeError(
         f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
         f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, change a "
-        f"learning rate behind step() (scheduler.step() too), or set overlap='off'"
+        f"learning rate behind step() (scheduler.step() too), or set overlap='off'. {updated_already(begun)}"
     )
 
 
-def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> RuntimeError:
+def edits_gradients(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> RuntimeError:
+    """What is wrong where a program changes the gradient of `managed` between the backward and the first step."""
+    return RuntimeError(
+        f"the gradient of {managed.name} was changed between backward() and step(), and from the next step on it will "
+        f"have been used by then (overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to "
+        f"scale, or set overlap='off'. No parameter is updated yet"
+    )
+
+
+def updated_already(begun: Iterable[Progress]) -> str:
+    """The sentence that says which parameters this step has updated, or is updating."""
+    names = [part.managed.name for progress in begun if progress.begun for part in progress.parts]
+    if not names:
+        return "No parameter is updated yet"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"Updated already: {', '.join(names[:_NAMED])}{more}"
+
+
+def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer, begun: Iterable[Progress]) -> RuntimeError:
     """What is wrong where a gradient of `managed` comes and its update has begun."""
     return RuntimeError(
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
@@ -109,7 +133,7 @@ def came_late(managed: ManagedParameter, optimizer: OffloadedOptimizer) -> Runti
         f"goes through the model, as a GAN's generator's does, is such a backward too: requires_grad_(False) on the "
         f"model for the length of it. To leave a step "
         f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
-        f"from the weights that are updated"
+        f"from the weights that are updated. {updated_already(begun)}"
     )
 
 

@@ -36,6 +36,7 @@ class Cache:
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
         self.loading = 0
+        self.held: set[int] = set()  # blocks that nothing prefetches for now
         self.writing: dict[int, Copy] = {}
         self._blocks, self._policy, self._by_next_use = blocks, policy, type(policy) is NextUse
         self._nearer = nearer
@@ -182,12 +183,12 @@ class Cache:
 
     def missing(self, lookahead: int, most: int) -> list[int]:
         """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
-        in order. What one of these uses overwrites first is no such block.
+        in order. What one of these uses overwrites first is no such block, nor is one that is `held`.
 
         Uses whose blocks are all here are looked at once, ahead of time; see `Schedule.present_until`. If there is no
         such block, `at_rest` says so from now on.
         """
-        schedule, copies = self.schedule, self.copies
+        schedule, copies, held = self.schedule, self.copies, self.held
         if self._present_until >= schedule.position + lookahead:
             return []
         start = max(schedule.position, self._present_until)
@@ -208,7 +209,7 @@ class Cache:
                 comes_by_itself.update(block for block in blocks if block not in copies)
                 continue
             for block in blocks:
-                if block not in copies and block not in missing and block not in comes_by_itself:
+                if block not in copies and block not in missing and block not in comes_by_itself and block not in held:
                     missing.append(block)
                     if len(missing) >= most:
                         return missing

@@ -139,20 +139,16 @@ def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
 
 
 def place_copies(sizes: Sequence[int], beside: Sequence[Tier], room: Room) -> list[Tier | None]:
-    """A tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST while there is
-    room, then NVMe if the parameters are there too. None: no copy; on a slower tier than the parameters it is no gain.
+    """A tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST, beside parameters
+    there, while there is room. None: no copy. Beside parameters on NVMe it is no gain: each step it would have to be
+    compared with them, which reads what it saves.
     """
-    host, nvme = room.host_bytes, room.nvme_bytes
+    host = room.host_bytes
     tiers: list[Tier | None] = []
     for size, tier in zip(sizes, beside, strict=True):
-        if tier is not Tier.DEVICE and size <= host:
-            tiers.append(Tier.HOST)
-            host -= size
-        elif tier is Tier.NVME and size <= nvme:
-            tiers.append(Tier.NVME)
-            nvme -= size
-        else:
-            tiers.append(None)
+        fits = tier is Tier.HOST and size <= host
+        tiers.append(Tier.HOST if fits else None)
+        host -= size if fits else 0
     return tiers
 
 
@@ -162,13 +158,13 @@ def fits_device(state_bytes: int, device_bytes: int, device_chunk_bytes: int | N
     return state_bytes <= allowed
 
 
-def staging_slots(spans: Sequence[int], host_slots: int, roles: int = STAGED_ROLES) -> int:
+def staging_slots(spans: Sequence[int], host_slots: int) -> int:
     """How many slots of host memory form the staging ring, given that not everything has its home in host memory.
 
     The least holds one chunk's update at a time; twice that lets the next one be read meanwhile, three times also the
     last one be written. Never more than a quarter of the host's slots beyond the least.
     """
-    largest = roles * max(spans, default=1)
+    largest = STAGED_ROLES * max(spans, default=1)
     return max(largest, min(3 * largest, host_slots // _HOST_PER_STAGING))
 
 
@@ -221,8 +217,7 @@ def survey(
     room = host_bytes - states - sum(chunk.span * elements * COPY_BYTES for chunk in cast)
     room -= sum(chunk.span * elements * chunk.itemsize for chunk in layout.chunks if chunk.index in with_states)
     copied = not resident and (room >= 0 if capacities.home_copies is None else capacities.home_copies)
-    roles = STAGED_ROLES + (copied and bool(cast))
-    staging = _staging(layout, elements * itemsize, host_bytes, specs, roles) if uses_nvme else 0
+    staging = _staging(layout, elements * itemsize, host_bytes, specs) if uses_nvme else 0
     return Ground(
         layout,
         itemsize,
@@ -271,18 +266,18 @@ def _check_device(layout: Layout, slot_bytes: int, cap: int, specs: Sequence[Par
         )
 
 
-def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec], roles: int) -> int:
-    """The slots of the staging ring, which holds `roles` of a chunk at least."""
+def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec]) -> int:
+    """The slots of the staging ring, which holds all roles of a chunk at least."""
     host = round_down(host_bytes, PAGE_BYTES)
-    slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes, roles)
+    slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes)
     needed = slots * slot_bytes
     if needed > host:
         span, name = _largest(layout, specs)
         raise NoRoom(
             f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
             f"between NVMe and the device needs {format_size(needed)} ({needed} bytes) for the largest chunk, that of "
-            f"{name}: {span} slot(s) of {format_size(slot_bytes)} in {roles} roles; raise Budget(host=…), or set a "
-            f"smaller chunk_bytes",
+            f"{name}: {span} slot(s) of {format_size(slot_bytes)} in {STAGED_ROLES} roles; raise Budget(host=…), "
+            f"or set a smaller chunk_bytes",
             Tier.HOST,
             needed - host,
         )

@@ -79,6 +79,7 @@ class Rehearsal:
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
+        self._stepped = False
 
     def _register(self) -> None:
         """Blocks in the order in which the run registers them."""
@@ -92,6 +93,8 @@ class Rehearsal:
                     self._blocks[role, chunk] = number
                     if tier is Tier.DEVICE:
                         self._traffic.on_device.add(number)
+                    if role == "compute":
+                        self._traffic.own.add(number)
 
     @property
     def arrangement(self) -> Arrangement:
@@ -158,6 +161,10 @@ class Rehearsal:
         self._gone += event.let_go
         match event.kind:
             case Kind.FORWARD:
+                if self._stepped:
+                    self._traffic.outdate(self._written_by_users())
+                    self._traffic.residency.lift()
+                    self._stepped = False
                 self._notes.begin(FORWARD)
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
@@ -236,6 +243,12 @@ class Rehearsal:
             self._traffic.wait_until_written(self._on_nvme("grad"))
             self._arrangement = self._sink.bring_home(self._arrangement, self._begun)
 
+    def _written_by_users(self) -> list[int]:
+        """The blocks of trained parameters at home, where operators see copies of them, and not of 16-bit copies."""
+        operands = (self._operand(chunk) for chunk in self._arrangement.homes["exp_avg"])
+        blocks = [self._blocks[operand] for operand in operands if operand in self._blocks]
+        return [block for block in blocks if block not in self._traffic.own | self._traffic.on_device]
+
     def _on_nvme(self, role: str) -> list[int]:
         homes = self._arrangement.homes.get(role, {})
         return [self._blocks[role, chunk] for chunk, tier in homes.items() if tier is Tier.NVME]
@@ -310,6 +323,8 @@ class Rehearsal:
 
     def _optimize(self) -> None:
         self._notes.begin(STEP)
+        begun = {self._blocks["param", chunk] for chunk in self._begun if ("param", chunk) in self._blocks}
+        self._traffic.outdate(block for block in self._on_nvme("param") if block not in begun)
         if not self._how.trails:
             self._updates.finish()
         self._choose_streamed()
@@ -323,6 +338,7 @@ class Rehearsal:
         else:
             self._updates.finish()
             self._traffic.wait_until_written(self._on_nvme("param"))
+        self._stepped = True
         self._notes.end()
 
     def _synchronize(self) -> None:
@@ -352,14 +368,12 @@ class Rehearsal:
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
             nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
-            keeps_copy=cast and (here or by_the_caller) and not streams,
+            keeps_copy=cast and here and not streams,
             ready=lambda: not self._sink.arriving(chunk),
             done=lambda: self._sink.retire(chunk),
             crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
         )
         self._updates.add(update)
-        if update.had_copy and update.keeps_copy and not here:  # the update writes it, and its bytes cross the link
-            self._traffic.host_to_device.load.bytes += self._arrangement.numels[chunk] * ground.compute_itemsize
 
     def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
         """What the update of `chunk` opens; `whole`: of all its parameters."""

@@ -16,7 +16,7 @@ gives way, `Ledger` keeps the books and makes the commands, `Cache` knows one ti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hetmem.errors import CapacityError
 from hetmem.plan.commands import Command, Fetch, Write
@@ -258,6 +258,15 @@ class Residency:
         self._supply.serve(commands)
         self._supply.prefetch(self._caches[DEVICE], commands)
         return commands
+
+    def hold(self, block: int) -> None:
+        """The home of `block` may be written to by the user: until `lift` nothing prefetches it."""
+        self._supply.hold(block)
+
+    def lift(self, blocks: Iterable[int | None] | None = None) -> None:
+        """Nobody but the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they
+        may be prefetched."""
+        self._supply.lift(blocks)
 
     def prefetch(self, block: int, tier: Tier) -> list[Command]:
         """Bring `block` to `tier` without using it, if that harms nothing more urgent."""

@@ -6,6 +6,8 @@ answer to a command changes, is not its business.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hetmem.errors import CapacityError
 from hetmem.plan.cache import Cache
 from hetmem.plan.commands import Command
@@ -33,6 +35,9 @@ class Supply:
         self._at_once = at_once
         self._waiting: list[tuple[Tier, int]] = []
         self._suspended: set[int] = set()
+        self._held: set[int] = set()
+        for cache in self._caches:
+            cache.held = self._held
         self._too_large: dict[Tier, int] = {}
         """By tier, so many slots in a row were not to be had for a request a moment ago: nor are they for the next."""
 
@@ -73,6 +78,18 @@ class Supply:
         """`block` may come to the device again."""
         self._suspended.discard(block)
         self._caches[DEVICE].moved()
+
+    def hold(self, block: int) -> None:
+        """Until `lift`, `block` is fetched where it is asked for, and not prefetched."""
+        self._held.add(block)
+
+    def lift(self, blocks: Iterable[int | None] | None = None) -> None:
+        """Prefetch `blocks`, or all that was held, too."""
+        lifted = self._held.intersection(self._held if blocks is None else blocks)
+        if lifted:
+            self._held -= lifted
+            for cache in self._caches:
+                cache.moved()
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on: find their source, then a slot, then fetch. The oldest first. What changed on the device
@@ -208,7 +225,7 @@ class Supply:
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
         cache = self._caches[tier]
-        if not self._waiting and block not in cache.copies:
+        if not self._waiting and block not in cache.copies and block not in self._held:
             self._prefetch(block, cache, commands)
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> Cache | None:
@@ -250,16 +267,18 @@ class Supply:
 
     def _can_come(self, block: int) -> bool:
         """Whether a prefetch can do something for `block`, which is not on the device; `_feed` aside."""
+        if block in self._held:
+            return False
         if self._blocks[block].home is not NVME or not self._caches[DEVICE].fed_ahead:
             return True
         staged = self._caches[HOST].copies.get(block)
         return staged is not None and staged.state is VALID
 
     def _is_fed(self, block: int) -> bool:
-        return self._blocks[block].home is NVME and block not in self._suspended
+        return self._blocks[block].home is NVME and block not in self._suspended and block not in self._held
 
     def _is_on_nvme(self, block: int) -> bool:
-        return self._blocks[block].home is NVME
+        return self._blocks[block].home is NVME and block not in self._held
 
     # ---- room --------------------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class Carrier:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
-        if home.tier is not Tier.DEVICE:
+        if home.tier is not Tier.DEVICE and role is Role.PARAM:
             self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
         near = self.near[1] if self.near is not None and self.near[0] is chunk else None
         if home.tier is Tier.DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link

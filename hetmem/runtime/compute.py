@@ -195,7 +195,7 @@ class Compute:
 
     def leave_autocast_cache(self, device_type: str) -> None:
         """`torch.autocast` around it casts weights anew at each use: what it keeps of each until the end of a forward
-        would be as much memory as a copy of the whole model. It puts this right by itself where an interrupt ends it."""
+        would be as much as a copy of the whole model. It puts this right by itself where an interrupt ends it."""
         if torch.is_autocast_enabled(device_type):
             self._cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)

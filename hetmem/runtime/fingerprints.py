@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.plan.trace import Tier
+from hetmem.memory.chunk import Chunk, ManagedParameter
 
-_SAMPLES = 16  # of each parameter, at least, if it has as many; of a home on NVMe one, as each may be an access of it
+_SAMPLES = 16  # of each parameter, at least, if it has as many
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element, what its bits are read as."""
 
@@ -41,10 +40,11 @@ class Fingerprints:
         self._bits[chunk] = _bits(values, self._places_of(chunk).index)
 
     def differ(self, chunk: Chunk, values: torch.Tensor, managed: ManagedParameter | None = None) -> bool:
-        """Whether `values` have other bits than when they were last taken; of the whole chunk, or of `managed`."""
-        places, before = self._places_of(chunk), self._bits[chunk]
+        """Whether `values` have other bits than when they were last taken, if they were; of the whole chunk, or of
+        `managed`."""
+        places, before = self._places_of(chunk), self._bits.get(chunk)
         part = places.part(managed)
-        return not torch.equal(_bits(values, places.index[part]), before[part])
+        return before is None or not torch.equal(_bits(values, places.index[part]), before[part])
 
     def unequal(
         self, chunk: Chunk, values: torch.Tensor, others: torch.Tensor, managed: ManagedParameter | None = None
@@ -67,10 +67,9 @@ class Fingerprints:
     def _places_of(self, chunk: Chunk) -> _Places:
         found = self._places.get(chunk)
         if found is None:
-            samples = 1 if chunk.homes[Role.PARAM].tier is Tier.NVME else _SAMPLES
             runs, parts, start = [], {}, 0
             for managed in chunk.parameters:
-                step = max(1, managed.numel // samples)
+                step = max(1, managed.numel // _SAMPLES)
                 runs.append(torch.arange(managed.offset, managed.offset + managed.numel, step, device="cpu"))
                 parts[managed] = slice(start, start + runs[-1].numel())
                 start = parts[managed].stop

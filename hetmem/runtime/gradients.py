@@ -22,6 +22,7 @@ from hetmem.runtime.arrivals import AfterArrival, BeforeArrival, order_hooks
 from hetmem.runtime.old_gradients import OldGradients
 from hetmem.runtime.runtime import Runtime
 from hetmem.runtime.segments import Segments
+from hetmem.runtime.used_up import clear_zeroed
 from hetmem.runtime.watcher import Watcher
 from hetmem.runtime.weak import WeakOnes, weakly
 
@@ -50,6 +51,7 @@ class GradientSink:
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
         self._taken: dict[ManagedParameter, torch.Tensor | None] = {}
+        self._arrived: list[ManagedParameter] = []
         self._old = OldGradients()
         self._complete: Complete[Chunk] = Complete()
         runtime.traffic.gradients.lost = weakly(self.lost)
@@ -94,6 +96,7 @@ class GradientSink:
         if self.told or self.runtime.traffic.updating:
             for watcher in self.watchers:
                 watcher.coming(managed)
+        clear_zeroed(parameter)
         if managed not in self._taken:
             self._taken[managed] = parameter.grad
             if parameter.grad is not None:
@@ -132,6 +135,7 @@ class GradientSink:
             show_gradient(parameter, managed.grad_home)
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
+        self._arrived.append(managed)
         if has_hooks_of_the_user(parameter):
             self.arrive()
         if self.told or self.runtime.traffic.updating:
@@ -201,6 +205,9 @@ class GradientSink:
         self.told = True
         for watcher in self.watchers:
             watcher.backward_over()
+        with torch._C.DisableTorchFunctionSubclass():
+            self.runtime.writes.leave_gradients(self._arrived)
+        self._arrived.clear()
 
     def arrive(self) -> None:
         """Everything that was sent is at home, also on NVMe; what fails is raised when the rest is."""

@@ -74,6 +74,8 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             found = of_parameter(parameter)
             if found is not None:
+                if not found[0].runtime.writes.stepped:
+                    found[0].runtime.hold_homes()
                 found[0].share.others_update = True
                 failed = _updated(*found) or failed
                 if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):

@@ -377,6 +377,14 @@ class Runtime:
         self.tracer.forget()
         self._ended = None
 
+    def hold_homes(self) -> None:
+        """An optimizer has stepped, and the user may write to weights in whatever way: nothing is read ahead from the
+        homes of those that are trained before the next forward, which makes their copies anew."""
+        self.writes.stepped = True
+        for chunk in self.chunks:
+            if any(managed.parameter.requires_grad for managed in chunk.parameters):
+                self.traffic.hold(chunk)
+
     def after_step(self) -> None:
         """The weights are new: plan for what usually follows, and start to fetch for it. A step that is over must not
         look as if it had failed: what cannot be fetched ahead is asked for again, or refused, where it is used."""
@@ -384,6 +392,7 @@ class Runtime:
         self.tracer.end()
         self.events.end_segment()
         self._ended = STEP
+        self.hold_homes()
         with suppress(Exception), self.unwatched():
             self.renew_what_is_held()
         if (follower := self.tracer.book.follower(STEP)) is not None:

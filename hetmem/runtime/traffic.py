@@ -261,6 +261,30 @@ class Traffic:
                 self.execute(self.residency.invalidate(block, tier))
             self.carrier.exposed.forget(block)
 
+    def hold(self, chunk: Chunk) -> None:
+        """The user may write to the parameters of `chunk` next: until a forward begins nothing is read ahead from their
+        home. 16-bit copies at home are: see `home_copies`."""
+        home = chunk.homes[Role.PARAM]
+        if home.block is not None and home.tier is not Tier.DEVICE and chunk.operand == Role.PARAM:
+            self.residency.hold(home.block)
+
+    def outdate(self, chunk: Chunk) -> None:
+        """The user may have written to the parameters of `chunk`: no copy of their home counts. While an update trails,
+        or is being written to NVMe, it was not his turn."""
+        block = chunk.homes[Role.PARAM].block
+        if block is not None and chunk not in self.updating and not self.residency.dirty(block):
+            self.superseded(chunk, Role.PARAM)
+
+    def forget_read_ahead(self, chunks: Iterable[Chunk]) -> None:
+        """A step begins, and the user may have written to the parameters of `chunks`: what was staged of those on NVMe
+        is read again."""
+        on_nvme = [chunk for chunk in chunks if chunk.homes[Role.PARAM].tier is Tier.NVME]
+        for chunk in on_nvme:
+            self.hold(chunk)
+        for chunk in on_nvme:
+            self.outdate(chunk)
+        self.residency.lift(home.block for home in (chunk.homes[Role.PARAM] for chunk in on_nvme))
+
     def forget_copies(self) -> None:
         """Drop every copy on every tier; nothing may be in use."""
         self.pending.drain()
@@ -279,6 +303,7 @@ class Traffic:
         if block is None:
             return False
         self.residency.suspend(block)
+        self.hold(chunk)
         try:
             found = self.device_copy(chunk) is not None  # may wait, and an interrupt come in
             if found and not keep_copy:

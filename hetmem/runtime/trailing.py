@@ -20,6 +20,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.views import without_graph
+from hetmem.runtime.bindings import storage_references
 from hetmem.runtime.compiled import uncompiled
 from hetmem.runtime.monitor import DeviceMonitor
 from hetmem.runtime.traffic import Traffic
@@ -46,9 +47,13 @@ class Trailing:
         self._process = os.getpid()
 
     def begin(self) -> None:
-        """A step returns before all is done."""
+        """A step returns before all is done. Waits for parameters whose memory another tensor shows too (`p.data` that
+        the user keeps), as torch tells of no use of that."""
         self._goes_on, self._process = True, os.getpid()
         self.resume()
+        for managed in list(self._marked.values()):
+            if managed.numel and storage_references(managed.home) > managed.home_references:
+                self.wait_for(managed.parameter)
 
     def resume(self) -> None:
         """The model computes no more: whoever reads what is still not at home waits for it."""

