@@ -40,6 +40,10 @@ class DeviceRoom:
         self._all_slots = sum(chunk.spec.span for chunk in memory.chunks)
         self._limit = memory.device_pool.slots
         self._most_non_model = 0
+        self._harmless = memory.usable_bytes - memory.device_chunk_bytes
+        """So much of anything else takes nothing of what chunks may have."""
+        self._left = -1
+        """The bytes of homes on the device when nothing took any of that."""
         memory.device.peak_bytes()  # what the process had there before is no need of this model
         traffic.gradients.sent = weakly(self.gradient_sent)
 
@@ -100,19 +104,34 @@ class DeviceRoom:
         if self._memory.device.watched and known is not None and known.opening.non_model_bytes:
             self.before_moment(known.opening)
 
+    def is_as_left(self, expected: Moment) -> bool:
+        """Whether `before_moment` would find that chunks may have all that they may ever have, as they did before."""
+        if self._left != self._memory.device_home_bytes:
+            return False
+        return (expected.non_model_bytes if self._memory.device.watched else self._room_seen) <= self._harmless
+
     def before_moment(self, expected: Moment) -> None:
         """Anything but chunks is expected to need what it says in the moment that begins."""
         watched = self._memory.device.watched
+        needed = expected.non_model_bytes if watched else self._room_seen
         self._let_homes_go(expected.non_model_bytes if watched else self._room_seen)
         self._set_limit(expected.non_model_bytes if watched else self._least_room())
         self._wait_for_gradients()
+        if needed <= self._harmless and not self._tracer.measured:
+            self._left = self._memory.device_home_bytes
 
     def gradient_sent(self) -> None:
         """A gradient has begun its way home: from here on the trace knows what else there is."""
         if self._memory.device.watched:
-            live_bytes = self.monitor.live_bytes  # before the others: they may die any time, and are none of it then
-            self._tracer.sent(live_bytes - self._traffic.gradients.leaving_bytes)
-            self._wait_for_gradients()
+            own_bytes = 0
+            if self._tracer.measured:
+                live_bytes = (
+                    self.monitor.live_bytes
+                )  # before the others: they may die any time, and are none of it then
+                own_bytes = live_bytes - self._traffic.gradients.leaving_bytes
+            self._tracer.sent(own_bytes)
+            if self._traffic.gradients.under_way:
+                self._wait_for_gradients()
 
     def _wait_for_gradients(self) -> None:
         """More of them may be on their way than in the segment that was measured, and nobody counts what is there now:
@@ -213,6 +232,7 @@ class DeviceRoom:
 
     def _set_limit(self, non_model_bytes: int) -> None:
         """Leave room for `non_model_bytes` beside chunks."""
+        self._left = -1
         limit = self._memory.device_slots(non_model_bytes)
         if limit != self._limit:
             before, self._limit = self._limit, limit

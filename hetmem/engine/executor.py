@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from contextlib import ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -73,6 +73,8 @@ class Carrier:
         self._statistics = statistics
         self._events = events
         self._sanitize = sanitize
+        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What is around hetmem's own operators: see `DeviceMonitor.unwatched`."""
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
         self._expected: dict[int, Callable[[BaseException | None], None]] = {}
@@ -148,11 +150,12 @@ class Carrier:
         first: BaseException | None = None
         self._executing = True
         try:
-            while self._commands:
-                try:
-                    self._carry_out(*self._commands.popleft())
-                except Exception as error:  # noqa: PERF203 - each may fail
-                    first = first or error
+            with self.unwatched():
+                while self._commands:
+                    try:
+                        self._carry_out(*self._commands.popleft())
+                    except Exception as error:  # noqa: PERF203 - each may fail
+                        first = first or error
         finally:
             self._executing = False
         try:

@@ -46,24 +46,26 @@ class Homeward:
         else:
             self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
-    def send(
-        self, chunk: Chunk, work: Callable[[], None], nbytes: int, memory: weakref.ref[torch.UntypedStorage]
-    ) -> None:
-        """Run `work`, which takes a gradient of `nbytes` to `chunk`; at its end the role, open before, is closed.
-        A small one at once, others behind the backward; until then it takes `memory` of the device."""
+    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
+        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`; at its end the role, open before, is
+        closed. A small one at once, others behind the backward; until then it takes memory of the device."""
         home = chunk.homes[Role.GRAD]
         at_once = nbytes < SMALL_BYTES and not self._on_their_way and self._engine.unlimited(Link.DEVICE_TO_HOST)
         if home.tier is Tier.DEVICE or at_once:
             try:
                 self.send_now(home, work, nbytes)
             finally:
-                self._close(chunk, Role.GRAD, dirty=True)
+                if home.tier is Tier.NVME:
+                    self._close(chunk, Role.GRAD, dirty=True)
             self.sent()
-            self.arrived(chunk)
+            if home.tier is Tier.NVME:
+                self.arrived(chunk)
             return
+        memory = weakref.ref(gradient.untyped_storage())
         self._on_their_way[chunk] += 1
         self._leaving[id(memory)] = memory
-        self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._arrived, chunk, memory))
+        ended = partial(self._arrived, chunk, memory)
+        self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
         self.sent()
         while self._on_their_way.total() > GRADIENTS_IN_FLIGHT:
             self._carrier.wait_for_one()

@@ -7,8 +7,7 @@ given back right after, as the home. The order of additions is autograd's own, s
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from hetmem.engine.weak import WeakOnes, weakly
 from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.tensor_views import without_graph
 from hetmem.schedule.blocks import CopyState, Link
 from hetmem.schedule.queues import Complete
 from hetmem.schedule.trace import Tier
@@ -38,8 +36,12 @@ class GradientSink:
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
         self.watchers: WeakOnes[Watcher] = WeakOnes()
-        self.nothing_computes: Callable[[], None] = lambda: None
-        """Called when a gradient arrives, between the nodes of a backward."""
+        self.within_step = False
+        """Whether the forward that runs began between a backward that has updated weights and its step."""
+        self.told = True
+        """Whether any of `watchers` has to be told of each gradient of this backward."""
+        self.sent_home: list[ManagedParameter] = []
+        """Those that hooks of the user find at home, until something is computed once more."""
         self.lends = False
         """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
         self._lent: set[Chunk] = set()
@@ -47,7 +49,7 @@ class GradientSink:
         """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
-        self._taken: dict[int, torch.Tensor | None] = {}
+        self._taken: dict[ManagedParameter, torch.Tensor | None] = {}
         self._arrived: list[ManagedParameter] = []
         self._old = OldGradients()
         self._complete: Complete[Chunk] = Complete()
@@ -86,19 +88,23 @@ class GradientSink:
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
         parameter = managed.parameter
-        self.nothing_computes()
-        for watcher in self.watchers:
-            watcher.coming(managed)
+        if self.runtime.bindings.resting:
+            self.runtime.bindings.end_rest()
+        if type(parameter) is managed.unbound_kind:
+            self.send_home(managed)
+        if self.told or self.runtime.traffic.updating:
+            for watcher in self.watchers:
+                watcher.coming(managed)
         clear_zeroed(parameter)
-        if id(managed) not in self._taken:
-            self._taken[id(managed)] = parameter.grad
+        if managed not in self._taken:
+            self._taken[managed] = parameter.grad
             if parameter.grad is not None:
                 parameter.grad = None
 
     def after(self, managed: ManagedParameter) -> None:
         """It was: `p.grad` is what arrived."""
         parameter = managed.parameter
-        arrived, previous = parameter.grad, self._taken.pop(id(managed), None)
+        arrived, previous = parameter.grad, self._taken.pop(managed, None)
         if arrived is None:  # frozen since the forward: torch leaves what was there
             show_gradient(parameter, previous)
             return
@@ -109,22 +115,42 @@ class GradientSink:
             dense_first = was_sparse and arrived.layout is torch.strided
             parameter.grad = arrived if previous is None else arrived + previous if dense_first else previous + arrived
             return
-        with self.runtime.unwatched(), without_graph():
-            parameter.grad = None
-            if previous is None or is_home(previous, managed):
-                try:
-                    self._send(managed, arrived, adds=previous is not None)
-                except BaseException:
-                    show_gradient(parameter, previous)  # what has been added up so far is still the user's
-                    raise
-                show_gradient(parameter, managed.grad_home)
+        with self.runtime.unwatched():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self._take(managed, arrived, previous)
             else:
-                show_gradient(parameter, previous.add_(arrived.to(previous)))
-            self._arrived.append(managed)
-            if has_hooks_of_the_user(parameter):
-                self.arrive()
+                self._take(managed, arrived, previous)
+
+    def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
+        parameter = managed.parameter
+        parameter.grad = None
+        if previous is None or is_home(previous, managed):
+            try:
+                self._send(managed, arrived, adds=previous is not None)
+            except BaseException:
+                show_gradient(parameter, previous)  # what has been added up so far is still the user's
+                raise
+            show_gradient(parameter, managed.grad_home)
+        else:
+            show_gradient(parameter, previous.add_(arrived.to(previous)))
+        self._arrived.append(managed)
+        if has_hooks_of_the_user(parameter):
+            self.arrive()
+        if self.told or self.runtime.traffic.updating:
             for watcher in self.watchers:
                 watcher.arrived(managed)
+
+    def send_home(self, managed: ManagedParameter) -> None:
+        """Hooks of what arrives at `managed` run: it is its home there, and an ordinary parameter."""
+        if self.runtime.bindings.send_home(managed):
+            self.sent_home.append(managed)
+
+    def rest_again(self) -> None:
+        """Something is computed once more, or another gradient arrives."""
+        if self.sent_home:
+            used, self.sent_home = self.sent_home, []
+            self.runtime.rest_again(used)
 
     def lost(self, chunk: Chunk) -> None:
         """A gradient of `chunk` was sent and did not arrive."""
@@ -152,6 +178,11 @@ class GradientSink:
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
         self._complete.begin()
+        self.told = any(watcher.is_to_be_told for watcher in self.watchers)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._look_at_parameters()
+
+    def _look_at_parameters(self) -> None:
         for managed in self.runtime.parameters:
             if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
@@ -164,17 +195,18 @@ class GradientSink:
 
     def finish(self) -> None:
         """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
-        for managed in self.runtime.parameters:
-            if not self._taken:
-                break
-            if id(managed) in self._taken:
-                previous = self._taken.pop(id(managed))
-                if managed.parameter.grad is None:
-                    show_gradient(managed.parameter, previous)
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed in self.runtime.parameters if self._taken else ():
+                if managed in self._taken:
+                    previous = self._taken.pop(managed)
+                    if managed.parameter.grad is None:
+                        show_gradient(managed.parameter, previous)
         self.arrive()
+        self.told = True
         for watcher in self.watchers:
             watcher.backward_over()
-        self.runtime.writes.leave_gradients(self._arrived)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
 
     def arrive(self) -> None:
@@ -204,7 +236,7 @@ class GradientSink:
         if home.tier is Tier.DEVICE and chunk in self._lent:
             arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
             self.stayed_bytes += managed.numel * chunk.dtype.itemsize
-        if arrived.device == managed.grad_home.device and home.tier is not Tier.DEVICE and traffic.engine.ordered:
+        if traffic.engine.ordered and home.tier is not Tier.DEVICE and arrived.device == managed.grad_home.device:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
@@ -212,8 +244,7 @@ class GradientSink:
             self._complete.comes(chunk, id(managed), _awaited, adds=adds)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
-        memory = weakref.ref(arrived.untyped_storage())
-        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize, memory)
+        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize, arrived)
 
     def _lend(self, chunk: Chunk) -> None:
         """Memory for gradients that are gone soon: on the device, where the update of `chunk` reads them there."""
@@ -291,7 +322,7 @@ class GradientSink:
 
     def has_taken(self, managed: ManagedParameter) -> bool:
         """Whether a gradient of `managed` is being accumulated right now."""
-        return id(managed) in self._taken
+        return managed in self._taken
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
@@ -300,7 +331,7 @@ class GradientSink:
             wait_for_staged_gradients(self.runtime, (chunk,))
             honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
-        load = adds or any(is_home_gradient(other) or self._taken.get(id(other)) is other.grad_home for other in others)
+        load = adds or any(is_home_gradient(other) or self._taken.get(other) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
 
@@ -308,7 +339,7 @@ class GradientSink:
 def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Let `p.grad` be `gradient`. One that stays on the device has a parameter whose home is not there: torch refuses
     that where anybody but autograd sets it, and looks at what the parameter is just then. So it does of dtypes."""
-    if gradient is None or _same_kind(gradient, parameter):
+    if gradient is None or (gradient.device == parameter.device and gradient.dtype is parameter.dtype):
         parameter.grad = gradient
         return
     home = parameter.data

@@ -93,7 +93,7 @@ class Uses:
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less; what compute does with the copy has been asked for by now."""
-        if tier is Tier.DEVICE:
+        if tier is Tier.DEVICE and self._engine.ordered:
             self._mark_use(block)
         commands = self._residency.release(block, tier, dirty=dirty)
         if commands:

@@ -17,6 +17,12 @@ class Watcher(Protocol):
         """Whether it does so."""
         ...
 
+    @property
+    def is_to_be_told(self) -> bool:
+        """Whether it has to know of each gradient of the backward that begins, by `coming` and `arrived`. It is told,
+        too, as long as updates are under way."""
+        ...
+
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
         """So many more gradients of `managed` arrive in the backward that begins."""
 

@@ -49,6 +49,7 @@ class DeviceMonitor(TorchDispatchMode):
         self._live_bytes = 0
         self._dead: deque[int] = deque()
         self.paused = False
+        self._pause = _Paused(self)
         self.transformed = False
         self.left = False
         self._is_home = is_home_memory
@@ -69,17 +70,19 @@ class DeviceMonitor(TorchDispatchMode):
     def unwatched(self) -> AbstractContextManager[None]:
         """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it. Nor is it for
         the user's modes: one that keeps results for a recomputation would give them in the place of hetmem's copies."""
+        if self.paused:  # whatever is around was left when that began
+            return _AS_IT_IS
         transformed = torch._C._functorch.maybe_current_level() is not None
         inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
         modes = _modes_are_around()
         if transformed or inference or modes:
             return self._outside(transformed=transformed, inference=inference, modes=modes)
-        return _Paused(self)
+        return self._pause
 
     @contextmanager
     def _outside(self, *, transformed: bool, inference: bool, modes: bool) -> Iterator[None]:
         with (
-            _Paused(self),
+            self._pause,
             torch._C._DisableTorchDispatch() if modes else nullcontext(),
             torch._C.DisableTorchFunction() if modes else nullcontext(),
             torch.inference_mode(False) if inference else nullcontext(),
@@ -164,16 +167,19 @@ def _accumulates() -> bool:
 class _Paused:
     """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
 
-    __slots__ = ("_before", "_monitor")
+    __slots__ = ("_monitor",)
 
     def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
+        self._monitor = weakref.proxy(monitor)
 
     def __enter__(self) -> None:
-        self._before, self._monitor.paused = self._monitor.paused, True
+        self._monitor.paused = True
 
     def __exit__(self, *_: object) -> None:
-        self._monitor.paused = self._before
+        self._monitor.paused = False
+
+
+_AS_IT_IS = nullcontext()
 
 
 def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:

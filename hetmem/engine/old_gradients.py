@@ -46,5 +46,6 @@ class OldGradients:
 
 def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
     """Whether somebody else has the home of the gradient of `managed`, which stands in no `p.grad`, or a view of it."""
-    home_is_held = sys.getrefcount(managed.grad_home) > _REFERENCES + others
-    return managed.grad_home is not None and (home_is_held or is_shared(managed.grad_home))
+    if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
+        return managed.grad_home is not None
+    return managed.grad_home is not None and is_shared(managed.grad_home)

@@ -25,53 +25,56 @@ class Bindings:
 
     def __init__(self, parameters: Iterable[ManagedParameter]) -> None:
         self.by_id: dict[int, ManagedParameter] = {}
-        self._by_address: dict[int, ManagedParameter] = {}
-        self._resting: list[ManagedParameter] = []
-        self._computes = False
+        self.by_address: dict[int, ManagedParameter] = {}
+        self._away, self._rests = 0, False
+        self.resting: list[ManagedParameter] = []
+        """Those that rest in a backward; see `end_rest`."""
         self.learn(parameters)
 
     def learn(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take note of the homes of `parameters`, and of nothing else: no device view may be open."""
-        self._by_address.clear()
+        self.by_address.clear()
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             for tensor in (managed.home, managed.rest):
                 if managed.numel:
-                    self._by_address[tensor.untyped_storage().data_ptr()] = managed
+                    self.by_address[tensor.untyped_storage().data_ptr()] = managed
 
     def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
         """`managed` has another home, with the same values, and rests as `rest`; device views stay."""
-        at = managed.parameter.data_ptr()
+        parameter = managed.parameter
+        unbound, parameter.__class__ = type(parameter), managed.kind
+        at = parameter.data_ptr()
         at_home, resting = at == managed.home.data_ptr(), at == managed.rest.data_ptr()
         for tensor in (managed.home, managed.rest):
-            self._by_address.pop(tensor.untyped_storage().data_ptr(), None)
+            self.by_address.pop(tensor.untyped_storage().data_ptr(), None)
         managed.home, managed.rest = home, rest
         if at_home or resting:  # both, where it was on the device
-            rests = not at_home or (self._computes and managed.parameter.requires_grad)
-            managed.parameter.data = rest if rests else home
-            if rests and rest is not home:
-                self._resting.append(managed)
+            parameter.data = rest if self._rests or not at_home else home
         managed.home_address = home.data_ptr()
-        managed.home_references = storage_references(home) + (managed.parameter.data_ptr() != home.data_ptr())
+        managed.home_references = storage_references(home) + (parameter.data_ptr() != home.data_ptr())
+        parameter.__class__ = unbound
         for tensor in (home, rest):
             if managed.numel:
-                self._by_address[tensor.untyped_storage().data_ptr()] = managed
+                self.by_address[tensor.untyped_storage().data_ptr()] = managed
 
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
         if tensor.layout is not torch.strided or tensor._is_zerotensor() or _is_of_a_transform(tensor):
             return None
-        return self._by_address.get(tensor.untyped_storage().data_ptr())
+        return self.by_address.get(tensor.untyped_storage().data_ptr())
 
     def open_device(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> torch.Tensor:
         """The view of `managed` in device slot `slot`, made at its first use in this residence."""
         if managed.device is None:
             dtype = managed.chunk.compute_dtype
             view = managed.device = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
-            managed.device_storage = view.untyped_storage()._cdata
-            managed.device_references = _references(managed.device_storage)
+            storage = view.untyped_storage()
+            managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
+            del storage  # which counts
+            managed.device_references = references(managed.device_storage)
             if managed.numel:
-                self._by_address[view.untyped_storage().data_ptr()] = managed
+                self.by_address[managed.device_address] = managed
         return managed.device
 
     def close_device(self, chunk: Chunk) -> None:
@@ -79,74 +82,126 @@ class Bindings:
         for managed in chunk.parameters:
             if managed.device is not None:
                 if managed.numel:
-                    del self._by_address[managed.device.untyped_storage().data_ptr()]
+                    del self.by_address[managed.device_address]
                 managed.device = None
+
+    # ---- what a parameter is now -------------------------------------------------------------------------------
 
     def bind(self, used: Iterable[ManagedParameter]) -> None:
         """Operators see the device copies of `used` from here on."""
         for managed in used:
             assert managed.device is not None
-            managed.parameter.data = managed.device
+            parameter = managed.parameter
+            parameter.__class__ = managed.kind  # which tells nobody of `.data`
+            parameter.data = managed.device
+            parameter.__class__ = managed.bound_kind
+
+    def unbind(self, used: Iterable[ManagedParameter]) -> None:
+        """Operators see the copies of `used` no more: each rests, or is its home if nothing computes."""
+        for managed in used:
+            parameter = managed.parameter
+            parameter.__class__ = managed.kind
+            parameter.data = managed.rest if self._away else managed.home
+            if self._away:
+                parameter.__class__ = managed.unbound_kind
+                if not self._rests and managed.rest is not managed.home:
+                    self.resting.append(managed)
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Whether somebody has set `managed.parameter.data`, which was bound."""
-        at, known = managed.parameter.data_ptr(), (managed.device, managed.home, managed.rest)
-        return all(tensor is None or tensor.data_ptr() != at for tensor in known)
+        at = managed.parameter.data_ptr()
+        if managed.device is not None and at == managed.device.data_ptr():
+            return False
+        return at not in (managed.home.data_ptr(), managed.rest.data_ptr())
 
-    def unbind(self, used: Iterable[ManagedParameter]) -> None:
-        """Between operators: the home, or the stand-in where the home's dtype would disturb autograd's graph."""
-        for managed in used:
-            managed.parameter.data = managed.rest
-            if managed.rest is not managed.home:
-                self._resting.append(managed)
+    @property
+    def away(self) -> bool:
+        """Whether something computes, so that parameters which are not bound are no ordinary ones."""
+        return self._away > 0
 
-    def leave_home(self) -> None:
-        """Compute begins: what is trained rests, also before its first operator. A custom function of autograd takes a
-        parameter as it is, and expects its gradient on the device, and of the dtype, that it then has."""
-        self._computes = True
-        for managed in self.by_id.values():
-            if managed.rest is not managed.home and managed.parameter.requires_grad:
-                managed.parameter.data = managed.rest
-                self._resting.append(managed)
+    def leave_home(self, *, backward: bool = False) -> None:
+        """Compute begins: what is not bound is asked for by whoever meets it, and rests. A custom function of autograd
+        takes a parameter as it is, and expects its gradient on the device, and of the dtype, that it then has. In a
+        `backward` parameters stay at home, as a graph from outside of forwards has saved the parameters themselves."""
+        self._away += 1
+        if self._away == 1:
+            self._rests = not backward
+            self.rest(managed for managed in self.by_id.values() if not managed.bound)
+
+    def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
+        """`managed_ones`, which are at home, rest as all others do while something computes."""
+        for managed in managed_ones:
+            parameter = managed.parameter
+            if self._rests and managed.rest is not managed.home:
+                parameter.data = managed.rest
+            parameter.__class__ = managed.unbound_kind
+
+    def end_rest(self) -> None:
+        """What rests in a backward, as something computed it once more, is its home again: that is over. Until then it
+        must not change its dtype, or torch adds its gradients up in another order."""
+        while self.resting:
+            managed = self.resting.pop()
+            parameter = managed.parameter
+            if not managed.bound and type(parameter) is managed.unbound_kind:
+                parameter.__class__ = managed.kind
+                parameter.data = managed.home
+                parameter.__class__ = managed.unbound_kind
 
     def go_home(self) -> None:
-        """Compute has ended: every parameter is its home again."""
-        self._computes = False
-        for managed in self._resting:
-            managed.parameter.data = managed.home
-        self._resting.clear()
+        """Compute has ended: every parameter is its home again, unless something around it still computes."""
+        self._away = max(0, self._away - 1)
+        if not self._away:
+            self.end_rest()
+            rests, self._rests = self._rests, False
+            for managed in self.by_id.values():
+                parameter = managed.parameter
+                if type(parameter) is managed.unbound_kind:
+                    parameter.__class__ = managed.kind
+                    if rests and managed.rest is not managed.home:
+                        parameter.data = managed.home
+
+    def all_home(self) -> None:
+        """Nothing computes, whatever had begun to."""
+        self._away = min(1, self._away)
+        self.go_home()
+
+    def send_home(self, managed: ManagedParameter) -> bool:
+        """`managed`, if it rests, is its home, for whoever reads it while nothing computes; whether it did."""
+        parameter = managed.parameter
+        if type(parameter) is not managed.unbound_kind:
+            return False
+        parameter.__class__ = managed.kind
+        if managed.rest is not managed.home and (self._rests or managed in self.resting):
+            parameter.data = managed.home
+        return True
 
     @staticmethod
     def held(managed: ManagedParameter) -> bool:
         """Whether anybody still has memory of the device view (which must not be bound)."""
-        return managed.device is not None and _references(managed.device_storage) > managed.device_references
+        return managed.device is not None and references(managed.device_storage) > managed.device_references
 
     def leave_to_holders(self, managed: ManagedParameter) -> None:
         """`managed` becomes another tensor's values: whoever holds its device view keeps what that shows. Raises
         `ManageError` where they cannot."""
         if managed.device is None or not managed.numel or not self.held(managed):
             return
-        address = managed.device.untyped_storage().data_ptr()
+        address = managed.device_address
         if not give_away(managed.device):
             raise ManageError(
                 f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
                 f"`kept = self.weight.data`): keep a clone of it"
             )
-        del self._by_address[address]
+        del self.by_address[address]
         managed.device = None
 
 
+references: Any = torch._C._storage_Use_Count
 _is_of_a_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # it has no storage that can be asked for
-
-
-def _references(storage: int) -> int:
-    count: int = torch._C._storage_Use_Count(storage)
-    return count
 
 
 def storage_references(tensor: torch.Tensor) -> int:
     """How often the memory of `tensor` is referred to, by tensors and by what C++ holds."""
-    return _references(tensor.untyped_storage()._cdata)
+    return references(tensor.untyped_storage()._cdata)  # type: ignore[no-any-return]
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

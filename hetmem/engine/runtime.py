@@ -6,17 +6,18 @@ are `traffic`'s, how many there may be `device_limit`'s, writes that were not he
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import Any
 
 import torch
 
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, MomentSeen
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import Bindings
+from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.statistics import Statistics
 from hetmem.engine.tracer import StepTracer, segment_name
 from hetmem.engine.traffic import Traffic, param_block
@@ -24,12 +25,15 @@ from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import Writes
 from hetmem.errors import CapacityError
 from hetmem.intercept.async_params import Trailing
-from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.memory.page_locks import later
+from hetmem.memory.tensor_views import without_graph
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import STEP, Tier
+
+_functions_around: Any = torch._C._len_torch_function_stack
 
 
 class Runtime:
@@ -55,6 +59,7 @@ class Runtime:
         self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
+        self.unwatched = self.traffic.carrier.unwatched = self.monitor.unwatched
         self.turn = Turn(self.events.newest)
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
@@ -62,6 +67,8 @@ class Runtime:
         self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
+        self.give_leases_up: Callable[[], bool] = lambda: False
+        """Called where copies that are used at once have no room: whether some are used no more."""
         self._held: dict[int, ManagedParameter] = {}
         self._first_uses = 0
         self._untracked: set[int] = set()
@@ -97,108 +104,164 @@ class Runtime:
         self.traffic.execute(self.traffic.residency.expect_all(self.tracer.book.schedules(key)))
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
-        memory, residency = self.memory, self.traffic.residency
-        self.traffic.pending.poll()
-        live = self.room.look_at_allocator() if self.tracer.measured else memory.buffer_bytes
-        moment = self.tracer.moment(operator, blocks, live, self.traffic.gradients.leaving_bytes)
-        self.room.before_moment(moment)
+        memory, residency, room = self.memory, self.traffic.residency, self.room
+        measured, leaving_bytes = self.tracer.measured, self.traffic.gradients.leaving_bytes
+        live = room.look_at_allocator() if measured else memory.buffer_bytes
+        moment = self.tracer.moment(operator, blocks, live, leaving_bytes)
+        if measured or leaving_bytes or not room.is_as_left(moment):
+            room.before_moment(moment)
         expected = moment.non_model_bytes
         residency.reach(blocks, Tier.DEVICE)
-        chunk_bytes = self.room.chunk_bytes()
+        chunk_bytes = room.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)
         staging = residency.used_slots(Tier.HOST) * memory.host_pool.slot_bytes
-        seen = MomentSeen(time.perf_counter(), operator, blocks, chunk_bytes, expected, staging)
+        seen = MomentSeen(perf_counter(), operator, blocks, chunk_bytes, expected, staging)
         self.events.moments.append(seen)
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """See `DeviceMonitor.unwatched`."""
-        return self.monitor.unwatched()
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
-        """Bind `used` to their device copies for one operator. Nothing is bound if this raises."""
+        """Bind `used` to their device copies. Nothing is bound if this raises."""
         with self.unwatched():
-            self._let_go()
-            for managed in used:
-                if managed.first_use < 0:
-                    managed.first_use = self._first_uses = self._first_uses + 1
-                if managed.parameter._version != managed.version:
-                    self.writes.by_user(managed)
-                if managed.chunk in self.writes.unsure:
-                    self.writes.make_sure(managed.chunk)
-            blocks = [param_block(managed) for managed in used]
-            self._moment(operator, tuple(dict.fromkeys(blocks)))
-            acquired = 0
+            if self._held:
+                self._let_go()
+            if self.traffic.engine.anything_over():
+                self.traffic.pending.poll()
+            blocks: list[int] = []
             try:
-                for managed, block in zip(used, blocks, strict=True):
-                    self._acquire_device(managed, block, operator)
-                    acquired += 1
+                for managed in used:
+                    parameter = managed.parameter
+                    before, parameter.__class__ = type(parameter), managed.kind
+                    if parameter._version != managed.version:
+                        parameter.__class__ = before
+                        self._notice_write(managed)
+                        parameter.__class__ = managed.kind
+                    if managed.first_use < 0:
+                        managed.first_use = self._first_uses = self._first_uses + 1
+                    if self.writes.unsure and managed.chunk in self.writes.unsure:
+                        self.writes.make_sure(managed.chunk)
+                    blocks.append(param_block(managed))
+                self._moment(operator, (*blocks,) if not blocks[1:] else tuple(dict.fromkeys(blocks)))
+                self._acquire_all(operator, used, blocks)
             except BaseException:
-                for block in blocks[:acquired]:
-                    self.traffic.release(block, Tier.DEVICE)
+                if self.bindings.away:
+                    self.bindings.rest(used)
                 raise
             self.bindings.bind(used)
+
+    def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
+        """One more use of each of `blocks`, those of `used`; none if this raises."""
+        acquire_again, acquired = self.traffic.residency.acquire_again, 0
+        try:
+            for managed, block in zip(used, blocks, strict=True):
+                slot = acquire_again(block, Tier.DEVICE)
+                if slot is None:
+                    self._acquire_device(managed, block, operator)
+                else:
+                    if self.traffic.engine.ordered:
+                        self.traffic.carrier.order_behind_making(slot)
+                    if managed.device is None:
+                        self.bindings.open_device(managed, self.memory.device_pool, slot)
+                acquired += 1
+        except BaseException:
+            for block in blocks[:acquired]:
+                self.traffic.release(block, Tier.DEVICE)
+            raise
 
     def end_use(
         self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
     ) -> None:
-        """The operator is over: parameters rest, what it wrote goes home, what nobody holds may be evicted.
+        """End `use`: parameters rest, what was written to them goes home, what nobody holds may be evicted.
 
-        `untracked`: it handed out a view whose writes count no versions (`parameter.data`); `writes`: those that
-        it may itself have written to without counting one.
+        `untracked`: a view was handed out whose writes count no versions (`parameter.data`); `writes`: those that may
+        have been written to without counting one.
         """
         first: BaseException | None = None
         with self.unwatched():
-            self.bindings.unbind(used)
             for managed in used:
                 try:
-                    self._end_use_of(managed, untracked=untracked, may_be_written=managed in writes)
+                    if managed.parameter._version != managed.version:
+                        self.writes.by_operator(managed)
+                    elif managed in writes or managed.data_taken:
+                        self.writes.compare(managed)
                 except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
                     first = first or error
+            self._unbind(used, untracked=untracked)
         try:
             if first is not None:
                 raise first
         finally:
             del first  # as in `Carrier.execute`
 
-    def _end_use_of(self, managed: ManagedParameter, *, untracked: bool, may_be_written: bool) -> None:
-        try:
-            if managed.parameter._version != managed.version:
-                self.writes.by_operator(managed)
-            elif may_be_written:
-                self.writes.compare(managed)
-        finally:
-            held, key = self.bindings.held(managed), id(managed)
-            if held and untracked:
-                self._untracked.add(key)
-            if held and key not in self._held:
-                self._held[key] = managed
-            else:
-                self.traffic.release(param_block(managed), Tier.DEVICE)
+    def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+        """`used` rest, and those that nobody holds may be evicted."""
+        self.bindings.unbind(used)
+        for managed in used:
+            if managed.device is not None and references(managed.device_storage) > managed.device_references:
+                if untracked or managed.data_taken:
+                    self._untracked.add(id(managed))
+                if id(managed) not in self._held:
+                    self._held[id(managed)] = managed
+                    continue
+            managed.data_taken = False
+            self.traffic.release(param_block(managed), Tier.DEVICE)
 
-    def end_region(self, used: list[ManagedParameter]) -> None:
-        """`end_use` of code whose functions nobody sees. Writes that count no version are looked for where a segment is
-        measured, and from then on in the weights that had such."""
-        data_set = [(managed, managed.parameter.data) for managed in used if self.bindings.is_elsewhere(managed)]
+    def end_call(self, used: list[ManagedParameter]) -> None:
+        """`end_use` of code whose functions nobody sees. Of a region nobody sees `.data` either: writes through that
+        are looked for where a segment is measured, and from then on in the weights that had such."""
         measured, uncounted = self.tracer.measured, self.writes.uncounted
-        self.end_use(used, writes=used if measured else [managed for managed in used if id(managed) in uncounted])
-        for managed, value in data_set:
-            self.data_set(managed, value)
+        if not (measured or uncounted or _functions_around()):
+            for managed in used:
+                parameter = managed.parameter
+                if managed.data_taken or parameter._version != managed.version:
+                    break
+                if type(parameter) is managed.kind and self.bindings.is_elsewhere(managed):
+                    break
+            else:
+                self._unbind(used)
+                return
+        with self.unwatched():
+            data_set = [
+                (managed, managed.parameter.data)
+                for managed in used
+                if type(managed.parameter) is managed.kind and self.bindings.is_elsewhere(managed)
+            ]
+            for managed, _ in data_set:
+                managed.parameter.data = managed.home if managed.device is None else managed.device
+            self.end_use(used, writes=used if measured else [each for each in used if id(each) in uncounted])
+            for managed, value in data_set:
+                self.data_set(managed, value)
+
+    def set_bound(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`managed.parameter.data = value` while that is bound: the value goes home, and is what it is bound to."""
+        name, block = f"data of {managed.name}", param_block(managed)
+        with self.unwatched():
+            self.bindings.unbind([managed])
+            managed.parameter.__class__ = managed.kind
+            try:
+                self.data_set(managed, value)
+                self._acquire_device(managed, block, name)
+                self.traffic.release(block, Tier.DEVICE)  # of the use that there was before
+            finally:
+                if managed.device is not None:
+                    self.bindings.bind([managed])
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
-        """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more."""
+        """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more. To be
+        called `unwatched`."""
         if not self.memory.streams:
             return managed.home
-        with self.unwatched():
+        if self._held:
             self._let_go()
-            operator, block = f"backward of {managed.name}", param_block(managed)
-            self._moment(operator, (block,))
-            if id(managed) not in self._held:
-                self._acquire_device(managed, block, operator)
-                self._held[id(managed)] = managed
-            assert managed.device is not None
-            return managed.device
+        if self.traffic.engine.anything_over():
+            self.traffic.pending.poll()
+        operator, block = f"backward of {managed.name}", param_block(managed)
+        self._moment(operator, (block,))
+        if id(managed) not in self._held:
+            self._acquire_all(operator, (managed,), (block,))
+            self._held[id(managed)] = managed
+        assert managed.device is not None
+        return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         try:
@@ -217,9 +280,9 @@ class Runtime:
             self.out_of_memory()
             return self.traffic.acquire(block, Tier.DEVICE)
         except CapacityError:
-            if not self.room.widen():
+            if not (self.room.widen() or self.give_leases_up()):
                 raise
-            return self.traffic.acquire(block, Tier.DEVICE)
+            return self._acquire_with_more_room(block)
 
     def out_of_memory(self) -> None:
         """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
@@ -228,25 +291,43 @@ class Runtime:
             self.room.out_of_memory()
 
     def notice_writes_to_views(self) -> None:
-        """An operator met no parameter, but it may have written to a view of one: then that goes home too."""
-        if self._held:
-            self._notice_writes(self.writes.by_operator)
-
-    def notice_writes_without_versions(self) -> None:
-        """A forward is over: what it wrote last to views that count no versions goes home before anybody reads that."""
-        if self._untracked:
-            with self.unwatched():
-                self._let_go()
+        """A forward is over: what it wrote last to views goes home before anybody reads that."""
+        with self.unwatched():
+            self._let_go()
 
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
-        self._notice_writes(self.writes.by_user)
+        for managed in list(self._held.values()):
+            self._notice_write(managed)
 
-    def _notice_writes(self, count: Callable[[ManagedParameter], None]) -> None:
-        for managed in self._held.values():
-            if managed.parameter._version != managed.version and managed.device is not None:
+    def _notice_write(self, managed: ManagedParameter) -> None:
+        """Somebody may have written to `managed` since it was used: at home, or to a view of the copy that is held."""
+        rests = type(managed.parameter) is managed.unbound_kind
+        managed.parameter.__class__ = managed.kind
+        try:
+            if managed.parameter._version != managed.version:
+                held = rests and id(managed) in self._held and managed.device is not None
                 with self.unwatched():
-                    count(managed)
+                    self.writes.by_operator(managed) if held else self.writes.by_user(managed)
+        finally:
+            if rests:
+                managed.parameter.__class__ = managed.unbound_kind
+
+    def read_at_home(self, managed: ManagedParameter) -> None:
+        """The user reads `managed` while something computes, between the nodes of a backward: wait for its update."""
+        with self.unwatched(), without_graph():
+            self.traffic.wait_for_update(managed.chunk)
+            self.traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
+
+    def rest_again(self, used: Iterable[ManagedParameter]) -> None:
+        """`used`, which the user found at home, rest again; what was written there counts."""
+        with self.unwatched():
+            used = list(used)
+            for managed in used:
+                if managed.parameter._version != managed.version or self.bindings.is_elsewhere(managed):
+                    self.writes.by_user(managed)
+            if self.bindings.away:
+                self.bindings.rest(used)
 
     def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute."""
@@ -270,11 +351,13 @@ class Runtime:
         if not self._held:
             return
         for key, managed in list(self._held.items()):
-            if id(managed) in self._untracked:
+            if key in self._untracked:
                 self.writes.by_view(managed)
-            if not self.bindings.held(managed):
+            if managed.version_now != managed.version:
+                self._notice_write(managed)
+            if managed.device is None or references(managed.device_storage) <= managed.device_references:
                 del self._held[key]
-                self._untracked.discard(id(managed))
+                self._untracked.discard(key)
                 self.traffic.release(param_block(managed), Tier.DEVICE)
 
     def renew_what_is_held(self) -> None:

@@ -366,6 +366,7 @@ class Traffic:
 
 def param_block(managed: ManagedParameter) -> int:
     """The block of what operators see of the chunk that `managed` lies in, whose home is not on the device."""
-    block = managed.chunk.operand_block
+    homes = managed.chunk.homes  # asked at every use of a weight
+    block = homes[Role.COMPUTE if Role.COMPUTE in homes else Role.PARAM].block
     assert block is not None, f"{managed.name} has its home on the device"
     return block

@@ -35,7 +35,8 @@ class Writes:
     def __init__(
         self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic, store: NvmeStore | None
     ) -> None:
-        self._parameters, self._bindings = parameters, bindings
+        self._bindings = bindings
+        self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
         self._traffic, self._store = traffic, store
         self.unsure: set[Chunk] = set()
         """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
@@ -61,13 +62,21 @@ class Writes:
         if trained:
             self._gradients_left.clear()
         self._gradients_wanted = torch.is_grad_enabled()
-        chunks = dict.fromkeys(managed.chunk for managed in self._parameters)
+        chunks = self._chunks
         due = {chunk for chunk in chunks if trained and _is_trained(chunk)}
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
         for chunk in chunks:
-            if counted := [managed for managed in chunk.parameters if self._counted(managed)]:
+            counted = []
+            for managed in chunk.parameters:  # of all parameters, before each forward: `_counted`, without its calls
+                parameter = managed.parameter
+                same = parameter._version == managed.version and parameter.data_ptr() == managed.home_address
+                if not same or managed.shape != parameter.shape or parameter.stride() != managed.stride:
+                    counted.append(managed)
+            if counted:
                 self._notice_counted_of(chunk, counted)
+            elif chunk.operand_block is None:
+                continue  # operators see the home itself
             elif chunk not in due and self._coming(chunk):
                 self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
             elif not (stepped and chunk in due) and self._differs(chunk):

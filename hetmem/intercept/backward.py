@@ -3,8 +3,8 @@
 Note "one thread": torch runs the nodes of each device on a thread of that device, and those of the host on the thread
 that has called the backward. A graph has nodes of both where weights, or gradients of them, are used at home: a penalty
 on weights, or on their gradients. Two threads at once would wait for each other's copies, add to one `p.grad` at the
-same time, and sum gradients in the order in which they happen to come. So the thread that calls runs all nodes of such
-a graph, in torch's order.
+same time, and sum gradients in the order in which they happen to come. So the thread that calls runs all nodes, in
+torch's order, which is the same for a graph of one device: to look for nodes of the host would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
 
-from hetmem.engine.live_bytes import nodes_behind
 from hetmem.engine.running import RUNNING, in_backward
 from hetmem.engine.turns import Section, Turn
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, uncompiled
-from hetmem.intercept.forward_scope import forget_backward_that_raised
+from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.requested_gradients import accumulators, differentiate
 from hetmem.memory.interrupts import HELD_BACK
 
+_AS_IT_IS = contextlib.nullcontext()
 _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
@@ -42,27 +41,31 @@ def watch() -> None:
 @opaque
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of torch's function of that name."""
-    outermost, taken = not in_backward(), list[tuple[Turn, Section]]()
+    return differentiate(_backward, outputs, *args, **kwargs)
+
+
+def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch's own does, with all told that manage a model which it may be of."""
+    outermost, taken, began = not in_backward(), list[tuple[Turn, Section]](), list[Interception]()
     try:
         if outermost:
             _begin(outputs, taken)
-        if any(interception.gradients.counts_arrivals() for interception in registry.interceptions()):
+        _tell_of_begin(began)
+        if any(interception.gradients.counts_arrivals() for interception in began):
             _tell_of_arrivals(outputs)
-        with _threads(outputs) if outermost else contextlib.nullcontext():
-            return differentiate(_engine, outputs, *args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False) if outermost and _may_cross(began) else _AS_IT_IS:
+            return _engine(outputs, *args, **kwargs)
     except BaseException:
         with HELD_BACK:
-            forget_backward_that_raised()
             if outermost:
                 RUNNING.end()
-                with contextlib.suppress(
-                    Exception
-                ):  # the error that is raised counts: what did not arrive is tried again
+                with contextlib.suppress(Exception):  # the error that is raised counts
                     _settle_what_raised()
         raise
     finally:
         if outermost:
             RUNNING.end()
+        _tell_of_end(began)
         for turn, section in reversed(taken):
             turn.give(section)
 
@@ -89,13 +92,28 @@ def _turns(outputs: Any) -> list[Turn]:
 
 
 @uncompiled
-def _threads(outputs: Any) -> AbstractContextManager[None]:
-    """Those that run the nodes behind `outputs`: see note "one thread"."""
-    memories = (interception.runtime.memory for interception in registry.interceptions())
-    may_cross = any(memory.streams and memory.device.torch_device.type != "cpu" for memory in memories)
-    if may_cross and any(each.device.type == "cpu" for node in nodes_behind(outputs) for each in node._input_metadata):
-        return torch.autograd.set_multithreading_enabled(False)
-    return contextlib.nullcontext()
+@HELD_BACK
+def _tell_of_begin(began: list[Interception]) -> None:
+    """Whatever has a turn that is this thread's is told, and is in `began` then."""
+    HELD_BACK.begin_segment()
+    for interception in registry.interceptions():
+        if interception.runtime.turn.is_mine():
+            interception.backward_begins()
+            began.append(interception)
+
+
+@uncompiled
+@HELD_BACK
+def _tell_of_end(began: list[Interception]) -> None:
+    while began:
+        began.pop().backward_ends()
+    HELD_BACK.end_segment()
+
+
+def _may_cross(began: list[Interception]) -> bool:
+    """Whether a graph may have nodes of the host beside those of a device: see note "one thread"."""
+    memories = (interception.runtime.memory for interception in began)
+    return any(memory.streams and memory.device.torch_device.type != "cpu" for memory in memories)
 
 
 @uncompiled

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from hetmem.engine.gradients import hide_gradients, show_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute
-from hetmem.intercept.operator_mode import OperatorFaults
+from hetmem.intercept.module_leases import Leases
 from hetmem.memory.chunk import ManagedParameter
 
 _PART = 4
@@ -29,24 +30,25 @@ never more than chunks may have of it."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """`call`, which uses `used`, within `compute`; `outside` compiles what is around it."""
+    """`call` within `compute`; gradients are `hidden` meanwhile, and `outside` compiles what is around it."""
 
     compute: Compute
     call: Call
-    faults: OperatorFaults | None
-    used: list[ManagedParameter]
-    begun: Any
+    hidden: list[tuple[torch.Tensor, torch.Tensor]]
     outside: Any
 
 
 class Regions:
     """The region of one model that runs, if one does, and who would compile one."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, leases: Leases) -> None:
+        self._runtime, self._leases = runtime, leases
         self.tracing = Tracing()
         self.compiler: Any = None
         """Whoever compiles the last forward as a whole."""
+        self.runs = self.may_end = False
+        """Whether a region runs, and whether the end of a call may be that of one, or of what must not compile by
+        itself."""
         self._running: _Region | None = None
         self._held_back: tuple[Compute, Call, Any] | None = None
         """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""
@@ -62,39 +64,42 @@ class Regions:
         self._close()  # an interrupt has ended it without a word
         return False
 
-    def may_begin(self, module: torch.nn.Module) -> bool:
-        """Whether a call of `module` that nobody asks to compile may be a region all the same, or lie within one."""
-        return self.compiler is not None or self._running is not None or has_compiled_forward(module)
-
-    def may_end(self) -> bool:
-        """Whether the end of a call may be that of a region, or of what must not compile by itself."""
-        return self._running is not None or self._held_back is not None
-
     def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
         """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
         compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""
         asked = (compiler is not None and compiler is not self.compiler) or has_compiled_forward(module)
         if not asked and self.compiler is None:
             return None
-        faults = compute.functions if isinstance(compute.functions, OperatorFaults) else None
-        used = faults.weights(module) if faults is not None else []
+        used = self._weights(module)
         room = self._has_room(used)
         if has_compiled_forward(module) and not (room and can_compile()) and self._held_back is None:
-            self._held_back = compute, call, torch.compiler.set_stance("force_eager")
+            self._held_back, self.may_end = (compute, call, torch.compiler.set_stance("force_eager")), True
         if not room:
             if asked:
                 self._warn(module)
             return None
         compute.leave_functions()
+        name = f"compiled {type(module).__name__}"
         try:
-            begun = None if faults is None else faults.begin_region(f"compiled {type(module).__name__}", used)
+            if used:
+                self._leases.bind(call, used, name)
+            for managed in used:
+                managed.parameter.__class__ = managed.kind  # what is compiled knows no other
         except BaseException:
             compute.enter_functions_again()
             raise
-        self._running, self.tracing.region = _Region(compute, call, faults, used, begun, compiler), True
+        self.runs = self.may_end = True
+        self._running, self.tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
         if not can_compile():
             return None
         return self.compiler if compiler is None else compiler
+
+    def _weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
+        """Those of `module` that are brought to the device."""
+        by_id = self._runtime.bindings.by_id
+        if not self._runtime.memory.streams:
+            return []
+        return [by_id[id(parameter)] for parameter in module.parameters() if id(parameter) in by_id]
 
     def _has_room(self, used: list[ManagedParameter]) -> bool:
         memory = self._runtime.memory
@@ -132,13 +137,17 @@ class Regions:
 
     def _close(self) -> None:
         region, self._running = self._running, None
+        self.runs, self.may_end = False, self._held_back is not None
         self.tracing.region = False
         if region is not None:
-            if region.faults is not None:
-                region.faults.end_region(region.used, region.begun)
+            self._leases.end(region.call)
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, gradient in region.hidden:
+                    show_gradient(parameter, gradient)
             region.compute.enter_functions_again()
 
     def _release(self) -> None:
         held_back, self._held_back = self._held_back, None
+        self.may_end = self._running is not None
         if held_back is not None:
             held_back[2].__exit__(None, None, None)

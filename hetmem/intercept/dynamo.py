@@ -34,10 +34,8 @@ def opaque(function: _FunctionT) -> _FunctionT:
     return skipped(function)
 
 
-@skipped
-def exchange(callback: Any) -> Any:
-    """Have `callback` compile the frames that this thread runs from here on. Returns the one that did so far."""
-    return _EVAL.set_eval_frame(callback)
+set_compiler: Any = _EVAL.set_eval_frame
+"""Has the callback that it is given compile the frames that this thread runs from here on. Returns the one so far."""
 
 
 def uncompiled(function: _FunctionT) -> _FunctionT:
@@ -46,18 +44,18 @@ def uncompiled(function: _FunctionT) -> _FunctionT:
     @opaque
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        compiler = exchange(None)
+        compiler = set_compiler(None)
         try:
             return function(*args, **kwargs)
         finally:
-            exchange(compiler)
+            if compiler is not None:
+                set_compiler(compiler)
 
     return cast(_FunctionT, call)
 
 
 def called_by_autograd(function: _FunctionT) -> _FunctionT:
     """The same, with interrupts held back: for what autograd calls some hundred times in a step."""
-    set_compiler = _EVAL.set_eval_frame
 
     @opaque
     @functools.wraps(function)
@@ -67,7 +65,8 @@ def called_by_autograd(function: _FunctionT) -> _FunctionT:
             with HELD_BACK:
                 return function(*args)
         finally:
-            set_compiler(compiler)
+            if compiler is not None:
+                set_compiler(compiler)
 
     return cast(_FunctionT, call)
 
@@ -83,13 +82,18 @@ def can_compile() -> bool:
 
 
 class Tracing:
-    """What hooks ask of a model while code is made of its modules, which may hold no more than this."""
+    """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no
+    more than this."""
 
-    __slots__ = ("region",)
+    __slots__ = ("quiet", "region", "where")
 
     def __init__(self) -> None:
         self.region = False
         """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
+        self.quiet = 0
+        """The thread on which a forward runs whose weights all are where operators find them; 0 for none."""
+        self.where = 0
+        """The `id` of the module that it is of."""
 
 
 def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> Iterator[RemovableHandle]:

@@ -6,8 +6,7 @@ whether the calls that it was put there for are on the stack of their thread; on
 
 Note "compiled functions": a function that `torch.compile` makes code of, and that a forward calls (attention with a
 score of the user's, say), is traced with what is on the stack of function modes, as if that were a part of it. So there
-the mode is what it is for tensors that are no weights: nothing. Where a weight is used the graph ends, and the mode
-does its work, which is never compiled itself.
+the mode is nothing; where a weight that nobody has bound is used the graph ends.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from hetmem.intercept.dynamo import exchange, skipped
+from hetmem.intercept.dynamo import set_compiler, skipped
+from hetmem.memory.chunk import ManagedParameter
 
 _AUTOGRAD: Any = torch._C._autograd
 _get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -32,29 +32,40 @@ Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
 
 
-class Call:
-    """A call of a module; it holds neither the module nor a frame."""
+CALLS: Any = next(
+    (each for each in torch.nn.Module._call_impl.__code__.co_consts if getattr(each, "co_name", "") == "inner"), None
+)
+"""What torch calls a module that has hooks in, and these, as long as it is not compiled; None in a torch without."""
 
-    __slots__ = ("_frame", "_module")
+
+class Call:
+    """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its
+    length, `displaced` the hooks of others that gave way for that."""
+
+    __slots__ = ("_plain", "displaced", "module", "number", "used")
 
     def __init__(self, module: object, frame: FrameType | None) -> None:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
-        self._module, self._frame = weakref.ref(module), id(frame)
+        self.module, self.number = weakref.ref(module), id(frame)
+        self._plain = frame is not None and frame.f_code is CALLS
+        self.used: list[ManagedParameter] = []
+        self.displaced: Any = None
 
     def is_made_in(self, frame: FrameType | None) -> bool:
-        """Whether `frame` makes it; torch calls hooks after an error in another one."""
-        return frame is not None and id(frame) == self._frame and frame.f_locals.get("self", self) is self._module()
-
-    def is_of(self, module: torch.nn.Module, frame: FrameType) -> bool:
-        """The same of a `frame` that is known to call `module`."""
-        return id(frame) == self._frame and self._module() is module
+        """Whether `frame` makes it; torch calls hooks after an error in another one. A frame that is gone may have left
+        its memory to another one."""
+        return frame is not None and id(frame) == self.number and frame.f_locals.get("self", self) is self.module()
 
     def is_on(self, frame: FrameType | None) -> bool:
         """Whether it is on the stack that has `frame` on top."""
-        own = self._frame
+        plain = self._plain  # the numbers of fewer frames are asked for
         while frame is not None:
-            if id(frame) == own and self.is_made_in(frame):  # asked for each frame: a call would cost more
-                return True  # and not by one that has got the memory of a frame that is gone
+            if (
+                (not plain or frame.f_code is CALLS)
+                and id(frame) == self.number
+                and frame.f_locals.get("self", self) is self.module()  # as in `is_made_in`
+            ):
+                return True
             frame = frame.f_back
         return False
 
@@ -106,14 +117,13 @@ class Compute:
     """A stretch of compute on one thread: a forward, or what a backward computes once more of one.
 
     `task` is the backward that it is within, -1 for none; `calls` are those of modules that run, outermost first.
-    If a call began it, it is over when that is; see note "interrupts". If not, `end` says when, or `lasts_for_node`.
-    `ended` is called when it is found to be over.
+    It is over when the call that began it is; see note "interrupts". `ended` is called when it is found to be over, and
+    `let_go` with each call of it that an interrupt has ended.
     """
 
-    def __init__(self, began: Call | None, ended: Callable[[Compute], None]) -> None:
+    def __init__(self, began: Call, ended: Callable[[Compute], None], let_go: Callable[[Call], None]) -> None:
         self.task, self.thread = torch._C._current_graph_task_id(), get_ident()
-        self.calls = [] if began is None else [began]
-        self.with_call, self.is_over = began is not None, False
+        self.calls, self.let_go, self.is_over = [began], let_go, False
         self.functions_running = 0
         """Functions that `functions` was called for and that have not returned: while there is one, it is under way."""
         self.functions: Handler | None = None
@@ -123,13 +133,12 @@ class Compute:
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its part of the turn of its thread, see `turns`."""
-        self._ended = ended
-        self._until_gone: _Functions | None = None
+        self._ended, self._cached = ended, False
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 
     def runs(self) -> bool:
         """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
-        if self.is_over or not self.with_call or self.functions_running:
+        if self.is_over or self.functions_running:
             return not self.is_over
         if self.thread != get_ident():
             return _runs_elsewhere(tuple(self.calls), self.thread, self._bottom)
@@ -144,19 +153,20 @@ class Compute:
         """Whether it is over, asked by its thread, `top` being the top of the stack that counts. Forgets what calls of
         it an interrupt has ended."""
         while self.calls and not self.calls[-1].is_on(top):
-            self.calls.pop()
-        if self._until_gone is not None and self.task == torch._C._current_graph_task_id():
-            return self._until_gone not in _get_current_function_mode_stack()
-        return self.with_call and not self.calls
+            self.let_go(self.calls.pop())
+        return not self.calls
 
     def is_computing(self, top: FrameType | None) -> bool:
         """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
-        within = self.task == torch._C._current_graph_task_id() and self.with_call
-        return within and bool(self.calls) and self.calls[-1].is_on(top)
+        calls = self.calls
+        return bool(calls) and self.task == torch._C._current_graph_task_id() and calls[-1].is_on(top)
 
-    def is_within_others(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
-        """Whether its innermost call is that of `module` by `frame`, and not the one that began it."""
-        return frame is not None and len(self.calls) > 1 and self.calls[-1].is_of(module, frame)
+    def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
+        """Its innermost call, which is over, if that is of `module` by `frame`, and not the one that began it."""
+        calls = self.calls
+        if calls[1:2] and calls[-1].number == id(frame) and calls[-1].module() is module:
+            return calls.pop()
+        return None
 
     def enter_functions(self, handler: Handler) -> None:
         """`handler` is called in the place of torch's functions."""
@@ -183,23 +193,18 @@ class Compute:
         self.operators = handler
         _Operators(self).__enter__()
 
-    def lasts_for_node(self) -> None:
-        """It is within a node of autograd, at whose end there is no hook: autograd restores what was entered before it
-        by itself, so it is over when what it entered last is gone."""
-        top = _get_current_function_mode_stack()[-1]
-        assert isinstance(top, _Functions)
-        self._until_gone = top
-        _UNTIL_NODES_END.add(self)
+    def leave_autocast_cache(self, device_type: str) -> None:
+        """`torch.autocast` around it casts weights anew at each use: what it keeps of each until the end of a forward
+        would be as much as a copy of the whole model. It puts this right by itself where an interrupt ends it."""
+        if torch.is_autocast_enabled(device_type):
+            self._cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
 
-    def is_left_behind(self) -> bool:
-        """Of one that lasts for a node: whether the backward that this was in has raised, so that nothing was told."""
-        if self.thread == get_ident():
-            return bool(self.task > torch._C._current_graph_task_id())
-        return self.thread not in sys._current_frames()
-
-    def give_up(self) -> None:
-        """It has ended without a word."""
-        self._ended(self)
+    def enter_autocast_cache_again(self) -> None:
+        """On its thread."""
+        if self._cached:
+            self._cached = False
+            torch.set_autocast_cache_enabled(True)
 
     def end(self) -> None:
         """It is over."""
@@ -207,16 +212,6 @@ class Compute:
         self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
         self.calls.clear()
         forget_what_is_over()
-
-
-_UNTIL_NODES_END: weakref.WeakSet[Compute] = weakref.WeakSet()
-
-
-def forget_backward_that_raised() -> None:
-    """What lasted for the node that raised is over."""
-    for compute in list(_UNTIL_NODES_END):
-        if not compute.is_over and compute.is_left_behind():
-            compute.give_up()
 
 
 class _Functions(TorchFunctionMode):
@@ -231,22 +226,20 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # never true where this runs; see note "compiled functions"
-            if _have_weights(args) or (kwargs and _have_weights(kwargs.values())):
-                torch._dynamo.graph_break("a weight that hetmem manages, in a function that is compiled by itself")
             return func(*args, **(kwargs or {}))
         compute = self._compute()
         if compute is None or not compute.runs() or compute.functions is None:
             return func(*args, **(kwargs or {}))
         compiler = _get_compiler()
         if compiler is not None:
-            exchange(None)
+            set_compiler(None)
         compute.functions_running += 1
         try:
             return compute.functions(func, types, args, kwargs or {})
         finally:
             compute.functions_running -= 1
             if compiler is not None:
-                exchange(compiler)
+                set_compiler(compiler)
 
     def is_of(self, compute: Compute) -> bool:
         """Whether it is there for `compute`."""
@@ -256,16 +249,6 @@ class _Functions(TorchFunctionMode):
         """Whether it does nothing any more."""
         compute = self._compute()
         return compute is None or compute.is_over
-
-
-def _have_weights(values: Any) -> bool:
-    """Whether a parameter is among `values`, or lists and tuples within; for whoever traces a function."""
-    for value in values:
-        if isinstance(value, torch.nn.Parameter):
-            return True
-        if isinstance(value, (list, tuple)) and _have_weights(value):
-            return True
-    return False
 
 
 class _Operators(TorchDispatchMode):
@@ -290,15 +273,21 @@ class _Operators(TorchDispatchMode):
 
 
 class Hook:
-    """What is on autograd's stack of hooks for saved tensors for a `Compute`: what packs, by calling it."""
+    """What is on autograd's stack of hooks for saved tensors for a `Compute`, or (None) for the node that runs, at
+    whose end autograd takes it away: what packs, by calling it."""
 
-    def __init__(self, compute: Compute) -> None:
-        self._compute = weakref.ref(compute)
+    def __init__(self, compute: Compute | None) -> None:
+        self._compute = None if compute is None else weakref.ref(compute)
+
+    def counts(self) -> bool:
+        """Whether it is to do anything, asked by its thread."""
+        compute = None if self._compute is None else self._compute()
+        return self._compute is None or (compute is not None and compute.runs())
 
     def is_over(self) -> bool:
         """Whether it does nothing any more."""
-        compute = self._compute()
-        return compute is None or compute.is_over
+        compute = None if self._compute is None else self._compute()
+        return self._compute is not None and (compute is None or compute.is_over)
 
 
 def forget_what_is_over() -> None:

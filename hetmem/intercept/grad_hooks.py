@@ -31,13 +31,16 @@ class Sink(Protocol):
     def arrive(self) -> None:
         """All gradients have to be at home."""
 
+    def send_home(self, managed: ManagedParameter) -> None:
+        """Hooks of the user run at `managed`."""
+
 
 def order_hooks(sink: Sink, parameter: torch.Tensor, own: int) -> list[Any]:
     """The user's hooks for what arrives at `parameter` find all gradients at home, its own too: that is taken away by
     the hook with the number `own`, behind them. Returns the handle of a hook that is new, if one is."""
     hooks: Any = parameter._backward_hooks
     others = [(key, hook) for key, hook in hooks.items() if key != own and not isinstance(hook, _Arrive)]
-    made = [] if len(others) + 1 < len(hooks) else [parameter.register_hook(_Arrive(sink))]
+    made = [] if len(others) + 1 < len(hooks) else [parameter.register_hook(_Arrive(sink, parameter))]
     for key, hook in (*others, (own, hooks[own])):
         del hooks[key]
         hooks[key] = hook
@@ -57,7 +60,8 @@ class BeforeArrival:
         sink = self._sink()
         managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
         if sink is not None and managed is not None:
-            sink.segments.on_backward()
+            if not sink.segments.in_backward:
+                sink.segments.on_backward()
             sink.before(managed)
 
 
@@ -66,13 +70,16 @@ class _Arrive:
 
     __torch_unserialize__ = True
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = weakref.ref(sink)
+    def __init__(self, sink: Sink, parameter: torch.Tensor) -> None:
+        self._sink, self._key = weakref.ref(sink), id(parameter)
 
     @called_by_autograd
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
         if sink is not None:
+            managed = sink.runtime.bindings.by_id[self._key]
+            sink.runtime.read_at_home(managed)
+            sink.send_home(managed)
             sink.arrive()
 
 

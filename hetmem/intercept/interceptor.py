@@ -1,8 +1,8 @@
-"""How torch tells the runtime what it uses: module hooks, a function mode, and saved-tensor hooks. No logic of its own.
+"""How torch tells the runtime what it uses: module hooks, unbound parameters and saved-tensor hooks.
 
-Modes and saved-tensor hooks are entered by the forward hook of whichever module is called first and left when that
-returns.
-"""
+A module's own weights are bound to their device copies for the length of its call (`leases`), whatever else is met for
+the length of a function (`faults`). What is put on torch's stacks is put there by the forward hook of the module that
+is called first, and taken off when that returns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,8 +24,10 @@ from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section
 from hetmem.errors import ManageError
 from hetmem.intercept.compile_regions import Regions
-from hetmem.intercept.dynamo import exchange, hook_forwards, skipped
+from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
+from hetmem.intercept.faults import Faults, run_again
 from hetmem.intercept.forward_scope import (
+    CALLS,
     Call,
     Compute,
     calling_frame,
@@ -42,11 +43,12 @@ from hetmem.intercept.module_hooks import (
     asked_format,
     hook_conversions,
 )
-from hetmem.intercept.operator_mode import OperatorFaults
+from hetmem.intercept.module_leases import Leases
 from hetmem.intercept.phases import Segments, signature
 from hetmem.intercept.refused_contexts import refuse_a_surrounding
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.intercept.unmanaged import explain, is_of_torch, raised_in_call
+from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
 
@@ -60,10 +62,10 @@ class _OfThread(threading.local):
 class Interception:
     """The hooks of one managed module, and what is entered while one of its modules runs.
 
-    Note "recomputation": a checkpoint computes a part of the forward once more, within a node of the backward or
-    before it, when autograd unpacks what it saved. What it calls, a module or any function, is to find weights and
-    inputs as it did within the forward. So modes are entered there, before the first call, whenever the checkpoint
-    was within a forward of the model; a module that is called then is not an outermost one.
+    Note "recomputation": a checkpoint computes a part of the forward once more, within a node of the backward, when
+    autograd unpacks what it saved. What it calls, a module or any function, is to find weights and inputs as it did
+    within the forward: parameters rest for the whole of a backward, and inputs are cast by a forward alone. Hooks of
+    the user, which run between nodes, find parameters at home.
     """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
@@ -71,16 +73,22 @@ class Interception:
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
-        self.gradients.nothing_computes = self._between_nodes
         self._computes = _OfThread()
         self._process = os.getpid()
+        self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
         self._forward: Compute | None = None
         """The last one."""
         self._reading: Section | None = None
-        self._saved = SavedTensors(runtime, self.segments, self)
+        self._saved = SavedTensors(runtime, self.segments)
+        self._faults = Faults(runtime, self.gradients, self._saved, self)
+        self.leases = Leases(runtime, self.gradients, self._saved)
+        self._backwards = 0
+        """Those that run, one within the other."""
         self._handles: list[Any] = []
         self.arranged, self.removed = False, False
-        self._regions = Regions(runtime)
+        self._regions = Regions(runtime, self.leases)
+        self._tracing = self._regions.tracing
         self._buffers = weakref.WeakMethod(module.buffers)
         self._model = weakref.ref(module)
         try:
@@ -91,7 +99,7 @@ class Interception:
 
     def _install(self, module: torch.nn.Module) -> None:
         """The hooks; those that a module refuses leave the ones before them, for `remove`."""
-        tracing = self._regions.tracing
+        tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
         reading = BeforeStateDict(self)
         for part in module.modules():
@@ -121,11 +129,13 @@ class Interception:
 
         With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
         """
-        compiler = exchange(None)
+        compiler = set_compiler(None)
         compiles = compiler
         try:
-            frame = calling_frame(module, sys._getframe(2))
-            if compiler is None and self._goes_on(module, frame):
+            frame: FrameType | None = sys._getframe(3)
+            if frame is not None and frame.f_code is not CALLS:
+                frame = calling_frame(module, frame)
+            if compiler is None and frame is not None and self._goes_on(module, frame):
                 return None
             with HELD_BACK:
                 if self._regions.runs_around(frame):
@@ -136,24 +146,40 @@ class Interception:
                 else:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
+                if not self._regions.runs:
+                    self.leases.begin(call, module)
+                    if self._is_quiet(compute):
+                        self._tracing.quiet, self._tracing.where = compute.thread, id(module)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
             compiles = compiler
             raise
         finally:
-            exchange(compiles)
+            if compiles is not None:
+                set_compiler(compiles)
 
-    def _goes_on(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+    def _goes_on(self, module: torch.nn.Module, frame: FrameType) -> bool:
         """Whether the call of `module` by `frame` is a part of what computes, and nothing else: most are. Takes note of
-        it. An interrupt may come in here: a call that is noted and does not run is forgotten."""
-        here = self._here()
-        if not here or frame is None or self._regions.may_begin(module):
+        it, and binds its weights."""
+        here = self._computes.here
+        if not here or self._regions.compiler is not None or self._regions.runs or "forward" in module.__dict__:
             return False
         compute = here[-1]
         if not compute.is_computing(frame.f_back):
             return False
-        compute.calls.append(Call(module, frame))
+        if not module._parameters:
+            compute.calls.append(Call(module, frame))
+            return True
+        with HELD_BACK:
+            call = Call(module, frame)
+            compute.calls.append(call)
+            self.leases.begin(call, module)
         return True
+
+    def _is_quiet(self, compute: Compute) -> bool:
+        """Whether `compute`, which has just begun, needs to know nothing of the modules within."""
+        whole = not self.runtime.memory.streams and compute.operators is None and compute.functions is None
+        return whole and compute.compiler is None and self._regions.compiler is None and len(compute.calls) == 1
 
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,7 +187,7 @@ class Interception:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
         self.refuse_a_fork("a forward")
         memory = self.runtime.memory
-        if memory.streams or memory.may_leave_device:
+        if memory.device.captures() and (memory.streams or memory.may_leave_device):
             self.refuse_a_capture("a forward")
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
         compute = self._begin(call)
@@ -170,7 +196,9 @@ class Interception:
             self._forward, self._regions.compiler = compute, compiler
         try:
             dtype = self.runtime.memory.mixed_precision
-            if dtype is not None:
+            if compute.task < 0:
+                self._outermost.add(module)
+            if dtype is not None and module in self._outermost:
                 args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
             self._enter(compute, module, args, kwargs)
         except BaseException:
@@ -190,8 +218,8 @@ class Interception:
                 if transformed:
                     runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
                 runtime.writes.notice_all()
-            for managed in runtime.parameters:
-                if managed.parameter.requires_grad and not managed.grad_hooked and runtime.memory.streams:
+            for managed in runtime.parameters if runtime.memory.streams else ():
+                if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
             measured = self.segments.begin_forward(signature(module, args, kwargs))
         if measured and runtime.memory.device.watched:
@@ -202,28 +230,46 @@ class Interception:
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
-        self._enter_modes(compute, stands_by=measured and self.share.may_leave_device)
+        self._enter_modes(compute, watched=measured)
 
-    def _enter_modes(self, compute: Compute, *, stands_by: bool = False) -> None:
-        """`stands_by`: also if the model is whole on the device, as it may have to leave that."""
-        if not (self.runtime.memory.streams or stands_by):
+    def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
+        """`watched`: the device may refuse memory that nobody knows of yet."""
+        memory = self.runtime.memory
+        if watched and (memory.streams or self.share.may_leave_device):
+            compute.enter_functions(self._watched)
+        if not memory.streams:
             return
         if compute.task >= 0:
-            self.runtime.trailing.pause()
             self.runtime.notice_writes_by_hooks()
-        with self.runtime.unwatched():
-            self.runtime.bindings.leave_home()
-        compute.enter_functions(OperatorFaults(self.runtime, self.gradients, self._saved))
+            self.gradients.rest_again()
+        else:
+            with self.runtime.unwatched():
+                self.runtime.bindings.leave_home()
+            compute.leave_autocast_cache(memory.device.torch_device.type)
+            self.gradients.within_step = self.gradients.half_stepped
         self._saved.enter(compute)
+
+    def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
+        device until there is no memory for this."""
+        try:
+            return run_again(self.runtime, func, args, kwargs)
+        finally:
+            self.runtime.monitor.left = False
 
     @skipped
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
-        compiles = exchange(None)
+        compiles = set_compiler(None)
         try:
-            frame, error = calling_frame(module, sys._getframe(2)), sys.exc_info()[1]
-            if error is None and self._goes_on_after(module, frame):
-                return
+            frame: FrameType | None = sys._getframe(3)
+            assert frame is not None
+            if frame.f_code is CALLS:  # it has returned
+                if self._goes_on_after(module, frame):
+                    return
+            else:
+                frame = calling_frame(module, frame)
+            error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
@@ -233,65 +279,78 @@ class Interception:
                 compute = self._current(sys._getframe())
                 if compute is None or not compute.calls or not compute.calls[-1].is_made_in(frame):
                     return
-                compute.calls.pop()
-                if not compute.calls and compute.with_call:
+                self.leases.end(compute.calls.pop())
+                if not compute.calls:
                     compiles = compute.compiler
                     self._leave(compute, output)
         finally:
-            exchange(compiles)
+            if compiles is not None:
+                set_compiler(compiles)
 
-    def _goes_on_after(self, module: torch.nn.Module, frame: FrameType | None) -> bool:
+    def _goes_on_after(self, module: torch.nn.Module, frame: FrameType) -> bool:
         """Whether the call of `module` by `frame`, which is over, was one of those that `_goes_on` noted."""
-        here = self._here()
-        if not here or self._regions.may_end() or not here[-1].is_within_others(module, frame):
+        here = self._computes.here
+        if not here or self._regions.may_end or (call := here[-1].pop(module, frame)) is None:
             return False
-        here[-1].calls.pop()
+        if call.used or call.displaced is not None:
+            with HELD_BACK:
+                self.leases.end(call)
         return True
 
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
         with self.runtime.turn.held("a forward"):
-            self._end(compute)
-            self._saved.watch_functions(output, forward_is_over=compute.task < 0)
-            if compute.task < 0:
-                self.runtime.notice_writes_without_versions()
-                if measured:
-                    self.runtime.monitor.watch_backward(output)
+            try:
+                if compute.task < 0:
+                    self.runtime.notice_writes_to_views()
+            finally:
+                self._end(compute)
+            if compute.task < 0 and measured:
+                self.runtime.monitor.watch_backward(output)
 
-    # ---- what a backward computes once more ----------------------------------------------------------------------
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
+        runtime = self.runtime
+        if not runtime.memory.streams:
+            return
+        if not self._backwards:
+            runtime.trailing.pause()
+        self._backwards += 1
+        runtime.bindings.leave_home(backward=True)
+        self.gradients.rest_again()
+
+    def backward_ends(self) -> None:
+        """Also one that has raised."""
+        if self._backwards:
+            self._backwards -= 1
+            self.runtime.bindings.end_rest()
+            self._current(sys._getframe())
+            self.runtime.bindings.go_home()
+            self.gradients.sent_home.clear()
+            if not self._backwards and not self._here():
+                self.runtime.trailing.resume()
 
     def computes(self) -> bool:
-        """Whether a forward, or a part of one, is computed on this thread now."""
-        return self._current(sys._getframe()) is not None
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """A checkpoint within a forward of the model computes within, as that did."""
+        """Whether what meets a weight on this thread now is a part of a forward, or is computed once more within a node
+        of a backward. Code of the user's between two nodes, or behind an interrupt, is no such thing."""
         if self._current(sys._getframe()) is not None:
-            yield
-            return
-        compute = self._begin(None)
-        try:
-            with HELD_BACK:
-                self._enter_modes(compute)
-            yield
-        finally:
-            with HELD_BACK:
-                self._end(compute)
+            return True
+        if in_backward():
+            node = torch._C._current_autograd_node()
+            return node is not None and not hasattr(node, "variable")
+        self._forget_interrupted()
+        return False
 
-    def recomputes_until_node_ends(self) -> None:
-        """A function of the user's within a forward is at its backward now, and may compute something once more."""
-        if self._current(sys._getframe()) is None and self.runtime.memory.streams:
-            compute = self._begin(None)
-            self._enter_modes(compute)
-            compute.lasts_for_node()
-
-    def _between_nodes(self) -> None:
-        """A gradient arrives: nothing is computed, unless the whole backward is a part of a forward."""
-        self._current(sys._getframe())
-        if not any(compute.task < 0 for compute in self._here()):
-            self.runtime.bindings.go_home()
+    def keep(self, used: list[ManagedParameter]) -> bool:
+        """`used`, which are bound, stay so until the innermost call of a module is over. False if there is none."""
+        compute = self._current(sys._getframe())
+        if compute is None:
+            return False
+        self.leases.keep(compute.calls[-1], used)
+        return True
 
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
@@ -321,10 +380,11 @@ class Interception:
                 f"Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
             )
 
-    def _begin(self, call: Call | None) -> Compute:
-        compute = Compute(call, self._end)
+    def _begin(self, call: Call) -> Compute:
+        compute = Compute(call, self._end, self.leases.end)
         ready = None if compute.task >= 0 or self._here() else self.is_whole
         compute.section = self.runtime.turn.take("a forward", compute.runs, ready)
+        HELD_BACK.begin_segment()
         self._here().append(compute)
         return compute
 
@@ -337,16 +397,23 @@ class Interception:
 
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
-        here, ended = self._here(), list[Compute]()
+        here, over = self._here(), list[Compute]()
+        self._tracing.quiet = 0
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
-            ended.append(here.pop())
-            ended[-1].end()
-        if not any(compute.task < 0 for compute in here):
-            self.runtime.bindings.go_home()
-        if not here:
+            ended = here.pop()
+            over.append(ended)
+            while ended.calls:
+                self.leases.end(ended.calls.pop())
+            ended.end()
+            if ended.thread == threading.get_ident():
+                ended.enter_autocast_cache_again()
+                HELD_BACK.end_segment()
+            if ended.task < 0:
+                self.runtime.bindings.go_home()
+        if not here and not self._backwards:
             self.runtime.trailing.resume()
-        for each in ended:
+        for each in over:
             self.runtime.turn.give(each.section)
 
     def _forget_interrupted(self) -> None:
@@ -355,7 +422,15 @@ class Interception:
         forget_what_is_over()
         if not self._here() and self._forward is not None and not self._forward.runs():
             self._regions.abandon([self._forward])
-            self.runtime.bindings.go_home()
+            self._rest_of(self._forward)
+
+    def _rest_of(self, compute: Compute) -> None:
+        """`compute` was interrupted, perhaps on another thread."""
+        while compute.calls:
+            self.leases.end(compute.calls.pop())
+        if not in_backward():
+            self._backwards = 0
+            self.runtime.bindings.all_home()
 
     def before_state_dict(self, by: FrameType | None = None) -> None:
         """What users read, or write over, is what the last step made. It is this thread's as long as `by` runs, which
@@ -415,9 +490,10 @@ class Interception:
         here = self._here()
         if here:
             self._end(here[0])
+        if self._forward is not None:
+            self._rest_of(self._forward)
         self._computes = _OfThread()
         forget_what_is_over()
-        self.runtime.bindings.go_home()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
 
@@ -48,6 +49,8 @@ class BeforeForward:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
+        if self._tracing.quiet and self._tracing.quiet == get_ident():
+            return None
         if kwargs is None:  # put by somebody into a module of their own, as torch's quantization does
             return None
         if self._tracing.region and torch.compiler.is_compiling():
@@ -76,6 +79,8 @@ class AfterForward:
 
     @skipped
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._tracing.quiet and self._tracing.where != id(module):
+            return
         if not (self._tracing.region and torch.compiler.is_compiling()):
             self._tell(module, output)
 

@@ -176,7 +176,8 @@ class Segments:
 
     def rest(self) -> None:
         """Neither a forward nor a step follows at once: the user may read parameters."""
-        self._runtime.trailing.resume()
+        if not self._runtime.bindings.away:
+            self._runtime.trailing.resume()
         self._runtime.traffic.carrier.exposed.show()
 
     def begin_step(self) -> None:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
-from hetmem.engine.live_bytes import nodes_behind
 from hetmem.engine.runtime import Runtime
-from hetmem.intercept.dynamo import called_by_autograd, uncompiled
+from hetmem.intercept.dynamo import called_by_autograd, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK
 
 _AUTOGRAD: Any = torch._C._autograd
+_STRIDED = torch.strided
+_functions_around: Any = torch._C._len_torch_function_stack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Saved:
-    """What autograd keeps of a weight: where it is, not the memory it had."""
+    """What autograd keeps of a weight: where it is, not the memory it had. Never changed; to make a frozen one would
+    take three times as long."""
 
     managed: ManagedParameter
     dtype: torch.dtype
@@ -38,131 +37,66 @@ class Saved:
     """None for the parameter itself: torch too keeps that, and not the memory it had."""
 
 
-class Recomputes(Protocol):
-    """Who is told that a part of a forward may be computed once more."""
-
-    def computes(self) -> bool:
-        """Whether a forward, or a part of one, is computed on this thread now."""
-        ...
-
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Within."""
-        ...
-
-    def recomputes_until_node_ends(self) -> None:
-        """Until the node of autograd that runs now has run."""
-
-
 class SavedTensors:
     """The hooks for what autograd saves in the forwards of one model: weights are saved by name, and fetched again.
 
     Note "hooks of others": a checkpoint, or whoever else has hooks of its own on top, gets to see what is saved in
-    its place. It may keep the very tensor, and a parameter is its home again once its operator is over; so it gets an
-    alias of the memory that the parameter is bound to, which stays on the device for as long as that is kept. What a
-    function of the user's saves is saved at its end, between operators, and so by `_Over`, which is in the place of
-    those hooks from the first operator in such a function on; hetmem is told of the backward of that by the graph.
+    its place. It may keep the very tensor, and a parameter is its home again once its module is over; so it gets an
+    alias of the memory that the parameter is bound to, which stays on the device for as long as that is kept. For that
+    hetmem's own hooks are in the place of theirs for as long as something is bound, and those take theirs away in ours
+    where an interrupt ends it.
     """
 
-    def __init__(self, runtime: Runtime, segments: Segments, recomputes: Recomputes) -> None:
-        self._runtime, self._segments, self._recomputes = runtime, segments, recomputes
+    def __init__(self, runtime: Runtime, segments: Segments) -> None:
+        self._runtime, self.segments = runtime, segments
         self._by_id = runtime.bindings.by_id
-        self._met_others = False
-        self.region: tuple[str, list[ManagedParameter]] | None = None
-        """The one that runs, see note "regions", and the weights that are on the device for it."""
+        self.by_address = runtime.bindings.by_address
+        self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
+        """Classes of tensors that may be asked for their memory without anybody's noticing."""
+
+    @called_by_autograd
+    def on_backward(self) -> None:
+        """Something that this has saved is needed."""
+        if self._runtime.memory.streams:
+            self.segments.on_backward()
 
     def enter(self, compute: Compute) -> None:
         """Autograd calls these hooks until the end of `compute`, unless there are others."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or not (top is None or _is_ours(top)):
             return  # a checkpoint counts what is saved, and another's hooks see everything
-        _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self, compute), _unpack)
+        _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, compute), _unpack)
 
-    @staticmethod
-    def others() -> Any:
-        """What identifies somebody else's hooks, if those are on top."""
+    def displace_others(self) -> Any:
+        """Until `restore_others` is called with what this returns, somebody else's hooks, if those are on top, are
+        given aliases of weights."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        return None if top is None or _is_ours(top) else top[0]
-
-    def enter_over_others(self, around: Any, *, aliases: bool = True) -> bool:
-        """For one operator: whoever else has hooks gets `aliases` of weights, and computes again as the forward did,
-        unless their hooks, `around`, are around the whole of it. Whether `leave` is to be called."""
-        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if top is None or isinstance(top[0], _Pack):  # as in `_is_ours`: this is asked at every function of torch's
-            return False
-        self._met_others = True
-        if isinstance(top[0], _Over) and top[0].is_of(self):
-            return False
-        pack, unpack = self._over(top, around, aliases=aliases)
-        if aliases and not torch.is_grad_enabled():  # what saves next may be the function of the user's that this is in
-            _AUTOGRAD._pop_saved_tensors_default_hooks()
-            _AUTOGRAD._push_saved_tensors_default_hooks(_Over(self, top[0]), unpack)
-            return False
-        _AUTOGRAD._push_saved_tensors_default_hooks(pack, unpack)
-        return True
-
-    def displace_others(self, around: Any) -> Any:
-        """The same for a whole region, until `restore_others` is called with what this returns. It is in the place of
-        their hooks, which they take away in our place if an interrupt ends the region."""
-        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if top is None or _is_ours(top):
+        if top is None or _is_ours(top) or (isinstance(top[0], _Over) and top[0].is_of(self)):
             return None
         _AUTOGRAD._pop_saved_tensors_default_hooks()
-        self._met_others = True
-        over = self._over(top, around, aliases=True)
-        _AUTOGRAD._push_saved_tensors_default_hooks(*over)
-        return over[0], top
+        over = _Over(self, top[0])
+        _AUTOGRAD._push_saved_tensors_default_hooks(over, top[1])
+        return over, top
 
     @staticmethod
     def restore_others(displaced: Any) -> None:
-        """The region is over."""
+        """What was bound is so no more."""
+        if displaced is None:
+            return
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if displaced is not None and top is not None and top[0] is displaced[0]:
+        if top is not None and top[0] is displaced[0]:
             _AUTOGRAD._pop_saved_tensors_default_hooks()
             _AUTOGRAD._push_saved_tensors_default_hooks(*displaced[1])
-
-    def _over(self, others: tuple[Any, Any], around: Any, *, aliases: bool) -> tuple[Any, Any]:
-        pack: Callable[[torch.Tensor], Any]
-        unpack: Callable[[Any], torch.Tensor]
-        pack, unpack = others
-
-        @uncompiled
-        def unpack_again(packed: Any) -> torch.Tensor:
-            with self._recomputes.recomputing():
-                return unpack(packed)
-
-        @uncompiled
-        def pack_alias(tensor: torch.Tensor) -> Any:
-            return pack(self.alias(tensor))
-
-        return pack_alias if aliases else pack, unpack if pack is around else unpack_again
-
-    @staticmethod
-    def leave() -> None:
-        """The operator is over."""
-        _AUTOGRAD._pop_saved_tensors_default_hooks()
-
-    def watch_functions(self, outputs: Any, *, forward_is_over: bool) -> None:
-        """A forward is over, or a backward within another begins: functions of the user's behind `outputs`, of whose
-        saved tensors others may have been told, compute again as the forward did."""
-        met, self._met_others = self._met_others, self._met_others and not forward_is_over
-        for node in nodes_behind(outputs) if met else ():
-            if isinstance(node, BackwardCFunction):
-                node.register_prehook(_FunctionBegins(self))
-
-    def function_begins(self) -> None:
-        """One of them is at its backward now."""
-        if self._runtime.memory.streams:
-            self._segments.on_backward()
-        self._recomputes.recomputes_until_node_ends()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """What others get in the place of `tensor`: of a weight, one of its copy on the device."""
         managed = self._by_id.get(id(tensor))
-        if managed is None:
+        if managed is None or not self._runtime.bindings.away:
             return tensor
         with torch._C.DisableTorchFunction():
             bound = managed.device is not None and tensor.data_ptr() == managed.device.data_ptr()
-            there = tensor if bound or not self._recomputes.computes() else self._runtime.saved(managed)
+            with self._runtime.unwatched():
+                there = tensor if bound else self._runtime.saved(managed)
             return torch.nn.Parameter(there.detach(), tensor.requires_grad)
 
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
@@ -172,69 +106,69 @@ class SavedTensors:
             return _kept(tensor)
         return self._place_of(managed, tensor)
 
+    def enter_node(self) -> None:
+        """Until the node that runs is over: autograd takes away what was entered within."""
+        top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        if top is None and _AUTOGRAD._saved_tensors_hooks_is_enabled():
+            _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, None), _unpack)
+
     def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
-        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        if whole and managed.rest is not managed.home:
-            if self.region is not None and managed not in self.region[1]:
-                raise RuntimeError(_is_elsewhere(managed.name, self.region[0]))
-            stride = managed.stride
-        version, sets = managed.parameter._version, None if tensor is managed.parameter else managed.data_sets
-        return Saved(managed, tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
+        stands_in = whole and managed.rest is not managed.home
+        return _place_of(managed, tensor, managed.stride if stands_in else tensor.stride())
 
-    def unpack(self, packed: Saved | torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: Saved) -> torch.Tensor:
         """What autograd gets back."""
-        if not self._segments.in_backward and self._runtime.memory.streams:
-            self._segments.on_backward()
-        if isinstance(torch._C._current_autograd_node(), BackwardCFunction):
-            self._recomputes.recomputes_until_node_ends()
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if self._runtime.bindings.resting:
+            self._runtime.bindings.end_rest()
         managed = packed.managed
         if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
-            self._recomputes.recomputes_until_node_ends()  # create_graph=True: the node saves what it computes with
-        device = self._runtime.saved(managed)  # may wait for an update of it
-        if managed.parameter._version != packed.version:
-            raise RuntimeError(_modified(managed.name, managed.parameter._version, packed.version))
-        if packed.data_sets not in (None, managed.data_sets):
-            raise RuntimeError(_set_since(managed.name))
-        if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
-            return device
+            self.enter_node()  # create_graph=True: the node saves what it computes with
         with self._runtime.unwatched():
+            device = self._runtime.saved(managed)  # may wait for an update of it
+            if managed.version_now != packed.version:
+                raise RuntimeError(_modified(managed.name, managed.version_now, packed.version))
+            if packed.data_sets not in (None, managed.data_sets):
+                raise RuntimeError(_set_since(managed.name))
+            if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
+                return device
             base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
             tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
             tensor = torch.conj(tensor) if packed.conj else tensor
             return torch._neg_view(tensor) if packed.neg else tensor
 
 
-class _FunctionBegins:
-    """A hook before a node; it holds nothing, as a graph may outlive its model."""
-
-    def __init__(self, saved: SavedTensors) -> None:
-        self._saved = weakref.ref(saved)
-
-    @HELD_BACK
-    def __call__(self, _: Any) -> None:
-        saved = self._saved()
-        if saved is not None:
-            saved.function_begins()
-
-
-class _Pack(Hook):
+class Pack(Hook):
     """It holds nothing, see note "interrupts". What it packs holds all that it is unpacked with, as a graph may outlive
-    its model."""
+    its model. Most of what is saved are activations: those cost as little as they can."""
 
-    def __init__(self, saved: SavedTensors, compute: Compute) -> None:
+    def __init__(self, saved: SavedTensors, compute: Compute | None) -> None:
         super().__init__(compute)
         self._saved = weakref.ref(saved)
 
-    @called_by_autograd
+    @skipped
     def __call__(self, tensor: torch.Tensor) -> _Packed:
-        saved, compute = self._saved(), self._compute()
-        with torch._C.DisableTorchFunction():  # within a custom function the mode would see each question as a use
-            if saved is None or compute is None or not compute.runs():
-                return None, _kept(tensor), tensor._version
-            return saved, saved.pack(tensor), tensor._version
+        saved = self._saved()
+        if saved is None or type(tensor) not in saved.kinds or _functions_around() or tensor.layout is not _STRIDED:
+            return self._pack(tensor)
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # it has none that can be asked for
+            return self._pack(tensor)
+        if address not in saved.by_address:
+            return saved, (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        managed = saved.by_address[address]
+        if managed.bound and not managed.data_sets and address == managed.device_address:
+            return saved, _place_of(managed, tensor, tensor.stride()), 0
+        return self._pack(tensor)
+
+    @called_by_autograd
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        saved = self._saved()
+        with torch._C.DisableTorchFunction():  # within a custom function a mode would see each question as a use
+            if saved is not None and self.counts():
+                return saved, saved.pack(tensor), tensor._version
+            return None, _kept(tensor), tensor._version
 
 
 class _Over:
@@ -254,16 +188,31 @@ class _Over:
 
 
 _Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
+"""What keeps it, a weight or a tensor, and its version."""
+
+
+@skipped
+def _unpack(packed: _Packed) -> torch.Tensor:
+    saved, kept, version = packed
+    if saved is not None and not saved.segments.in_backward:
+        saved.on_backward()
+    if not isinstance(kept, torch.Tensor):
+        return _unpack_weight(saved, kept)  # type: ignore[arg-type]  # a weight is kept by somebody
+    if kept._version != version:
+        raise RuntimeError(_modified(f"a tensor of shape {list(kept.shape)}", kept._version, version))
+    return kept
 
 
 @called_by_autograd
-def _unpack(packed: _Packed) -> torch.Tensor:
-    saved, kept, version = packed
-    tensor = saved.unpack(kept) if saved is not None else kept
-    assert isinstance(tensor, torch.Tensor)
-    if tensor is kept and tensor._version != version:
-        raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
-    return tensor
+def _unpack_weight(saved: SavedTensors, packed: Saved) -> torch.Tensor:
+    return saved.unpack(packed)
+
+
+def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:
+    version = managed.parameter._version if managed.bound else managed.version_now
+    sets = None if tensor is managed.parameter else managed.data_sets
+    offset = tensor.storage_offset()
+    return Saved(managed, tensor.dtype, tensor.shape, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,15 +233,7 @@ def _flat(device: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
 
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:
-    return isinstance(hooks[0], _Pack)
-
-
-def _is_elsewhere(weight: str, region: str) -> str:
-    return (
-        f"{region} uses {weight}, which is none of the parameters of that module, and so is not on the device while "
-        f"its compiled code runs: what that computed is wrong. Register {weight} there too, as tied weights are, "
-        f"compile a module that has both, or do not compile this one"
-    )
+    return isinstance(hooks[0], Pack)
 
 
 def _set_since(weight: str) -> str:

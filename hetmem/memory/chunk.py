@@ -94,7 +94,7 @@ class Chunk:
     def operand_block(self) -> int | None:
         """The number under which the residency knows what operators see."""
         homes = self.homes  # asked at every use of a weight
-        return (homes.get(Role.COMPUTE) or homes[Role.PARAM]).block
+        return homes[Role.COMPUTE if Role.COMPUTE in homes else Role.PARAM].block
 
     @property
     def moved(self) -> bool:
@@ -151,11 +151,12 @@ class ManagedParameter:
     `home` is what `.data` is outside compute; `rest` what it is between the operators of a forward: the home, or,
     where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
-    is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage and
-    `device_references` how often hetmem itself refers to that. `version` is the parameter's version counter as last
-    seen: a different one means that somebody wrote to it. `data_sets` counts how often `.data` was set within a forward
-    or backward.
-    """
+    is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
+    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the
+    parameter's version counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how
+    often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
+    `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound` counts
+    the calls of modules that it is bound for, and `data_taken` says that somebody has asked for its `.data` within."""
 
     parameter: torch.nn.Parameter
     name: str
@@ -173,12 +174,26 @@ class ManagedParameter:
     data_sets: int = 0
     device: torch.Tensor | None = None
     device_storage: int = 0
+    device_address: int = 0
     device_references: int = 0
     grad_home: torch.Tensor | None = None
     grad_version: int = 0
     grad_address: int = 0
     grad_hooked: bool = False
     first_use: int = -1
+    kind: type = torch.nn.Parameter
+    unbound_kind: type = torch.nn.Parameter
+    bound_kind: type = torch.nn.Parameter
+    bound: int = 0
+    data_taken: bool = False
+
+    @property
+    def version_now(self) -> int:
+        """The parameter's version counter, whatever class it has."""
+        if type(self.parameter) is not self.unbound_kind:
+            return self.parameter._version
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version
 
     def open_grad_home(self) -> None:
         """Make `grad_home` a new view of where the gradient lives."""

@@ -45,29 +45,44 @@ class HeldBack(ContextDecorator):
 
     def __init__(self) -> None:
         self._depth = 0
+        self._segments = 0
         self._theirs: Any = None
         self._came = False
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
+    def begin_segment(self) -> None:
+        """A forward, a backward or a step begins, which enters this often: until `end_segment` the handler stays, and
+        does what theirs does wherever nothing is held back."""
+        if get_ident() == _main and (self._segments or self._depth or self._take()):
+            self._segments += 1
+
+    def end_segment(self) -> None:
+        """Once for each `begin_segment`; nothing happens if that was forgotten."""
+        if self._segments and get_ident() == _main:
+            self._segments -= 1
+            if not (self._segments or self._depth):
+                self._give_back()
+
+    def _take(self) -> bool:
+        """Have interrupts come here; False if they cannot."""
+        theirs = _SIGNALS.getsignal(_INTERRUPT)
+        if theirs is None:  # set by C: nobody could set it again
+            return False
+        if theirs != self._ours:  # left behind by another signal, which raised in here
+            self._theirs = theirs
+        _SIGNALS.signal(_INTERRUPT, self._ours)  # until here one may be raised, and nothing has begun
+        return True
+
     def __enter__(self) -> None:
-        if get_ident() != _main:
-            return
-        if not self._depth:
-            theirs = _SIGNALS.getsignal(_INTERRUPT)
-            if theirs is None:  # set by C: nobody could set it again
-                return
-            if theirs != self._ours:  # left behind by another signal, which raised in here
-                self._theirs = theirs
-            _SIGNALS.signal(_INTERRUPT, self._ours)  # until here one may be raised, and nothing has begun
-        self._depth += 1
+        if get_ident() == _main and (self._depth or self._segments or self._take()):
+            self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if self._depth and get_ident() == _main:
-            if self._depth == 1:
+            self._depth -= 1
+            if not self._depth and (self._came or not self._segments):
                 self._give_back()
-            else:
-                self._depth -= 1
 
     def raise_here(self) -> None:
         """Whoever calls this is going to wait: an interrupt that came before is raised instead."""
@@ -89,10 +104,13 @@ class HeldBack(ContextDecorator):
 
     def forget(self) -> None:
         """Whoever has entered it is no more, and what came is not this process's."""
-        self._came, self._wake = False, None
+        self._came, self._wake, self._segments = False, None, 0
         self._give_back()
 
     def _remember(self, _: int, __: FrameType | None) -> None:
+        if not self._depth:
+            self._deliver()
+            return
         if self._came:  # the second one
             self._give_back()
             self._deliver()  # for whoever counts them, and has not raised
@@ -105,14 +123,18 @@ class HeldBack(ContextDecorator):
         """Nothing is held back any more."""
         came, self._came = self._came, False
         self._depth = 0
-        if _SIGNALS.getsignal(_INTERRUPT) == self._ours:
+        if not self._segments and _SIGNALS.getsignal(_INTERRUPT) == self._ours:
             _SIGNALS.signal(_INTERRUPT, self._theirs)
         if came or self._came:
             self._came = False
             self._deliver()
 
     def _deliver(self) -> None:
-        """What an interrupt does when nobody holds it back: usually it raises KeyboardInterrupt."""
+        """What an interrupt does when nobody holds it back: usually it raises KeyboardInterrupt, which ends a forward
+        without a word. So no segment runs from here on."""
+        self._segments = 0
+        if _SIGNALS.getsignal(_INTERRUPT) == self._ours:
+            _SIGNALS.signal(_INTERRUPT, self._theirs)
         if callable(self._theirs):
             self._theirs(_INTERRUPT, None)
         else:  # it ends the process, or is ignored

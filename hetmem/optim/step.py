@@ -83,6 +83,11 @@ class Stepper:
         """See `Watcher`."""
         return self._optimizer.overlap is not Overlap.OFF
 
+    @property
+    def is_to_be_told(self) -> bool:
+        """See `Watcher`."""
+        return bool(self._progress) or self.begins_early or self._optimizer.gradients is Gradients.STREAMED
+
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
         """See `Watcher`."""
         self._arrivals.expect(managed, arrivals)

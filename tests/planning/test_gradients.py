@@ -110,7 +110,7 @@ def test_streamed_gradients_take_one_backward_planned_or_run() -> None:
     model = hetmem.manage(GPT(), ROOMY, device="sim", chunk_bytes=128 * KIB)
     optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
     model(BATCH).backward()
-    with pytest.raises(RuntimeError, match="is used again, .* or use gradients='visible'"):
+    with pytest.raises(RuntimeError, match=r"is used again, .* or use gradients='visible'"):
         model(BATCH).backward()
     optimizer.forget_step()
     hetmem.release(model)

@@ -312,8 +312,8 @@ class Borrows(nn.Module):
 
 
 @pytest.mark.parametrize("backend", [Backend(), "aot_eager"], ids=["eager", "aot"])
-def test_a_weight_that_is_none_of_the_region_s_is_an_error_where_it_is_saved(backend: Any, tmp_path: Path) -> None:
-    """It rests there, as NaN."""
+def test_a_weight_that_is_none_of_the_region_s_is_brought_where_it_is_used(backend: Any, tmp_path: Path) -> None:
+    """The graph ends there."""
     block = Block()
     model = Chain(block, Borrows(block))
     managed: Any = manage(
@@ -322,11 +322,6 @@ def test_a_weight_that_is_none_of_the_region_s_is_an_error_where_it_is_saved(bac
     x = BATCH[0].bfloat16()
     expected = managed(x)
     managed.blocks[1].compile(backend=backend)
-    with pytest.raises(
-        RuntimeError, match=r"compiled Borrows uses blocks.0.up.weight, which is none of the parameters"
-    ):
-        managed(x)
-    managed.blocks[1].lent = block.up
     assert_same(expected, managed(x), "output")
 
 
@@ -407,7 +402,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_is_watched_again(tmp_path: Pa
     global raised
     raised, managed.blocks[2].fails = KeyboardInterrupt, True
     call_managed(*BATCH)
-    assert testing.of(managed).operators()[-1] == "mul"
+    assert testing.of(managed).operators().count("compiled Block") == BLOCKS
     assert backend.calls == BLOCKS - 1
 
 

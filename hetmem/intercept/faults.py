@@ -1,0 +1,360 @@
+"""Weights that a function meets and nobody has bound: each is on the device for the length of that function.
+
+Note "classes": while something computes, a parameter that is bound for no call of a module is of a class of its own,
+which torch asks before it does anything with it; so only functions that meet such a parameter cost anything. One that
+is bound is of a class that torch asks nothing, but that tells of `.data`, whose writes count no versions. Each stays
+the same object, and an instance of whatever it was an instance of. torch does the same to parameters without a shape
+(`torch.nn.parameter.UninitializedParameter`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+
+from hetmem.engine.gradients import GradientSink
+from hetmem.engine.running import in_backward
+from hetmem.engine.runtime import Runtime
+from hetmem.intercept.dynamo import set_compiler, skipped
+from hetmem.intercept.saved_tensors import SavedTensors
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.interrupts import HELD_BACK
+
+_get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_AsItIs: Any = torch._C.DisableTorchFunctionSubclass
+
+
+class _Asks(Enum):
+    """What a function asks of a parameter without touching its elements."""
+
+    FACT = auto()
+    """What its home says as well."""
+    LAYOUT = auto()
+    """What a stand-in, which takes no memory, would say wrongly."""
+    PLACE = auto()
+    """Where it is: for operators, on the device."""
+    DTYPE = auto()
+    IS_FLOATING = auto()
+
+
+def _getters(names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name)]
+
+
+_TENSOR: Any = torch.Tensor
+_FACTS = [
+    *_getters(
+        "shape requires_grad grad grad_fn is_leaf layout ndim is_sparse is_quantized is_meta is_mkldnn "
+        "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
+        "_base _grad"
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            "size dim numel nelement ndimension storage_offset register_hook "
+            "register_post_accumulate_grad_hook requires_grad_ __hash__ __len__ is_same_size retain_grad"
+        ).split()
+    ),
+    _TENSOR.grad.__set__,
+    _TENSOR.requires_grad.__set__,
+    torch.numel,
+    torch.is_same_size,
+]
+_ASKS: dict[Any, _Asks] = {
+    **dict.fromkeys(_FACTS, _Asks.FACT),
+    **dict.fromkeys((torch.Tensor.stride, torch.Tensor.is_contiguous), _Asks.LAYOUT),
+    **dict.fromkeys((*_getters("device is_cuda is_cpu"), torch.Tensor.get_device), _Asks.PLACE),
+    _TENSOR.dtype.__get__: _Asks.DTYPE,
+    **dict.fromkeys((torch.Tensor.is_floating_point, torch.is_floating_point), _Asks.IS_FLOATING),
+}
+_BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_POINTERS = {torch.Tensor.data_ptr, *_getters("__cuda_array_interface__")}
+"""What says where a weight lies: it stays there until the call of the module around that is over."""
+_SET_DATA = _TENSOR.data.__set__
+_GET_DATA = _TENSOR.data.__get__
+
+
+def writes(func: Any) -> bool:
+    """Whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
+    name: str = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """What `func`, which is in place, may write to: the first of `args`, but all where it has several outputs, as
+    `_fused_adam_` has."""
+    return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
+
+
+class Surroundings(Protocol):
+    """Who knows what computes around a function."""
+
+    def computes(self) -> bool:
+        """Whether what meets a weight on this thread now is a part of a forward, and no code of the user's beside."""
+        ...
+
+    def keep(self, used: list[ManagedParameter]) -> bool:
+        """`used`, which are bound, stay so until the innermost call of a module is over. False if there is none."""
+        ...
+
+
+class Faults:
+    """Binds managed parameters of one model to their device copies for the length of each function that meets them."""
+
+    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Surroundings) -> None:
+        self._runtime, self._gradients, self._saved = runtime, gradients, saved
+        self._around = weakref.ref(around)
+        self._by_id = runtime.bindings.by_id
+        with runtime.unwatched():
+            self._on_device = torch.empty(0, device=runtime.memory.device.torch_device)
+        self._kinds: dict[type, tuple[type, type]] = {}
+        for managed in runtime.parameters:
+            managed.kind = type(managed.parameter)
+            managed.bound_kind, managed.unbound_kind = self._kinds_of(managed.kind)
+            if managed.kind is torch.nn.Parameter:
+                saved.kinds.add(managed.bound_kind)
+
+    def _kinds_of(self, kind: type) -> tuple[type, type]:
+        if kind not in self._kinds:
+            own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "hetmem_faults": weakref.ref(self)}
+            bound = type(kind.__name__, (_Bound, kind), dict(own))
+            self._kinds[kind] = bound, type(kind.__name__, (_Unbound, kind), dict(own))
+        return self._kinds[kind]
+
+    def data_of_bound(self, parameter: Any) -> torch.Tensor:
+        """`parameter.data`, through which somebody may write."""
+        managed = self._by_id.get(id(parameter))
+        if managed is not None:
+            managed.data_taken = True
+        found: torch.Tensor = _GET_DATA(parameter)
+        return found
+
+    def set_data_of_bound(self, parameter: Any, value: torch.Tensor) -> None:
+        """`parameter.data = value`, from here on, and at home."""
+        managed = self._by_id.get(id(parameter))
+        if managed is None:
+            _SET_DATA(parameter, value)
+            return
+        with HELD_BACK, torch.no_grad():
+            value = torch.clone(value) if isinstance(value, _Unbound) else value
+            self._runtime.set_bound(managed, value)
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`, where a parameter that is not bound is among the arguments."""
+        asks = _ASKS.get(func)
+        if asks is _Asks.FACT or self._runtime.monitor.paused:
+            with _AsItIs():
+                return func(*args, **kwargs)
+        used: list[ManagedParameter] = []
+        self._find(args, used)
+        if kwargs:
+            self._find(kwargs.values(), used)
+        if not used:  # a copy that somebody has made of one
+            with _AsItIs():
+                return func(*args, **kwargs)
+        if func in _BACKWARDS:
+            return self._backward(func, args, kwargs, used)
+        around = self._around()
+        if around is None or not around.computes():
+            return self._at_home(func, args, kwargs, used)
+        if asks is not None:
+            return self._answer(asks, func, used[0], args, kwargs)
+        with HELD_BACK:
+            return self._operator(func, args, kwargs, used, around)
+
+    def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
+        """Add the parameters among `values` (lists and tuples within included) that are not bound to `used`, once."""
+        for value in values:
+            if isinstance(value, _Unbound):
+                managed = self._by_id.get(id(value))
+                if managed is not None and managed not in used:
+                    used.append(managed)
+            elif isinstance(value, (list, tuple)):  # or one with names
+                self._find(value, used)
+            elif isinstance(value, dict):
+                self._find(value.values(), used)
+
+    def _answer(
+        self, asks: _Asks, func: Any, managed: ManagedParameter, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """No operator, and often asked: a model looks at a shape more often than it computes something."""
+        if asks is _Asks.LAYOUT:
+            return func(managed.home, *args[1:], **kwargs)
+        if asks is _Asks.PLACE:
+            return func(self._on_device, *args[1:], **kwargs)
+        dtype = managed.chunk.compute_dtype
+        return dtype if asks is _Asks.DTYPE else dtype.is_floating_point
+
+    def _operator(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Surroundings
+    ) -> Any:
+        if func == _SET_DATA and used[0].parameter is args[0]:
+            return self._set_data(used[0], args[1])
+        if self._gradients.within_step or in_backward():
+            self._gradients.use_again(used)
+        if in_backward():
+            self._saved.enter_node()
+        self._runtime.use(_name(func), used)
+        stays, displaced = False, self._saved.displace_others()
+        try:
+            return run_again(self._runtime, func, args, kwargs)
+        finally:
+            self._saved.restore_others(displaced)
+            stays = func in _POINTERS and around.keep(used)
+            if not stays:
+                written = used if writes(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
+                self._runtime.end_use(used, untracked=func in (_SET_DATA, _GET_DATA), writes=written)
+
+    def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
+        parameters = {id(managed.parameter) for managed in used}
+        return any(
+            id(value) in parameters or (isinstance(value, (list, tuple)) and self._are_among(used, value))
+            for value in values
+        )
+
+    def _backward(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
+        """No operator, though it is called as one: it runs nodes, and the user's hooks between them."""
+        for managed in used:
+            managed.parameter.__class__ = managed.kind
+        self._gradients.sent_home += used  # where `backwards` is told they rest again
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._gradients.rest_again()
+
+    def _at_home(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
+        """A hook of the user within a backward, say: it finds parameters at home, as the last step made them."""
+        bindings = self._runtime.bindings
+        with HELD_BACK:
+            for managed in used:
+                self._runtime.read_at_home(managed)
+        there = [managed for managed in used if bindings.send_home(managed)]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            with HELD_BACK:
+                self._runtime.rest_again(there)
+
+    def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`parameter.data = value` within a forward: the value goes home."""
+        with torch.no_grad():
+            if isinstance(value, _Unbound):  # which may have no values now
+                value = torch.clone(value)
+            self._runtime.data_set(managed, value)
+
+
+def run_again(runtime: Runtime, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`; once more with the memory of idle chunks where the device has none left, unless `func`
+    may have written."""
+    try:
+        return func(*args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        if writes(func) or "out" in kwargs:
+            raise _explained(runtime, error) from None
+        runtime.out_of_memory()
+    try:
+        return func(*args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        raise _explained(runtime, error) from None
+
+
+def _explained(runtime: Runtime, error: Exception) -> Exception:
+    """`error`, which also says who holds what."""
+    if runtime.room.refusals.said:
+        error.args = (f"{error}\n{runtime.room.refusals.said}",)
+    return error
+
+
+def _name(func: Any) -> str:
+    name: str | None = getattr(func, "__name__", None)
+    return str(func) if name is None else name
+
+
+class _Bound:
+    """What a parameter is that is bound for a call of a module, beside what it is anyway."""
+
+    hetmem_faults: Callable[[], Faults | None]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor."""
+        faults = self.hetmem_faults()
+        found: torch.Tensor = _GET_DATA(self) if faults is None else faults.data_of_bound(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        faults = self.hetmem_faults()
+        if faults is None:
+            _SET_DATA(self, value)
+        else:
+            faults.set_data_of_bound(self, value)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _as_plain(self, "__deepcopy__", memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_plain(self, "__reduce_ex__", protocol)
+
+
+def _as_plain(parameter: Any, method: str, argument: Any) -> Any:
+    """What the parameter's own class makes of it, which is of that class."""
+    bound = type(parameter)
+    parameter.__class__ = bound.__mro__[2]  # behind `_Bound`
+    try:
+        return getattr(parameter, method)(argument)
+    finally:
+        parameter.__class__ = bound
+
+
+class _Unbound:
+    """What a parameter is that is bound for nobody while something computes, beside what it is anyway."""
+
+    hetmem_faults: Callable[[], Faults | None]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Never called, as none is made of this class. A class with such a method is traced by no compiler: where a
+        function that is compiled by itself meets one, the graph ends."""
+        raise AssertionError(f"{func} was dispatched to a parameter")
+
+    @classmethod
+    @skipped
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # never true where this runs
+            torch._dynamo.graph_break("a weight that hetmem manages, in a function that is compiled by itself")
+            return func(*args, **(kwargs or {}))
+        faults = cls.hetmem_faults()
+        if faults is None:
+            with _AsItIs():
+                return func(*args, **(kwargs or {}))
+        compiler = _get_compiler()
+        if compiler is not None:
+            set_compiler(None)
+        try:
+            return faults(func, args, kwargs or {})
+        finally:
+            if compiler is not None:
+                set_compiler(compiler)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._as_it_was("__deepcopy__", memo)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """As of any tensor; torch's own asks nobody."""
+        return self._as_it_was("as_subclass", cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_it_was("__reduce_ex__", protocol)
+
+    def _as_it_was(self, method: str, argument: Any) -> Any:
+        """What the parameter's own class does, as if that were a function of torch's."""
+
+        def call(parameter: Any) -> Any:
+            return getattr(super() if isinstance(parameter, _Unbound) else parameter, method)(argument)
+
+        faults = type(self).hetmem_faults()
+        return call(self) if faults is None else faults(call, (self,), {})

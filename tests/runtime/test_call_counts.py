@@ -1,0 +1,68 @@
+"""What hetmem costs the thread that launches operators, in calls of Python and C: they are the same in each run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from benchmarks.call_cost import CELLS, Experts, cell, counted
+
+MOST: dict[str, tuple[int, int]] = {
+    "whole on the device, float32": (4_320, 200),
+    "whole on the device, bfloat16": (28_800, 26_000),
+    "homes on the host, all copies": (32_100, 24_100),
+    "homes on the host, a third of the copies": (34_700, 32_600),
+}
+"""Of forward and backward, of a model of 147 weights: what was measured, and three in a hundred more, as a transfer may
+be over a moment earlier or later."""
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_step_takes_no_more_calls_than_it_did(name: str) -> None:
+    assert name in CELLS
+    found = cell(name, steps=1)
+    assert (found["forward"].calls <= MOST[name][0], found["backward"].calls <= MOST[name][1]) == (True, True), found
+
+
+def manage(model: torch.nn.Module) -> Any:
+    """With homes in host memory; what checks each operator is off, as it counts."""
+    limits = hetmem.Budget(device="256MiB", host="256MiB", device_chunks="1MiB")
+    return hetmem.manage(model, limits, device=hetmem.SimDevice(), chunk_bytes=16384)
+
+
+def test_functions_without_weights_cost_nothing() -> None:
+    """A module that calls a hundred more of them takes a hundred calls more."""
+
+    class Busy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.more = torch.nn.Linear(64, 64), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            for _ in range(self.more):
+                torch.neg_(x)
+            return x
+
+    managed = manage(Busy())
+    x, calls = torch.randn(4, 64), []
+    with torch.no_grad():
+        for managed.more in (*[0] * 7, 100):
+            calls.append(counted(lambda: managed(x))[1])
+    assert calls[-1] == calls[-2] + 100
+
+
+def test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is() -> None:
+    def calls(experts: int) -> int:
+        managed = manage(Experts(experts))
+        x = torch.randn(4, 8)
+        for _ in range(3):
+            loss = managed(x)
+            found = counted(loss.backward)[1]
+        return found
+
+    few, many = calls(8), calls(64)
+    assert many < 1.1 * few + 8 * 4 * (64 - 8), "a few calls for each parameter, once"
