@@ -155,8 +155,8 @@ class ManagedParameter:
     begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the
     parameter's version counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how
     often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
-    `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound` counts
-    the calls of modules that it is bound for, and `data_taken` says that somebody has asked for its `.data` within."""
+    `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
+    counts the calls of modules that it is bound for, and `data_taken` says that `.data` was asked for within one."""
 
     parameter: torch.nn.Parameter
     name: str
