@@ -38,10 +38,12 @@ def save(
     is as it was then. Save between steps: another thread that trains waits meanwhile. Gradients are not saved.
     """
     with all_of(model, "a checkpoint"):
-        _save(os.fspath(path), model, optimizer, extra)
+        _save(path, model, optimizer, extra)
 
 
-def _save(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> None:
+def _save(
+    place: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+) -> None:
     state, encoder = of_model(model), Encoder()
     refuse_half_stepped(
         model,
@@ -60,6 +62,7 @@ def _save(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
     texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
     stored = arrange(tensors)
     blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
+    path = os.fspath(place)
     with replacing(path, len(blank) + data_nbytes(stored)) as fd:
         checks = write_tensors(fd, path, len(blank), stored, tensors)
         write_at(fd, path, memoryview(header(stored, texts, checks)), 0)

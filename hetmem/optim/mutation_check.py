@@ -15,6 +15,12 @@ from hetmem.optim.update_pass import Passes
 
 _NAMED = 32  # parameters that an error names
 
+GOES_THROUGH = (
+    "A loss that only goes through the model, as a GAN's generator's does, begins updates too: requires_grad_(False) "
+    "on the model for the length of its backward"
+)
+"""The usual reason for a gradient, or a forward, behind an update that has begun."""
+
 
 class Untouched:
     """What one optimizer's backward left to its step."""
@@ -123,9 +129,8 @@ def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: It
     return RuntimeError(
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
         f"either step() was not called after the last backward, or this step has more backwards than any before: "
-        f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). A loss that only "
-        f"goes through the model, as a GAN's generator's does, is such a backward too: requires_grad_(False) on the "
-        f"model for the length of it. To leave a step "
+        f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). {GOES_THROUGH}. To "
+        f"leave a step "
         f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
         f"from the weights that are updated. {updated_already(begun)}"
     )

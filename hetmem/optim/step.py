@@ -25,6 +25,7 @@ from hetmem.optim.comparing import WorkersCompare
 from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.gradient_counts import Arrivals
 from hetmem.optim.mutation_check import (
+    GOES_THROUGH,
     Untouched,
     came_late,
     changed,
@@ -160,7 +161,8 @@ class Stepper:
                 f"{managed.name} is used again, by a recomputation within backward or a forward before step(), after "
                 f"its update had begun (overlap={self._optimizer.overlap.value!r}), as all its gradients had arrived: "
                 f"call step() before (to leave it out, or after a backward that did not end, forget_step() and "
-                f"zero_grad()), or {advice(self._optimizer)}. {updated_already(self._progress.values())}"
+                f"zero_grad()), or {advice(self._optimizer)}. {GOES_THROUGH}. "
+                f"{updated_already(self._progress.values())}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------

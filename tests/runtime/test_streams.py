@@ -133,14 +133,12 @@ def test_a_copy_comes_after_the_last_use_of_its_slot(
     assert device.streams.ordered > 10
 
 
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_what_is_brought_for_an_update_comes_after_the_last_use_of_its_slot(
-    mixed: torch.dtype | None, tmp_path: Path
-) -> None:
+def test_what_is_brought_for_an_update_comes_after_the_last_use_of_its_slot(tmp_path: Path) -> None:
     """Compute makes a copy for operators of the slot in which a chunk was updated; the next one is brought there."""
     device = NumberedDevice()
     room = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=17 * CHUNK)
-    managed = manage(Tower(), room, tmp_path, mixed_precision=mixed, device=device, sanitize=False, hardware=SLOW_HOST)
+    options: dict[str, Any] = {"mixed_precision": torch.bfloat16, "sanitize": False, "hardware": SLOW_HOST}
+    managed = manage(Tower(), room, tmp_path, device=device, **options)
     runtime = registry.of_module(managed).runtime
     train_in_order(managed, device, hetmem.AdamW(managed.parameters()))
     assert runtime.statistics.updated_bytes[Way.STREAMED] > 0
