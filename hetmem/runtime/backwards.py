@@ -20,6 +20,7 @@ import torch
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.runtime import registry
 from hetmem.runtime.compiled import opaque, uncompiled
+from hetmem.runtime.compute import forget_what_is_over
 from hetmem.runtime.differentiated import accumulators, differentiate
 from hetmem.runtime.interception import Interception
 from hetmem.runtime.running import RUNNING, in_backward
@@ -107,6 +108,7 @@ def _tell_of_begin(began: list[Interception]) -> None:
 def _tell_of_end(began: list[Interception]) -> None:
     while began:
         began.pop().backward_ends()
+    forget_what_is_over()
     HELD_BACK.end_segment()
 
 

@@ -66,6 +66,7 @@ class Interception:
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
+        self.share.left = self._left_device
         self._computes = _OfThread()
         self._process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -230,6 +231,8 @@ class Interception:
         memory = self.runtime.memory
         if watched and (memory.streams or self.share.may_leave_device):
             compute.enter_functions(self._watched)
+            if not memory.streams and compute.task < 0:
+                self._saved.enter(compute)
         if not memory.streams:
             return
         if compute.task >= 0:
@@ -241,6 +244,16 @@ class Interception:
             compute.leave_autocast_cache(memory.device.torch_device.type)
             self.gradients.within_step = self.gradients.half_stepped
         self._saved.enter(compute)
+
+    def _left_device(self) -> None:
+        """Weights are not where operators find them any more, in the middle of what computes."""
+        bindings = self.runtime.bindings
+        for compute in self._here():
+            if compute.task < 0:
+                bindings.leave_home()
+        if in_backward() and not self._backwards:
+            self._backwards += 1
+            bindings.leave_home(backward=True)
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
