@@ -95,10 +95,10 @@ def _turns(outputs: Any) -> list[Turn]:
 @uncompiled
 @HELD_BACK
 def _tell_of_begin(began: list[Interception]) -> None:
-    """Whatever has a turn that is this thread's is told, and is in `began` then."""
+    """All that it may be of are told, and are in `began` then."""
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
-        if interception.runtime.turn.is_mine():
+        if interception.may_be_of():
             interception.backward_begins()
             began.append(interception)
 

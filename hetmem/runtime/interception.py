@@ -317,6 +317,12 @@ class Interception:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
+    def may_be_of(self) -> bool:
+        """Whether a backward of this thread may compute something of this model, also one whose forward had no graph,
+        as a checkpoint around it has none."""
+        mine = self._forward is not None and self._forward.thread == threading.get_ident()
+        return os.getpid() == self._process and (mine or self.runtime.turn.is_mine())
+
     def backward_begins(self) -> None:
         """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
         runtime = self.runtime
@@ -335,7 +341,8 @@ class Interception:
             self.runtime.bindings.end_rest()
             self._current(sys._getframe())
             self.runtime.bindings.go_home()
-            self.gradients.sent_home.clear()
+            if not self.runtime.bindings.away:
+                self.gradients.sent_home.clear()
             if not self._backwards and not self._here():
                 self.runtime.trailing.resume()
 
