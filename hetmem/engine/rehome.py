@@ -7,7 +7,7 @@ reserved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -37,6 +37,8 @@ class ResidentShare:
         self._went_back, self._may_go_back = 0, False
         self.others_update = False
         """Whether an optimizer that is not hetmem's has stepped: its states would stay where parameters were."""
+        self.left: Callable[[], None] = lambda: None
+        """Called when a model that was whole on the device is so no more."""
         runtime.room.give_way = weakly(self.shrink)
 
     def grow(self) -> None:
@@ -105,6 +107,7 @@ class ResidentShare:
         self._moved = list(runtime.chunks)
         for managed in runtime.parameters:
             self._sink.install(managed)
+        self.left()
 
     def before_reserving(self, chunk: Chunk, roles: set[Role]) -> None:
         """`roles` of `chunk` are going to have homes: one that moved goes back first, so that they lie together."""

@@ -21,6 +21,7 @@ from hetmem.engine.running import RUNNING, in_backward
 from hetmem.engine.turns import Section, Turn
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, uncompiled
+from hetmem.intercept.forward_scope import forget_what_is_over
 from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.requested_gradients import accumulators, differentiate
 from hetmem.memory.interrupts import HELD_BACK
@@ -94,10 +95,10 @@ def _turns(outputs: Any) -> list[Turn]:
 @uncompiled
 @HELD_BACK
 def _tell_of_begin(began: list[Interception]) -> None:
-    """Whatever has a turn that is this thread's is told, and is in `began` then."""
+    """All that it may be of are told, and are in `began` then."""
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
-        if interception.runtime.turn.is_mine():
+        if interception.may_be_of():
             interception.backward_begins()
             began.append(interception)
 
@@ -107,6 +108,7 @@ def _tell_of_begin(began: list[Interception]) -> None:
 def _tell_of_end(began: list[Interception]) -> None:
     while began:
         began.pop().backward_ends()
+    forget_what_is_over()
     HELD_BACK.end_segment()
 
 

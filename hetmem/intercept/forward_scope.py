@@ -286,8 +286,10 @@ class Hook:
 
     def is_over(self) -> bool:
         """Whether it does nothing any more."""
-        compute = None if self._compute is None else self._compute()
-        return self._compute is not None and (compute is None or compute.is_over)
+        if self._compute is None:
+            return bool(torch._C._current_graph_task_id() == -1)
+        compute = self._compute()
+        return compute is None or compute.is_over
 
 
 def forget_what_is_over() -> None:

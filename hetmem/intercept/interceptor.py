@@ -73,6 +73,7 @@ class Interception:
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
+        self.share.left = self._left_device
         self._computes = _OfThread()
         self._process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -237,6 +238,8 @@ class Interception:
         memory = self.runtime.memory
         if watched and (memory.streams or self.share.may_leave_device):
             compute.enter_functions(self._watched)
+            if not memory.streams and compute.task < 0:
+                self._saved.enter(compute)
         if not memory.streams:
             return
         if compute.task >= 0:
@@ -248,6 +251,16 @@ class Interception:
             compute.leave_autocast_cache(memory.device.torch_device.type)
             self.gradients.within_step = self.gradients.half_stepped
         self._saved.enter(compute)
+
+    def _left_device(self) -> None:
+        """Weights are not where operators find them any more, in the middle of what computes."""
+        bindings = self.runtime.bindings
+        for compute in self._here():
+            if compute.task < 0:
+                bindings.leave_home()
+        if in_backward() and not self._backwards:
+            self._backwards += 1
+            bindings.leave_home(backward=True)
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
@@ -311,6 +324,12 @@ class Interception:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
+    def may_be_of(self) -> bool:
+        """Whether a backward of this thread may compute something of this model, also one whose forward had no graph,
+        as a checkpoint around it has none."""
+        mine = self._forward is not None and self._forward.thread == threading.get_ident()
+        return os.getpid() == self._process and (mine or self.runtime.turn.is_mine())
+
     def backward_begins(self) -> None:
         """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
         runtime = self.runtime
@@ -329,7 +348,8 @@ class Interception:
             self.runtime.bindings.end_rest()
             self._current(sys._getframe())
             self.runtime.bindings.go_home()
-            self.gradients.sent_home.clear()
+            if not self.runtime.bindings.away:
+                self.gradients.sent_home.clear()
             if not self._backwards and not self._here():
                 self.runtime.trailing.resume()
 

@@ -156,7 +156,7 @@ class Pack(Hook):
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
         if address not in saved.by_address:
-            return saved, (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+            return self._saved, (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
         managed = saved.by_address[address]
         if managed.bound and not managed.data_sets and address == managed.device_address:
             return saved, _place_of(managed, tensor, tensor.stride()), 0
@@ -167,7 +167,8 @@ class Pack(Hook):
         saved = self._saved()
         with torch._C.DisableTorchFunction():  # within a custom function a mode would see each question as a use
             if saved is not None and self.counts():
-                return saved, saved.pack(tensor), tensor._version
+                packed = saved.pack(tensor)
+                return saved if isinstance(packed, Saved) else self._saved, packed, tensor._version
             return None, _kept(tensor), tensor._version
 
 
@@ -187,17 +188,21 @@ class _Over:
         return self._pack(tensor if saved is None else saved.alias(tensor))
 
 
-_Packed = tuple[SavedTensors | None, Saved | torch.Tensor, int]
-"""What keeps it, a weight or a tensor, and its version."""
+_Packed = tuple[Any, Saved | torch.Tensor, int]
+"""Whose it is, a weight or a tensor, and its version. Of a tensor that may be another model's that is weak: after an
+interrupt the hook is still there."""
 
 
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
-    saved, kept, version = packed
+    whose, kept, version = packed
+    if not isinstance(kept, torch.Tensor):
+        if not whose.segments.in_backward:
+            whose.on_backward()
+        return _unpack_weight(whose, kept)
+    saved = None if whose is None else whose()
     if saved is not None and not saved.segments.in_backward:
         saved.on_backward()
-    if not isinstance(kept, torch.Tensor):
-        return _unpack_weight(saved, kept)  # type: ignore[arg-type]  # a weight is kept by somebody
     if kept._version != version:
         raise RuntimeError(_modified(f"a tensor of shape {list(kept.shape)}", kept._version, version))
     return kept
