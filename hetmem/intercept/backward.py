@@ -12,21 +12,25 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hetmem.engine.running import RUNNING, in_backward
+from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, Turn
 from hetmem.intercept import registry
-from hetmem.intercept.dynamo import opaque, uncompiled
+from hetmem.intercept.dynamo import opaque, skipped, uncompiled
+from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import forget_what_is_over
 from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.requested_gradients import accumulators, differentiate
 from hetmem.memory.interrupts import HELD_BACK
 
-_AS_IT_IS = contextlib.nullcontext()
 _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
@@ -54,7 +58,12 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _tell_of_begin(began)
         if any(interception.gradients.counts_arrivals() for interception in began):
             _tell_of_arrivals(outputs)
-        with torch.autograd.set_multithreading_enabled(False) if outermost and _may_cross(began) else _AS_IT_IS:
+        with ExitStack() as around:
+            if outermost and _may_cross(began):
+                around.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for interception in began if outermost else ():
+                if interception.may_lack_memory():
+                    around.enter_context(_RunsAgain(interception.runtime))
             return _engine(outputs, *args, **kwargs)
     except BaseException:
         with HELD_BACK:
@@ -69,6 +78,23 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _tell_of_end(began)
         for turn, section in reversed(taken):
             turn.give(section)
+
+
+class _RunsAgain(TorchFunctionMode):
+    """Give what a backward recomputes the memory of idle chunks where the device has none left.
+
+    It is entered on the thread that runs all nodes; those of C++ do not come here.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    @skipped
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run_again(self._runtime, func, args, kwargs or {})
 
 
 @HELD_BACK

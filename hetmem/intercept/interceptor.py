@@ -262,6 +262,15 @@ class Interception:
             self._backwards += 1
             bindings.leave_home(backward=True)
 
+    def may_lack_memory(self) -> bool:
+        """Whether a backward may ask the device for memory that is not known of, and refused without a look at it."""
+        runtime = self.runtime
+        return (
+            runtime.memory.streams
+            and not runtime.memory.device.watched
+            and (runtime.sanitize or runtime.tracer.measured)
+        )
+
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
         device until there is no memory for this."""

@@ -240,6 +240,7 @@ def test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_ho
         loss = managed(batch)
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         for ours, expected in zip(managed.parameters(), reference.masters.parameters(), strict=True):
             assert torch.equal(ours, expected)
     assert registry.of_module(managed).gradients.stayed_bytes > 0
