@@ -180,7 +180,9 @@ def test_the_trace_uses_what_a_run_uses() -> None:
     traces = registry.of_module(model).runtime.tracer
     traces.end()
     run = [moment.operator for segment in traces.book.traces() for moment in segment.moments]
-    assert [e.operator for e in workload.events if e.kind in (Kind.USE, Kind.SAVED)] == run
+    planned = [event.operator for event in workload.events if event.kind in (Kind.USE, Kind.SAVED)]
+    # a run names the module whose call binds a weight, a plan the function that meets it
+    assert [operator.replace("_", "").lower() for operator in planned] == [operator.lower() for operator in run]
     hetmem.release(model)
 
 

@@ -217,6 +217,33 @@ def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_forward(
         train_both(*modules, batches, Recipe(steps=1, mixed=mixed), optimizers=optimizers)
 
 
+def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step comes between two evaluations, so what is on its way counts, and is looked at when it has come."""
+    disk = LateDisk()
+    disk.used_by(monkeypatch)
+    modules = pair(mlp, budget("nvme", tmp_path, host="90KiB", device_chunks="64KiB"), tmp_path)
+    inside = testing.of(modules[1])
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            assert_same(*(module(BATCHES[0][0]) for module in modules), "output")
+
+    evaluate()
+    evaluate()
+    for chunk in [chunk.index for chunk in inside.chunks() if chunk.homes["param"] == "nvme"]:
+        inside.forget_copies()
+        disk.has_read.clear()
+        disk.may_answer.clear()
+        inside.prefetch(chunk, "host")
+        assert disk.has_read.wait(30)
+        for module in modules:
+            multiplied_through_data(module)
+        threading.Timer(0.2, disk.may_answer.set).start()
+        evaluate()
+
+
 @pytest.mark.parametrize(("write", "placement"), mostly(WRITES, PLACEMENTS, KINDS), ids=named)
 def test_writes_between_backward_and_step_are_stepped_from(
     write: Callable[[nn.Module], None], placement: str, tmp_path: Path
