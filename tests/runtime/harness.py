@@ -90,8 +90,13 @@ def manage(
     return managed
 
 
-def all_hetmem_threads_end() -> bool:
-    """Whether those of every dropped model end by themselves, also of the models of earlier tests.
+def hetmem_threads() -> set[threading.Thread]:
+    """Those that run now, of whatever model."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("hetmem-")}
+
+
+def all_hetmem_threads_end(others: Iterable[threading.Thread] = ()) -> bool:
+    """Whether those of every dropped model end by themselves, also of the models of earlier tests, but for `others`.
 
     A model whose backward or step has raised may take three collections: what torch's objects hold is not seen by
     the collector before they are gone themselves.
