@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
-from hetmem import testing
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
@@ -104,7 +104,7 @@ def all_hetmem_threads_end(others: Iterable[threading.Thread] = ()) -> bool:
 
     def none_is_left() -> bool:
         gc.collect()
-        return not testing.threads()
+        return not hetmem_threads().difference(others)
 
     return comes_to_be(none_is_left)
 
