@@ -161,10 +161,6 @@ class Writes:
         """Whether somebody else has written to `managed` since hetmem last saw it, outside compute."""
         return self._counted(managed) or self._differs(managed.chunk, managed)
 
-    def was_seen(self, managed: ManagedParameter) -> bool:
-        """Whether somebody has written to `managed` since `notice_counted` looked, as far as torch tells of it."""
-        return id(managed) in self.noticed or self._counted(managed)
-
     def notice_counted(self, chunk: Chunk) -> None:
         """Of what torch tells of by itself, since the forward. What comes after this is remembered."""
         for managed in chunk.parameters:
