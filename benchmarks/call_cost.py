@@ -3,7 +3,7 @@
     python benchmarks/call_cost.py [--steps 5] [--blocks 16] [--width 32] [--checkpointed]
 
 Calls are those that `sys.setprofile` sees on the thread that trains: they are deterministic, and
-`tests/runtime/test_call_counts.py` holds them. Times are thread time, the least of the steps measured. The model is
+`tests/intercept/test_call_counts.py` holds them. Times are thread time, the least of the steps measured. The model is
 like Llama: nine weights a block, an embedding, a norm and a head.
 
 `--checkpointed`: the time of a backward of a mixture of experts in blocks that are checkpointed, with ever more experts

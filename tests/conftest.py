@@ -85,8 +85,9 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(autouse=True, scope="session")
 def _late_copies(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--late-copies"):
-        from tests.runtime import harness
-        from tests.runtime.lazy_device import LazyDevice
+        from tests.engine import harness
+
+        from tests.engine.lazy_device import LazyDevice
 
         harness.DEVICE = LazyDevice
 

@@ -20,7 +20,7 @@ from torch import nn
 import hetmem
 from hetmem.schedule.placement import COPY_BYTES
 from hetmem.schedule.update_split import UPDATE_BYTES
-from tests.runtime.harness import CHUNK_ELEMENTS
+from tests.engine.harness import CHUNK_ELEMENTS
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("docs", "examples", "benchmarks", "tests", "hetmem")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hetmem
-from tests.runtime.harness import Mixed, assert_same, assert_same_weights
+from tests.engine.harness import Mixed, assert_same, assert_same_weights
 
 transformers = pytest.importorskip("transformers")
 

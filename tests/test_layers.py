@@ -335,8 +335,8 @@ FLAGGED = {
         "hetmem.cli:1 reads os.getenv: only hetmem.base.config may",
     ),
     "an import of the tests": (
-        {"cli.py": "from tests.plan import shapes"},
-        "hetmem.cli:1 imports tests.plan, which is not installed with hetmem",
+        {"cli.py": "from tests.schedule import shapes"},
+        "hetmem.cli:1 imports tests.schedule, which is not installed with hetmem",
     ),
     "an import of a private name": (
         {"schedule/layout.py": "from hetmem.schedule.trace import _nearest"},

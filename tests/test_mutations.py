@@ -13,11 +13,11 @@ import pytest
 
 from tests.forked import ROOT, Ended, Forks
 
-STORIES = "tests/plan/test_residency.py::"
-BITS = "tests/runtime/test_bit_equality.py::"
-COPIES = "tests/runtime/test_home_copies.py::"
+STORIES = "tests/schedule/test_residency.py::"
+BITS = "tests/intercept/test_bit_equality.py::"
+COPIES = "tests/engine/test_home_copies.py::"
 SMALL = "tests/optim/test_small_states.py::"
-SHARE = "tests/runtime/test_share.py::"
+SHARE = "tests/engine/test_share.py::"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ MUTATIONS = {
         "engine/write_check.py",
         "_copy_changes(home, source), home.nbytes",
         "None, home.nbytes",
-        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept[mul_-host]",
+        "tests/engine/test_writes_within_steps.py::test_writes_inside_forward_are_kept[mul_-host]",
     ),
     "drop a dirty copy": Mutation(
         "schedule/residency.py",
@@ -65,7 +65,7 @@ MUTATIONS = {
         "engine/runtime.py",
         "                if id(managed) not in self._held:\n                    self._held[id(managed)] = managed\n",
         "                if False:\n                    pass\n",
-        "tests/runtime/test_writes_within_steps.py::test_writes_inside_forward_are_kept[view-host]",
+        "tests/engine/test_writes_within_steps.py::test_writes_inside_forward_are_kept[view-host]",
     ),
     "give up a copy before its write is done": Mutation(
         "schedule/cache.py",
@@ -89,31 +89,31 @@ MUTATIONS = {
         "engine/runtime.py",
         "    engine.abandon()\n",
         "    engine.close()\n",
-        "tests/runtime/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread",
+        "tests/intercept/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread",
     ),
     "compute before a copy has arrived": Mutation(
         "engine/executor.py",
         "        return self._engine.order_compute_after(fetch)\n",
         "        return True\n",
-        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
+        "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
     ),
     "copy into a slot that compute still reads": Mutation(
         "engine/executor.py",
         "        self._compute_marks[slot] = self._engine.mark()\n",
         "        pass\n",
-        "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "read gradients before they have arrived": Mutation(
         "engine/gradient_copies.py",
         "self._carrier.wait_while(lambda: bool(self._on_their_way))",
         "pass",
-        "tests/runtime/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
+        "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
     ),
     "round the 16-bit copy down": Mutation(
         "cpu/llvm.py",
         "build.add(odd, _I32(0x7FFF))",
         "odd",
-        "tests/optim/test_kernels.py::test_numba_is_what_runs_here",
+        "tests/cpu/test_kernels.py::test_numba_is_what_runs_here",
     ),
     "fetch from a home that is being written": Mutation(
         "schedule/supply.py",
@@ -155,7 +155,7 @@ MUTATIONS = {
         "engine/traffic.py",
         "for tier in (Tier.HOST, Tier.DEVICE):  # in this order",
         "for tier in (Tier.DEVICE, Tier.HOST):  # in this order",
-        "tests/runtime/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
+        "tests/engine/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
         "engine/gradients.py",
@@ -192,19 +192,19 @@ MUTATIONS = {
         "engine/home_copies.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
-        "tests/runtime/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+        "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
     ),
     "keep the copies of weights that the user may have written to after a step": Mutation(
         "engine/write_check.py",
         "                self._traffic.outdate(chunk)\n",
         "                pass\n",
-        "tests/runtime/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+        "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
     ),
     "add to no gradient that a step has used up, and say nothing": Mutation(
         "engine/gradients.py",
         "        clear_zeroed(parameter)\n",
         "        parameter.grad = None\n",
-        "tests/runtime/test_unseen_writes.py::test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error",
+        "tests/engine/test_unseen_writes.py::test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error",
     ),
     "update no 16-bit copy at home": Mutation(
         "optim/update_pass.py",
@@ -246,14 +246,14 @@ MUTATIONS = {
         "engine/write_check.py",
         "self.unsure.add(chunk)",
         "pass",
-        "tests/runtime/test_user_writes.py::test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_evaluation",
+        "tests/engine/test_user_writes.py::test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_evaluation",
     ),
     "give a slot away although compute still uses a superseded copy there": Mutation(
         "engine/leases.py",
         "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0:",
         "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0"
         " and self._residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
-        "tests/runtime/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "move homes back while squares of their gradients are summed up": Mutation(
         "optim/step.py",
@@ -277,7 +277,7 @@ MUTATIONS = {
         "engine/executor.py",
         "self._carry_out(*self._commands.popleft())",
         "self._carry_out(*self._commands.pop())",
-        "tests/runtime/test_command_order.py",
+        "tests/engine/test_command_order.py",
     ),
 }
 

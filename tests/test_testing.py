@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 import pytest
 
 from hetmem import testing
-from tests.runtime.harness import BATCHES, manage, mlp, streamed
+from tests.engine.harness import BATCHES, manage, mlp, streamed
 
 
 @pytest.mark.parametrize("point", testing.POINTS)

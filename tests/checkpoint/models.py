@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetmem
-from tests.runtime.harness import CHUNK, Tower, budget, manage, nvme_bytes, token_batches
+from tests.engine.harness import CHUNK, Tower, budget, manage, nvme_bytes, token_batches
 
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -18,9 +18,9 @@ from torch import nn
 import hetmem
 from hetmem.errors import CheckpointError, HetmemError, StoreError
 from tests.checkpoint.models import Run, start
+from tests.engine.harness import assert_same_states, assert_same_weights, loss_of, mlp, same_bits
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.faults.training import Training
-from tests.runtime.harness import assert_same_states, assert_same_weights, loss_of, mlp, same_bits
 
 
 def snapshot(run: Run) -> Any:

@@ -26,7 +26,7 @@ from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.values import Encoder, decode
 from hetmem.errors import CheckpointError
 from tests.checkpoint.models import Awkward, start
-from tests.runtime.harness import PLACEMENTS, assert_same, same_bits
+from tests.engine.harness import PLACEMENTS, assert_same, same_bits
 
 # ---- what others read ------------------------------------------------------------------------------------------------
 

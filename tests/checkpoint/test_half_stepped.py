@@ -13,7 +13,7 @@ from torch import nn
 import hetmem
 from hetmem.errors import CheckpointError, HetmemError
 from tests.checkpoint.models import Run, start
-from tests.runtime.harness import assert_same_states, assert_same_weights, streamed, token_batches
+from tests.engine.harness import assert_same_states, assert_same_weights, streamed, token_batches
 
 OVERLAPS: dict[str, dict[str, Any]] = {
     "backward": {"overlap": "backward"},

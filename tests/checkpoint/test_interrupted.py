@@ -17,7 +17,7 @@ import hetmem
 from hetmem import testing
 from hetmem.errors import CheckpointError
 from tests.checkpoint.models import OptimizerOf, Run, start
-from tests.runtime.harness import everywhere, same_bits, streamed, token_batches
+from tests.engine.harness import everywhere, same_bits, streamed, token_batches
 
 PARTLY = "model and optimizer are partly loaded now: load again, this or another checkpoint, before using it"
 CLIPPED: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 1e-2}

@@ -12,9 +12,9 @@ from torch import nn
 
 import hetmem
 from tests.checkpoint.models import OptimizerOf, Run, start
+from tests.engine.harness import PLACEMENTS, assert_same, assert_same_states, assert_same_weights, manage, mlp
 from tests.forked import Forks
 from tests.pairs import case, mostly
-from tests.runtime.harness import PLACEMENTS, assert_same, assert_same_states, assert_same_weights, manage, mlp
 
 BREAK, END = 3, 5
 BF16 = torch.bfloat16

@@ -18,7 +18,7 @@ from hetmem.checkpoint import disk, layout
 from hetmem.checkpoint.weights import _is_exact
 from hetmem.errors import CheckpointError, StoreError
 from tests.checkpoint.models import Awkward, start
-from tests.runtime.harness import (
+from tests.engine.harness import (
     PLACEMENTS,
     WIDTH,
     Recipe,

@@ -20,8 +20,8 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from tests.engine.parts import Scale
 from tests.gpu.test_managed import Model, Step, assert_trains_alike, batches, steps_of
-from tests.runtime.parts import Scale
 
 pytestmark = [
     pytest.mark.skipif("CUDALIKE_KERNELS" not in os.environ, reason="another process runs these"),

@@ -20,8 +20,7 @@ from hetmem.errors import BudgetError, StoreError
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
 from hetmem.schedule.trace import Tier
-from tests.pairs import some
-from tests.runtime.harness import (
+from tests.engine.harness import (
     BATCHES,
     Recipe,
     adamws,
@@ -36,9 +35,10 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
-from tests.runtime.lazy_device import LazyDevice
-from tests.runtime.test_share import build as share_build
-from tests.runtime.test_share import moved, room
+from tests.engine.lazy_device import LazyDevice
+from tests.engine.test_share import build as share_build
+from tests.engine.test_share import moved, room
+from tests.pairs import some
 
 
 def linked() -> hetmem.SimDevice:

@@ -19,9 +19,7 @@ from hetmem.memory.device import SimDevice
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 from hetmem.memory.transfer import TransferEngine
-from tests.faults.disk import EIO, FaultyDisk
-from tests.forked import Forks
-from tests.runtime.harness import (
+from tests.engine.harness import (
     adamws,
     assert_same_states,
     assert_same_weights,
@@ -30,6 +28,8 @@ from tests.runtime.harness import (
     pair,
     vector_batches,
 )
+from tests.faults.disk import EIO, FaultyDisk
+from tests.forked import Forks
 
 SHORT_SECONDS = 0.02
 

@@ -16,13 +16,7 @@ from torch import nn
 import hetmem
 from hetmem import testing
 from hetmem.errors import StoreError
-from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
-from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
-from tests.faults.training import REQUEST_BYTES, Training
-from tests.optim.machines import SLOW_HOST
-from tests.optim.test_graphs import Backwards
-from tests.pairs import some
-from tests.runtime.harness import (
+from tests.engine.harness import (
     CHUNK,
     adamws,
     assert_same_states,
@@ -33,7 +27,13 @@ from tests.runtime.harness import (
     token_batches,
     vector_batches,
 )
-from tests.runtime.test_share import build, moved, room
+from tests.engine.test_share import build, moved, room
+from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
+from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
+from tests.faults.training import REQUEST_BYTES, Training
+from tests.optim.machines import SLOW_HOST
+from tests.optim.test_graphs import Backwards
+from tests.pairs import some
 
 
 @pytest.fixture

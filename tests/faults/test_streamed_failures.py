@@ -17,9 +17,9 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from tests.engine.harness import assert_same_states, assert_same_weights, loss_of, token_batches
 from tests.optim.keeping import LAYERS, ODD, batches, both
 from tests.optim.test_streamed import SLOW_HOST, assert_alike, train, trained
-from tests.runtime.harness import assert_same_states, assert_same_weights, loss_of, token_batches
 
 
 class LinkError(RuntimeError):

@@ -15,7 +15,7 @@ from torch import nn
 import hetmem
 from hetmem import testing
 from hetmem.errors import CheckpointError
-from tests.runtime.harness import (
+from tests.engine.harness import (
     adamws,
     assert_same_states,
     assert_same_weights,

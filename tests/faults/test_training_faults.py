@@ -20,11 +20,11 @@ import torch
 import hetmem
 from hetmem import testing
 from hetmem.errors import StoreError
+from tests.engine.harness import loss_of, mlp, pair, same_bits, vector_batches
 from tests.faults.disk import BLOCK_BYTES, EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
 from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
 from tests.optim.stories import one
 from tests.pairs import some
-from tests.runtime.harness import loss_of, mlp, pair, same_bits, vector_batches
 
 FAULTS = {"EIO": EIO, "full": ENOSPC, "end of file": ends, "exception": breaks}
 
@@ -179,7 +179,7 @@ TRAIN = """
 import itertools, sys, torch, hetmem
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from tests.runtime.harness import loss_of, manage, mlp, vector_batches
+from tests.engine.harness import loss_of, manage, mlp, vector_batches
 torch.manual_seed(0)
 model = manage(mlp(), "nvme", Path(sys.argv[1]))
 optimizer = hetmem.AdamW(model.parameters())

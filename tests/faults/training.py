@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.engine.harness import adamws, assert_same_states, assert_same_weights, loss_of, mlp, pair, vector_batches
 from tests.faults.disk import BLOCK_BYTES, FaultyDisk
-from tests.runtime.harness import adamws, assert_same_states, assert_same_weights, loss_of, mlp, pair, vector_batches
 
 REQUEST_BYTES = 2 * BLOCK_BYTES
 CHUNK_BYTES = 4 * BLOCK_BYTES

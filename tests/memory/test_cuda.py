@@ -22,9 +22,9 @@ from hetmem.memory.mapping import Mapping
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job
 from hetmem.schedule.blocks import Link
+from tests.engine.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
+from tests.engine.lazy_device import HostSlots
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
-from tests.runtime.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
-from tests.runtime.lazy_device import HostSlots
 
 __all__ = ["cuda"]  # a fixture
 

@@ -21,8 +21,8 @@ from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
+from tests.engine.harness import BATCHES, PLACEMENTS, manage, mlp
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
-from tests.runtime.harness import BATCHES, PLACEMENTS, manage, mlp
 
 __all__ = ["cuda"]  # a fixture
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.engine.harness import Recipe, pair, streamed, train_both, vector_batches
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
-from tests.runtime.harness import Recipe, pair, streamed, train_both, vector_batches
 
 __all__ = ["cuda"]  # a fixture
 

@@ -13,7 +13,7 @@ from hetmem.memory.nvme_store import NvmeStore
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
 from hetmem.schedule.blocks import Link
-from tests.runtime.harness import comes_to_be
+from tests.engine.harness import comes_to_be
 
 BLOCK = 4096
 

@@ -18,9 +18,9 @@ from hetmem.memory import host_pool
 from hetmem.memory import mapping as mapping_module
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.mapping import PAGE_BYTES, Mapping
+from tests.engine.harness import BATCHES, Recipe, comes_to_be, mlp, pair, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.test_mapping import resident_bytes
-from tests.runtime.harness import BATCHES, Recipe, comes_to_be, mlp, pair, train_both
 
 __all__ = ["cuda"]  # a fixture
 

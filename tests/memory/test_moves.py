@@ -16,8 +16,8 @@ from hetmem.memory.cuda_copies import Way, Ways
 from hetmem.memory.mapping import Mapping
 from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
+from tests.engine.harness import Recipe, Tower, pair, token_batches, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
-from tests.runtime.harness import Recipe, Tower, pair, token_batches, train_both
 
 __all__ = ["cuda"]  # a fixture
 

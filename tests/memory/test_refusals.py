@@ -16,8 +16,7 @@ from torch import nn
 
 import hetmem
 from hetmem.memory.device_pool import DevicePool
-from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
-from tests.runtime.harness import (
+from tests.engine.harness import (
     Recipe,
     Tower,
     assert_same,
@@ -27,7 +26,8 @@ from tests.runtime.harness import (
     token_batches,
     train_both,
 )
-from tests.runtime.lazy_device import HostSlots
+from tests.engine.lazy_device import HostSlots
+from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 
 __all__ = ["cuda"]  # a fixture
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import hetmem
 from hetmem.intercept import registry
+from tests.engine.harness import PLACEMENTS, Tower, manage, token_batches, vector_batches
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.waiting import Watch
-from tests.runtime.harness import PLACEMENTS, Tower, manage, token_batches, vector_batches
 
 __all__ = ["cuda"]  # a fixture
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import hetmem
+from tests.engine.harness import assert_same_states, assert_same_weights
 from tests.models.zoo import MODELS, Inputs
 from tests.pairs import case, some
-from tests.runtime.harness import assert_same_states, assert_same_weights
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # of what PEFT still calls in transformers
 

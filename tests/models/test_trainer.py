@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import hetmem
 from hetmem import testing
+from tests.engine.harness import assert_same_states, assert_same_weights
 from tests.models.zoo import MODELS, TOKENS, VOCABULARY
 from tests.pairs import some
-from tests.runtime.harness import assert_same_states, assert_same_weights
 
 BATCH = 2
 CHUNK_BYTES = 16 * 1024

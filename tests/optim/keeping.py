@@ -12,9 +12,9 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from tests.engine.harness import CHUNK, adamws, pair, vector_batches
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed_gradients import train_apart
-from tests.runtime.harness import CHUNK, adamws, pair, vector_batches
 
 ODD, EVEN = (63, 65), (64, 64)
 """Weights of 4095 elements, 15 of which the host updates, and of 4096. Each is a chunk."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hetmem import testing
+from tests.engine.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
 from tests.pairs import mostly
-from tests.runtime.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
 
 OVERLAPS = ("off", "backward", "forward")
 overlaps = pytest.mark.parametrize("overlap", OVERLAPS)

@@ -13,9 +13,7 @@ from torch import nn
 import hetmem
 from hetmem.cpu import square_sum
 from hetmem.cpu.workers import WorkerPool
-from tests.optim.stories import OVERLAPS, overlaps
-from tests.pairs import mostly
-from tests.runtime.harness import (
+from tests.engine.harness import (
     PLACEMENTS,
     Recipe,
     Tower,
@@ -34,6 +32,8 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.optim.stories import OVERLAPS, overlaps
+from tests.pairs import mostly
 
 
 @pytest.mark.pairs

@@ -10,7 +10,7 @@ import torch
 
 import hetmem
 from hetmem.cpu import compact, loops, norm, update
-from tests.runtime.harness import PLACEMENTS, Tower, loss_of, manage, token_batches
+from tests.engine.harness import PLACEMENTS, Tower, loss_of, manage, token_batches
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

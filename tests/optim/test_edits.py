@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hetmem
+from tests.engine.harness import assert_same_weights, loss_of, mlp, pair, streamed, vector_batches
 from tests.optim.stories import OVERLAPS, Twins, on_either, one, overlaps, twins
 from tests.pairs import mostly
-from tests.runtime.harness import assert_same_weights, loss_of, mlp, pair, streamed, vector_batches
 
 STREAMED_GRADIENTS = {"overlap": "backward", "gradients": "streamed"}
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.optim.stories import Twins, on_either, on_the_other, one, overlaps, twins
-from tests.runtime.harness import (
+from tests.engine.harness import (
     assert_same_weights,
     loss_of,
     mlp,
@@ -18,6 +17,7 @@ from tests.runtime.harness import (
     streamed,
     vector_batches,
 )
+from tests.optim.stories import Twins, on_either, on_the_other, one, overlaps, twins
 
 
 @on_either

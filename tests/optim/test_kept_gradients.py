@@ -15,6 +15,19 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from tests.engine.harness import (
+    CHUNK,
+    adamws,
+    all_hetmem_threads_end,
+    assert_same_states,
+    assert_same_weights,
+    hetmem_threads,
+    loss_of,
+    pair,
+    same_bits,
+)
+from tests.engine.lazy_device import EarlyDevice, EarlyStreams, LazyDevice
+from tests.engine.lazy_device import Event as Mark
 from tests.optim.keeping import (
     EVEN,
     LAYERS,
@@ -31,19 +44,6 @@ from tests.optim.machines import BALANCED, SLOW_HOST
 from tests.optim.stories import with_gradients
 from tests.optim.test_streamed import MIXED
 from tests.optim.test_streamed_gradients import train_apart
-from tests.runtime.harness import (
-    CHUNK,
-    adamws,
-    all_hetmem_threads_end,
-    assert_same_states,
-    assert_same_weights,
-    hetmem_threads,
-    loss_of,
-    pair,
-    same_bits,
-)
-from tests.runtime.lazy_device import EarlyDevice, EarlyStreams, LazyDevice
-from tests.runtime.lazy_device import Event as Mark
 
 # ---- bits and bytes ----------------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_written_to_before_the_step_is_refused_even_if_it_is_
 
 
 def test_a_second_backward_of_a_step_is_refused_as_for_gradients_at_home(tmp_path: Path) -> None:
-    """The model may be dropped then: see `tests.runtime.test_dropped`."""
+    """The model may be dropped then: see `tests.intercept.test_dropped`."""
 
     def refused() -> weakref.ref[nn.Module]:
         _, managed, _ = both(tmp_path)

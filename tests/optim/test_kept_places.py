@@ -13,6 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from tests.engine.harness import CHUNK, adamws, assert_same_states, assert_same_weights, loss_of, pair
 from tests.optim.keeping import (
     EVEN,
     LAYERS,
@@ -29,7 +30,6 @@ from tests.optim.keeping import (
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed import MIXED, Failing
 from tests.optim.test_streamed_gradients import train_apart
-from tests.runtime.harness import CHUNK, adamws, assert_same_states, assert_same_weights, loss_of, pair
 
 # ---- what does not stay ------------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from hetmem.intercept import registry
 from hetmem.optim.progress import Job
 from hetmem.optim.update_queue import Updates
 from hetmem.schedule.trace import Tier
+from tests.engine.harness import CHUNK, WIDTH, budget, pair, vector_batches
 from tests.faults.disk import FaultyDisk
 from tests.optim.stories import twins
-from tests.runtime.harness import CHUNK, WIDTH, budget, pair, vector_batches
 
 MOMENT = "exp_avg"
 LAYERS, HOST_CHUNKS = 16, 48

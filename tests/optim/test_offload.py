@@ -13,8 +13,7 @@ from torch import nn
 import hetmem
 from hetmem.optim.elementwise import TorchRule
 from hetmem.optim.scaling import clip_factor
-from tests.pairs import mostly
-from tests.runtime.harness import (
+from tests.engine.harness import (
     CHUNK,
     PLACEMENTS,
     Recipe,
@@ -30,6 +29,7 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.pairs import mostly
 
 BF16 = torch.bfloat16
 ELEMENTWISE: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

@@ -11,9 +11,9 @@ from hetmem.cpu import on_device
 from hetmem.cpu.on_device import adamw_as_on_host, equals_host
 from hetmem.cpu.update import AdamWStep, update_by_torch
 from hetmem.cuda import adam
+from tests.engine.harness import same_bits
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed import trained, updated
-from tests.runtime.harness import same_bits
 
 CPU = torch.device("cpu")
 BF16, HALF = torch.bfloat16, torch.float16

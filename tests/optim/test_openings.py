@@ -21,9 +21,9 @@ from hetmem.optim.progress import Job
 from hetmem.optim.update_queue import Updates
 from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
+from tests.engine.harness import CHUNK, WIDTH, assert_same_states, assert_same_weights, budget, loss_of, manage
 from tests.faults.disk import FaultyDisk
 from tests.pairs import case
-from tests.runtime.harness import CHUNK, WIDTH, assert_same_states, assert_same_weights, budget, loss_of, manage
 
 LAYERS = 16
 HOST_SLOTS = {4: 4, 5: 20, 7: 28, 12: 48}

@@ -16,10 +16,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from tests.faults.disk import FaultyDisk
-from tests.optim.stories import OVERLAPS, TRAILING
-from tests.pairs import mostly
-from tests.runtime.harness import (
+from tests.engine.harness import (
     Recipe,
     Tower,
     adamws,
@@ -36,6 +33,9 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.faults.disk import FaultyDisk
+from tests.optim.stories import OVERLAPS, TRAILING
+from tests.pairs import mostly
 
 
 @pytest.fixture

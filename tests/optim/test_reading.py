@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from hetmem import testing
 from hetmem.errors import ManageError, StoreError
+from tests.engine.harness import STREAMED, WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
 from tests.pairs import mostly
-from tests.runtime.harness import STREAMED, WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 
 BATCHES = vector_batches(4, 4, WIDTH)
 

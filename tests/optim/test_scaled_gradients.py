@@ -16,9 +16,7 @@ from hetmem.memory.chunk import Role
 from hetmem.memory.nvme_store import BLOCK_BYTES
 from hetmem.optim.progress import as_sampled, sample_of
 from hetmem.optim.update_queue import Updates
-from tests.faults.disk import FaultyDisk
-from tests.optim.stories import adamw, on_either, on_the_other, one, overlaps, twins, with_gradients
-from tests.runtime.harness import (
+from tests.engine.harness import (
     WIDTH,
     adamws,
     assert_same_weights,
@@ -31,6 +29,8 @@ from tests.runtime.harness import (
     streamed,
     vector_batches,
 )
+from tests.faults.disk import FaultyDisk
+from tests.optim.stories import adamw, on_either, on_the_other, one, overlaps, twins, with_gradients
 
 
 @on_either

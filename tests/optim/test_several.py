@@ -14,9 +14,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from tests.optim.stories import Twins, adamw, halves, on_either, on_the_other, one, small, trailing, twins
-from tests.pairs import mostly
-from tests.runtime.harness import (
+from tests.engine.harness import (
     STREAMED,
     assert_same,
     assert_same_states,
@@ -29,6 +27,8 @@ from tests.runtime.harness import (
     streamed,
     vector_batches,
 )
+from tests.optim.stories import Twins, adamw, halves, on_either, on_the_other, one, small, trailing, twins
+from tests.pairs import mostly
 
 
 @on_either

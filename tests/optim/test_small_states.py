@@ -12,9 +12,7 @@ from torch import nn
 
 import hetmem
 from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
-from tests.optim.stories import OVERLAPS
-from tests.pairs import case, mostly
-from tests.runtime.harness import (
+from tests.engine.harness import (
     CHUNK,
     CHUNK_ELEMENTS,
     PLACEMENTS,
@@ -28,6 +26,8 @@ from tests.runtime.harness import (
     manage,
     token_batches,
 )
+from tests.optim.stories import OVERLAPS
+from tests.pairs import case, mostly
 
 BF16 = torch.bfloat16
 SEED = 7

@@ -13,10 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from tests.optim.machines import BALANCED, FAST_HOST, SLOW_HOST
-from tests.optim.stories import OVERLAPS
-from tests.pairs import case, mostly
-from tests.runtime.harness import (
+from tests.engine.harness import (
     CHUNK,
     Recipe,
     Tower,
@@ -28,7 +25,10 @@ from tests.runtime.harness import (
     token_batches,
     train_both,
 )
-from tests.runtime.lazy_device import EarlyDevice, LazyDevice
+from tests.engine.lazy_device import EarlyDevice, LazyDevice
+from tests.optim.machines import BALANCED, FAST_HOST, SLOW_HOST
+from tests.optim.stories import OVERLAPS
+from tests.pairs import case, mostly
 
 BF16 = torch.bfloat16
 WIDTH = 57

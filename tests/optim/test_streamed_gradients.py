@@ -16,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import testing
-from tests.optim.stories import one, with_gradients
-from tests.pairs import mostly
-from tests.runtime.harness import (
+from tests.engine.harness import (
     BATCHES,
     WIDTH,
     Recipe,
@@ -40,6 +38,8 @@ from tests.runtime.harness import (
     train_both,
     vector_batches,
 )
+from tests.optim.stories import one, with_gradients
+from tests.pairs import mostly
 
 STREAMED = {"overlap": "backward", "gradients": "streamed"}
 

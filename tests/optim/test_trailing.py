@@ -14,8 +14,7 @@ import torch
 import hetmem
 from hetmem import testing
 from hetmem.errors import ManageError
-from tests.optim.stories import Twins, adamw, on_either, on_the_other, one, trailing, twins
-from tests.runtime.harness import (
+from tests.engine.harness import (
     Tower,
     assert_same,
     assert_same_weights,
@@ -29,6 +28,7 @@ from tests.runtime.harness import (
     token_batches,
     vector_batches,
 )
+from tests.optim.stories import Twins, adamw, on_either, on_the_other, one, trailing, twins
 
 
 @streamed

@@ -15,7 +15,7 @@ import pytest
 
 from hetmem.cpu import workers
 from hetmem.cpu.workers import WorkerPool
-from tests.runtime.harness import comes_to_be, hetmem_threads
+from tests.engine.harness import comes_to_be, hetmem_threads
 
 _OTHERS: set[threading.Thread] = set()
 

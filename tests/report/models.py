@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hetmem
-from tests.runtime.harness import manage
+from tests.engine.harness import manage
 
 
 def network() -> nn.Module:

@@ -21,8 +21,8 @@ from hetmem.report import files
 from hetmem.report.chrome_trace import trace_text
 from hetmem.report.saved import compare, render, show
 from hetmem.report.text import comparison, table
+from tests.engine.harness import PLACEMENTS, STREAMED, manage
 from tests.report.models import network, trained
-from tests.runtime.harness import PLACEMENTS, STREAMED, manage
 
 LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
 

@@ -1,0 +1,52 @@
+"""What a parameter is while homes move, and what is held of it when its memory is given away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hetmem.engine.param_views import stand_in
+from hetmem.intercept import registry
+from hetmem.memory import tensor_views
+from tests.engine.harness import manage
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_weight_whose_home_leaves_the_device_within_a_forward_rests_until_that_is_over(
+    computes: bool, tmp_path: Path
+) -> None:
+    """A custom function takes it as it is then, and its gradient has to be on the device."""
+    runtime = registry.of_module(manage(nn.Linear(64, 64), "resident", tmp_path)).runtime
+    managed, bindings = runtime.parameters[0], runtime.bindings
+    home = managed.home.clone()
+    rest = stand_in(home, home.dtype, home.device)
+    if computes:
+        bindings.leave_home()
+    bindings.move_home(managed, home, rest)
+    with torch._C.DisableTorchFunctionSubclass():  # else it is faulted in
+        assert managed.parameter.data_ptr() == (rest if computes else home).data_ptr()
+    bindings.go_home()
+    assert managed.parameter.data_ptr() == home.data_ptr()
+
+
+def test_what_is_given_away_has_memory_of_its_own() -> None:
+    """Also with a torch that cannot exchange the memory of storages."""
+
+    class Storage:
+        def __init__(self, storage: torch.UntypedStorage) -> None:
+            self.data_ptr, self.share_memory_ = storage.data_ptr, storage.share_memory_
+
+    class View:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.untyped_storage = lambda: Storage(tensor.untyped_storage())
+
+    for view in (lambda tensor: tensor, View):
+        memory = bytearray(range(64))
+        tensor = tensor_views.elements(memoryview(memory), torch.uint8, 32, 16)
+        held = tensor[4:8]
+        assert tensor_views.give_away(view(tensor))
+        memory[:] = bytes(64)
+        assert held.tolist() == [20, 21, 22, 23]

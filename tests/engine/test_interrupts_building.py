@@ -1,0 +1,88 @@
+"""Ctrl-C at one instruction after the other while a class that `hetmem.managed` decorates is built: nothing of it is
+left, and the next one is managed."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import hetmem
+from hetmem import api
+from hetmem.intercept import module_building
+from hetmem.memory import interrupts
+from tests.engine.harness import WIDTH, all_hetmem_threads_end, budget
+from tests.engine.struck import Struck, some_of
+from tests.engine.test_interrupts_managing import is_managed
+from tests.memory.left import open_files
+
+_HOOKS: Any = vars(torch_module)["_global_parameter_registration_hooks"]
+_SAMPLED = 150
+"""So many instructions are struck, or with `--all-cases` each of them."""
+
+
+def _around(code: CodeType) -> bool:
+    """Whether `code` begins and ends what is built."""
+    if code.co_filename in (module_building.__file__, interrupts.__file__):
+        return code.co_name != "_registered"
+    return code.co_filename == api.__file__ and code.co_name == "wrapper"
+
+
+def strike(build: Callable[[], Any], ended: Callable[[str], None], all_cases: bool) -> None:
+    """`build` struck at one instruction after the other, with `ended` after each."""
+    with Struck(_around, "opcode") as counted:
+        build()
+    for at in some_of(counted.places, counted.places if all_cases else _SAMPLED):
+        try:
+            with Struck(_around, "opcode", at):
+                build()
+        except KeyboardInterrupt:
+            pass
+        what = f"instruction {at} of {counted.places}"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, what
+        ended(what)
+
+
+class Layers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_an_interrupt_leaves_nothing_of_what_is_built(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_cases: bool
+) -> None:
+    """One within a few instructions left the thread building for good: no model was managed any more, silently."""
+    managed = hetmem.managed(budget(placement, tmp_path, host="1MiB"), device="sim")(type("Layers", (Layers,), {}))
+    gc.collect()
+    before = open_files()
+    monkeypatch.setattr(api, "manage", lambda module, *_, **__: managed_then.append(module))
+    managed_then: list[nn.Module] = []
+
+    def ended(what: str) -> None:
+        assert not module_building.Building.active(), what
+        assert not _HOOKS, what
+        managed_then.clear()
+        managed()
+        assert len(managed_then) == 1, what
+        managed_then.clear()
+
+    strike(managed, ended, all_cases)
+    assert all_hetmem_threads_end()
+    assert open_files() == before
+    monkeypatch.undo()
+    assert is_managed(managed())
+
+
+def test_an_interrupt_of_a_plan_leaves_no_class_as_it_was_written(all_cases: bool) -> None:
+    def ended(what: str) -> None:
+        assert not module_building.Building.active(), what
+
+    strike(lambda: module_building.as_written(Layers), ended, all_cases)

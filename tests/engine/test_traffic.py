@@ -1,0 +1,310 @@
+"""The runtime's traffic: who is refused a copy, or fails, leaves no use of one behind and gives up none of another's;
+what is being written or replaced is fetched by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.engine.runtime import Runtime
+from hetmem.engine.sampling import Fingerprints
+from hetmem.engine.write_check import Writes
+from hetmem.errors import CapacityError
+from hetmem.intercept import registry
+from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.nvme_store import Extent, NvmeStore
+from hetmem.memory.tensor_views import address_of
+from hetmem.schedule.blocks import CopyState, Drop
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
+from tests.engine.harness import (
+    BATCHES,
+    CHUNK,
+    WIDTH,
+    adamws,
+    assert_same_weights,
+    budget,
+    loss_of,
+    manage,
+    mlp,
+    pair,
+    train_both,
+    vector_batches,
+)
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    return registry.of_module(module).runtime
+
+
+def block_of(chunk: Chunk, role: Role = Role.PARAM) -> int:
+    block = chunk.homes[role].block
+    assert block is not None
+    return block
+
+
+def in_use(module: nn.Module) -> list[str]:
+    """What copies are used on any tier."""
+    runtime = runtime_of(module)
+    assert not runtime.holds_copies()
+    residency = runtime.traffic.residency
+    tiers = (DEVICE, HOST)
+    return [residency.blocks[b].label for tier in tiers for b in residency.resident(tier) if residency.uses(b, tier)]
+
+
+@contextmanager
+def fails_once(owner: Any, name: str, at: int = 0) -> Iterator[None]:
+    """The call number `at` of `owner.name` raises OSError, and does nothing."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at + 1:
+            raise OSError("it has failed")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+    assert calls > at, "nothing has failed"
+
+
+class Counts(nn.Module):
+    """Writes to three of its weights in one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch._foreach_add_([self.layer.weight, self.scale.weight, self.shift.weight], 1.0)
+        y: torch.Tensor = self.shift(self.scale(self.layer(x)))
+        return y
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_write_that_does_not_get_home_leaves_no_copy_in_use_and_the_others_at_home(
+    which: int, tmp_path: Path
+) -> None:
+    managed = manage(Counts(), "host", tmp_path)
+    managed(*BATCHES[0])
+    weights = [managed.layer.weight, managed.scale.weight, managed.shift.weight]
+    before = [weight.detach().clone() for weight in weights]
+    with fails_once(runtime_of(managed).writes, "by_operator", which), pytest.raises(OSError, match="has failed"):
+        managed(*BATCHES[0])
+    assert not in_use(managed)
+    there = [not torch.equal(weight, old) for weight, old in zip(weights, before, strict=True)]
+    assert there == [at != which for at in range(3)]
+
+
+def test_who_is_refused_takes_back_his_own_wait_and_nobody_else_s(tmp_path: Path) -> None:
+    """Two wait for the same block; there is no room in staging for it."""
+    managed = manage(mlp(), "nvme", tmp_path)
+    hetmem.AdamW(managed.parameters())
+    traffic, chunks = runtime_of(managed).traffic, runtime_of(managed).chunks
+    *others, wanted = [(chunk, role) for chunk in chunks for role in chunk.homes]
+    opened = []
+    for chunk, role in others:
+        try:
+            traffic.open_role(chunk, role, load=True)
+        except CapacityError:
+            break
+        opened.append((chunk, role))
+    assert len(opened) < len(others), "there is room for all"
+    chunk, role = wanted
+    traffic.ask_role(chunk, role, load=True)
+    with pytest.raises(CapacityError):
+        traffic.open_role(chunk, role, load=True)
+    residency, block = traffic.residency, block_of(chunk, role)
+    assert (residency.state(block, HOST), residency.uses(block, HOST)) == (CopyState.WAITING, 1)
+    for one in opened:
+        traffic.close_role(*one, dirty=False)
+    traffic.pending.drain()
+    assert traffic.role_is_there(chunk, role)
+    traffic.close_role(chunk, role, dirty=False)
+    assert not in_use(managed)
+
+
+@pytest.fixture
+def something_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each use, ahead of what comes next."""
+    acquire = Residency.acquire
+    monkeypatch.setattr(Residency, "acquire", lambda *args, **kwargs: acquire(*args, **kwargs) or [Drop(0, HOST, 0)])
+
+
+@pytest.mark.usefixtures("something_begins")
+def test_a_role_is_asked_for_or_not(tmp_path: Path) -> None:
+    """What else begins then may fail to begin."""
+    managed = manage(mlp(), "nvme", tmp_path)
+    hetmem.AdamW(managed.parameters())
+    traffic, chunk = runtime_of(managed).traffic, runtime_of(managed).chunks[0]
+    with fails_once(traffic._uses, "_execute"), pytest.raises(OSError, match="has failed"):
+        traffic.ask_role(chunk, Role.PARAM, load=False)
+    assert not in_use(managed)
+    assert traffic.residency.state(block_of(chunk), HOST) is None
+
+
+@pytest.mark.usefixtures("something_begins")
+def test_a_copy_that_is_held_for_an_update_is_let_go_of_where_that_cannot_begin(tmp_path: Path) -> None:
+    managed = manage(mlp(), "host", tmp_path)
+    with torch.no_grad():
+        managed[0](*BATCHES[0])
+    traffic = runtime_of(managed).traffic
+    found = [chunk for chunk in runtime_of(managed).chunks if traffic.device_copy(chunk) is not None]
+    with fails_once(traffic._uses, "_execute"), pytest.raises(OSError, match="has failed"):
+        traffic.hold_copy(found[0])
+    assert not in_use(managed)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_update_that_cannot_ask_for_all_it_needs_asks_for_nothing(at: int, tmp_path: Path) -> None:
+    """It gave back what it had never asked for, which the device was fed from, or what another one had."""
+    plain, managed = pair(mlp, "nvme", tmp_path)
+    left, right = adamws(plain, managed)
+    for module in (plain, managed):
+        loss_of(module, BATCHES[0]).backward()
+    traffic = runtime_of(managed).traffic
+    runtime = runtime_of(managed)
+    runtime.traffic.pending.drain()
+    for chunk in runtime.chunks:  # whoever else uses what it would ask for
+        if chunk.homes[Role.PARAM].tier is NVME:
+            traffic.open_role(chunk, Role.PARAM, load=True)
+            other = chunk
+            break
+    with fails_once(traffic, "ask_role", at), pytest.raises(OSError, match="has failed"):
+        right.step()
+    assert traffic.residency.uses(block_of(other), HOST) == 1
+    traffic.close_role(other, Role.PARAM, dirty=False)
+    assert not in_use(managed)
+    left.step()
+    right.step()
+    assert_same_weights(plain, managed)
+
+
+def test_an_update_of_a_chunk_that_waits_for_room_begins_at_once(tmp_path: Path) -> None:
+    """Whoever waits for room may be who lets the update begin: waiting there for the copy would have been for ever."""
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    budget = hetmem.Budget(device="1MiB", device_chunks="16KiB", host="8MiB")
+    hetmem.manage(module, budget, chunk_bytes="16KiB", device="sim")
+    runtime = runtime_of(module)
+    traffic, residency = runtime.traffic, runtime.traffic.residency
+    used, wanted = (chunk for chunk in runtime.chunks[:2])
+    first, second = used.operand_block, wanted.operand_block
+    assert first is not None and second is not None
+    traffic.acquire(first, Tier.DEVICE)
+    traffic.execute(residency.acquire(second, Tier.DEVICE))
+    assert residency.state(second, Tier.DEVICE) is CopyState.WAITING
+    assert not residency.in_flight()
+    assert traffic.begin_update(wanted, keep_copy=False) is False
+    traffic.release(first, Tier.DEVICE)
+    assert residency.state(second, Tier.DEVICE) is CopyState.WAITING, "its home is being written"
+    traffic.end_update(wanted)
+    traffic.pending.drain()
+    assert residency.state(second, Tier.DEVICE) is CopyState.VALID
+    traffic.release(second, Tier.DEVICE)
+
+
+def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_path: Path) -> None:
+    """The read into staging was begun before the write, and its end brings the block to the device at once."""
+    modules = pair(mlp, "nvme", tmp_path)
+    train_both(*modules, BATCHES)
+    runtime = runtime_of(modules[1])
+    traffic, residency = runtime.traffic, runtime.traffic.residency
+    traffic.forget_copies()
+    residency.lift()  # as behind an evaluation
+    chunk = next(chunk for chunk in runtime.chunks if chunk.parameters[0].name == "0.weight")
+    block = chunk.homes[Role.PARAM].block
+    assert block is not None
+    traffic.execute(residency.expect(Tier.DEVICE, Schedule([(block,)])))
+    assert [residency.state(block, tier) for tier in (Tier.HOST, Tier.DEVICE)] == [CopyState.LOADING, None]
+    traffic.superseded(chunk, Role.PARAM)
+    assert residency.state(block, Tier.DEVICE) is None
+    assert residency.state(block, Tier.HOST) is not CopyState.VALID
+
+
+def test_homes_on_nvme_that_are_looked_at_are_read_together_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One access of the disk after the other would hold forwards up. Where a step comes between two of them copies are
+    made anew, and nothing is looked at."""
+    _, managed = pair(mlp, budget("nvme", tmp_path, host="64KiB"), tmp_path)
+    asked: list[Extent] = []
+    compared: list[Extent] = []
+    caches, differ = NvmeStore.cache_pages, Fingerprints.differ
+
+    def noted(fingerprints: Fingerprints, chunk: Chunk, *args: Any) -> bool:
+        compared.append(chunk.homes[Role.PARAM].extent)
+        assert set(compared) <= set(asked)
+        return differ(fingerprints, chunk, *args)
+
+    monkeypatch.setattr(Writes, "make_sure", lambda *_: None)  # of what was on its way and could not be looked at
+    monkeypatch.setattr(Fingerprints, "differ", noted)
+    monkeypatch.setattr(NvmeStore, "cache_pages", lambda *args: (asked.append(args[1]), caches(*args)))
+    for batch in vector_batches(3, 4, WIDTH):
+        asked.clear()
+        compared.clear()
+        with torch.no_grad():
+            managed(*batch)
+    assert compared
+
+
+class Failing(hetmem.SimDevice):
+    """Loses gradients while `fails`. It has a speed, so that they are on their way at the end of a backward."""
+
+    fails = False
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        if self.fails:
+            raise OSError("the link is broken")
+        super().gradient_out(target, arrived, add=add)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        return self.one(x).square().sum() + (self.other(x).square().sum() if both else 0)
+
+
+def test_it_is_the_user_s_turn_after_a_backward_that_raised_at_its_end(tmp_path: Path) -> None:
+    device = Failing(device_to_host="1GB")
+    managed = manage(Heads(), "nvme", tmp_path, device=device)
+    managed(*BATCHES[0]).backward()
+    loss = managed(*BATCHES[0], both=False)
+    device.fails = True
+    with pytest.raises(OSError, match="the link is broken"):
+        loss.backward()
+    runtime = runtime_of(managed)
+    assert runtime.events.running() is None
+    (chunk,) = (chunk for chunk in runtime.chunks if chunk.parameters[0].name == "other.weight")
+    block, exposed = chunk.homes[Role.GRAD].block, runtime.traffic.carrier.exposed
+    assert block is not None and chunk.homes[Role.GRAD].tier is Tier.NVME
+    exposed.reads(block, chunk, Role.GRAD)
+    assert exposed.mixed(block), "he may be writing to a gradient that is read from now on"
+
+
+def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
+    """Its next owner may be an activation, which counts."""
+    memory = runtime_of(manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path)).memory
+    idle = memory.idle_bytes(0)
+    taken = memory.take_device(CHUNK)
+    address = address_of(taken)
+    assert memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle - CHUNK
+    memory.give_device(taken, CHUNK)
+    assert not memory.is_device_address(address)
+    assert memory.idle_bytes(0) == idle

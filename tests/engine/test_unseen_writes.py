@@ -1,0 +1,222 @@
+"""Writes that no version counts, and gradients that nobody cleared: the bits of plain torch, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from tests.engine.harness import (
+    CHUNK,
+    WIDTH,
+    Mixed,
+    adamws,
+    assert_same,
+    assert_same_weights,
+    everywhere,
+    loss_of,
+    manage,
+    mlp,
+    pair,
+    precisions,
+    reference,
+    vector_batches,
+)
+
+BF16 = torch.bfloat16
+ROOMS = {"all copies": 5 * CHUNK, "a third of them": 2 * CHUNK}
+"""On the device, of models of 5 chunks in host memory; the least with which they train is two."""
+
+
+def placed(place: str, directory: Path, mixed: torch.dtype | None, *, home_copies: bool | None = None) -> Any:
+    """A pair whose homes lie as `place` says: a name of `ROOMS`, or of the harness's placements."""
+    options: dict[str, Any] = {"mixed_precision": mixed, "home_copies": home_copies}
+    if place in ROOMS:
+        room = ROOMS[place] // (1 if mixed is None else 2)
+        options.pop("home_copies")
+        limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=room, home_copies=home_copies)
+        return pair(five_layers, limits, directory, **options)
+    return pair(five_layers, place, directory, **options)
+
+
+def five_layers() -> nn.Module:
+    """Each is a chunk."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
+
+
+class Writer:
+    """What training programs do to weights behind a step, each in one of six; two of them write single elements."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = list(module.parameters())
+        self.masks = [torch.arange(p.numel()).remainder(101).ne(7).float().view_as(p) for p in self.parameters]
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, step: int) -> None:
+        ways = (self.clamp, self.mask, self.one_element, self.by_numpy, self.by_a_kept_tensor, self.proximal)
+        ways[step % len(ways)](step)
+
+    def clamp(self, step: int) -> None:
+        for p in self.parameters:
+            p.data.clamp_(-0.12, 0.12)
+
+    def mask(self, step: int) -> None:
+        for p, mask in zip(self.parameters, self.masks, strict=True):
+            p.data.mul_(mask)
+
+    def one_element(self, step: int) -> None:
+        self.parameters[step % 5].data[step % WIDTH, 17] = 0.5
+
+    def by_numpy(self, step: int) -> None:
+        self.parameters[-1].detach().numpy()[5, step % WIDTH] = -0.5
+        self.kept = [p.data for p in self.parameters]
+
+    def by_a_kept_tensor(self, step: int) -> None:
+        """That of the step before."""
+        for kept in self.kept:
+            kept[step % WIDTH, 3] = 0.25
+        self.kept = []
+
+    def proximal(self, step: int) -> None:
+        for p in self.parameters:
+            p.data.copy_(p.data.sign() * (p.data.abs() - 1e-3).clamp(min=0))
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("place", ["resident", *ROOMS, "nvme"])
+@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
+@pytest.mark.parametrize(
+    ("mixed", "home_copies"),
+    [(None, None), (BF16, False), (BF16, None)],
+    ids=["fp32", "bf16", "bf16 with copies at home"],
+)
+def test_writes_that_count_no_version_after_a_step_reach_the_next_forward(
+    mixed: torch.dtype | None, home_copies: bool | None, overlap: str, place: str, tmp_path: Path
+) -> None:
+    plain, managed = placed(place, tmp_path, mixed, home_copies=home_copies)
+    optimizers = adamws(plain, managed, overlap=overlap)
+    writers, backward = (Writer(plain), Writer(managed)), reference(plain, mixed)
+    for step, batch in enumerate(vector_batches(14, 2, WIDTH, dtype=mixed)):
+        expected = backward(lambda module, batch=batch: loss_of(module, batch))
+        got = loss_of(managed, batch)
+        assert_same(expected, got, f"loss {step}")
+        got.backward()
+        for optimizer, write in zip(optimizers, writers, strict=True):
+            optimizer.step()
+            write(step)
+            optimizer.zero_grad()
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("place", ["all copies", "nvme"])
+@precisions
+def test_an_average_that_is_swapped_in_for_an_evaluation_is_swapped_out_again(
+    mixed: torch.dtype | None, place: str, tmp_path: Path
+) -> None:
+    """It differs in one element, between two forwards without a step."""
+    plain, managed = placed(place, tmp_path, mixed)
+    optimizers, backward = adamws(plain, managed), reference(plain, mixed)
+    for batch in vector_batches(4, 2, WIDTH, dtype=mixed):
+        expected = backward(lambda module, batch=batch: loss_of(module, batch))
+        got = loss_of(managed, batch)
+        assert_same(expected, got, "loss")
+        got.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for value in (3.0, 0.125):
+            for module in (plain, managed):
+                module[1].weight.data[11, 13] = value
+            with torch.no_grad():
+                right = plain if mixed is None else Mixed(plain, mixed).twin
+                if value == 3.0:
+                    assert_same(right(*batch), managed(*batch), "evaluation")
+
+
+@pytest.mark.parametrize("place", ["all copies", "nvme"])
+def test_a_step_by_hand_of_a_few_rows_reaches_the_next_forward(place: str, tmp_path: Path) -> None:
+    """As tutorials make it, without an optimizer. Few rows have a gradient, and no sample lies there."""
+    plain, managed = placed(place, tmp_path, None)
+    (batch,) = vector_batches(1, 2, WIDTH)
+    with torch.no_grad():
+        batch[0][:, :63] = 0  # of the first weight one column has a gradient
+    for _ in range(4):
+        for module in (plain, managed):
+            loss_of(module, batch).backward()
+            module[0].weight.data -= 0.1 * module[0].weight.grad
+            module.zero_grad()
+        assert_same(loss_of(plain, batch), loss_of(managed, batch), "loss")
+
+
+def test_a_frozen_teacher_that_follows_in_steps_below_16_bits_does_follow(tmp_path: Path) -> None:
+    """`teacher.data.mul_(0.999).add_(...)`: few of its elements come to be rounded to others at one time."""
+    plain, managed = placed("all copies", tmp_path, BF16)
+    (batch,) = vector_batches(1, 2, WIDTH, dtype=BF16)
+    for module in (plain, managed):
+        module.requires_grad_(False)
+    for _ in range(6):
+        for module in (plain, managed):
+            for p in module.parameters():
+                p.data.mul_(0.9999)
+        assert_same(Mixed(plain, BF16).twin(*batch), managed(*batch), "output")
+
+
+@pytest.mark.pairs
+@everywhere
+@precisions
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": "backward"},
+        {"overlap": "forward"},
+        {"overlap": "backward", "gradients": "streamed"},
+        {"overlap": "forward", "gradients": "streamed"},
+    ],
+    ids=["backward", "forward", "streamed, backward", "streamed, forward"],
+)
+def test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error(
+    options: dict[str, Any], mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    left, right = adamws(plain, managed, **options)
+    backward = reference(plain, mixed)
+    for step, batch in enumerate(vector_batches(5, 2, WIDTH, dtype=mixed)):
+        expected = backward(lambda module, batch=batch: loss_of(module, batch))
+        got = loss_of(managed, batch)
+        assert_same(expected, got, f"loss {step}")
+        used_up = type(managed[0].weight.grad).__name__ == "UsedUp"
+        assert used_up <= (step == 3)
+        if used_up:
+            with pytest.raises(RuntimeError, match=r"last step was not cleared: .* call zero_grad\(\)"):
+                got.backward()
+            return
+        got.backward()
+        left.step()
+        right.step()
+        if step != 2:
+            left.zero_grad()
+            right.zero_grad()
+    assert_same_weights(plain, managed)
+
+
+@pytest.mark.parametrize("clear", [lambda m: m.zero_grad(set_to_none=False), lambda m: None], ids=["zeroed", "left"])
+def test_a_step_without_a_backward_is_no_step_with_gradients_that_are_used_up(
+    clear: Callable[[nn.Module], Any], tmp_path: Path
+) -> None:
+    """torch would step with them, or with zeros."""
+    managed = manage(mlp(), "host", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), overlap="forward")
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(managed, vector_batches(1, 2, WIDTH)[0]).backward()
+        optimizer.step()
+    clear(managed)
+    with pytest.raises(RuntimeError, match=r"is that of the last step, which has used it up"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()

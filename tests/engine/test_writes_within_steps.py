@@ -1,0 +1,213 @@
+"""What is written to weights inside forward is kept; what backward needs must not change before it, as in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem import testing
+from hetmem.errors import ManageError
+from tests.engine.harness import (
+    BATCHES,
+    PLACEMENTS,
+    WIDTH,
+    Recipe,
+    assert_same,
+    assert_same_grads,
+    assert_same_weights,
+    everywhere,
+    loss_of,
+    mlp,
+    pair,
+    precisions,
+    streamed,
+    train_both,
+    vector_batches,
+)
+from tests.pairs import mostly
+
+
+class WritesInForward(nn.Module):
+    """Changes its weights inside forward, by several ways, before it uses them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.other(x)
+        weight = self.layer.weight
+        with torch.no_grad():
+            if self.way == "mul_":
+                weight.mul_(0.9)
+            elif self.way == "slice":
+                weight[0] = weight[1] * 0.5
+            elif self.way == "out":
+                torch.mul(weight, 0.9, out=weight)
+            elif self.way == "foreach":
+                torch._foreach_mul_([weight, self.layer.bias], 0.9)
+            elif self.way == "view":
+                weight.view(-1)[:64].mul_(0.9)
+            elif self.way == "detach":
+                weight.detach().mul_(0.9)
+            elif self.way == "data":
+                weight.data.mul_(0.9)
+            elif self.way == "data set":
+                weight.data = weight.data * 0.9
+            elif self.way == "held view":
+                rows = weight[:2]
+                x = x + self.other.bias
+                rows.mul_(0.9)
+        return self.layer(x)
+
+
+WAYS = ("mul_", "slice", "out", "foreach", "view", "detach", "data", "data set", "held view")
+KINDS = ("slice", "data", "data set")
+"""One that torch counts, one that nobody counts, and one that replaces the tensor."""
+
+
+@pytest.mark.parametrize(("way", "placement"), mostly(WAYS, PLACEMENTS, KINDS))
+def test_writes_inside_forward_are_kept(way: str, placement: str, tmp_path: Path) -> None:
+    modules = pair(lambda: WritesInForward(way), placement, tmp_path)
+    train_both(*modules, BATCHES, Recipe(accumulation=2))
+    with torch.no_grad():
+        assert_same(*(module(*BATCHES[0]) for module in modules), "evaluation")
+    assert_same_weights(*modules, "after evaluation")
+
+
+class TakesData(nn.Module):
+    def __init__(self, values: Callable[[TakesData], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.other, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.weight.data = self.values(self)
+        return self.layer(self.other(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.each
+@streamed
+@precisions
+def test_a_weight_takes_the_values_of_another(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(
+        lambda: TakesData(lambda module: module.other.weight), placement, tmp_path, mixed_precision=mixed
+    )
+    assert_same(plain.to(mixed)(BATCHES[0][0].to(mixed)), managed(*BATCHES[0]), "output")
+
+
+@streamed
+def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> None:
+    _, managed = pair(lambda: TakesData(lambda module: module.other.bias), placement, tmp_path)
+    with pytest.raises(ManageError, match=r"layer.weight was .*64, 64.* when it became managed and is .*64\]"):
+        managed(*BATCHES[0])
+
+
+@pytest.mark.pairs
+@streamed
+@precisions
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
+    overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    """Where an update, or an operator, has written to a weight nothing looks like a write of the user's."""
+    superseded: list[str] = []
+
+    def superseding(written: Callable[..., None], writes: Any, managed: Any, **options: bool) -> None:
+        written(writes, managed, **options)
+        if not options.get("but_device"):
+            superseded.append(managed.name)
+
+    _, managed = pair(lambda: WritesInForward("mul_"), placement, tmp_path, mixed_precision=mixed)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    with testing.around("write of the user", superseding):
+        for batch in BATCHES:
+            loss_of(managed, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                managed(*batch)
+    assert superseded == []
+
+
+@pytest.mark.each
+@everywhere
+@precisions
+def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """And the model goes on as if that forward had not been."""
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    batches = vector_batches(3, 4, WIDTH, dtype=mixed)
+    optimizers = train_both(*modules, batches, Recipe(mixed=mixed))
+    for module in modules:
+        loss = loss_of(module, batches[0] if module is modules[1] else BATCHES[0])
+        with torch.no_grad():
+            module[2].weight.mul_(0.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        module.zero_grad()
+    train_both(*modules, batches, Recipe(mixed=mixed), optimizers=optimizers)
+
+
+@everywhere
+def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
+    modules = pair(mlp, placement, tmp_path)
+    for module, make in zip(modules, (torch.optim.AdamW, hetmem.AdamW), strict=True):
+        optimizer = make(module.parameters(), lr=1e-2)
+        loss_of(module, BATCHES[1]).backward()
+        loss = loss_of(module, BATCHES[0])
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@everywhere
+def test_an_activation_changed_in_place_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.other = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.sigmoid(self.layer(x))
+            y = self.other(x)
+            x.mul_(2)
+            return y
+
+    for module in pair(Changes, placement, tmp_path):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss_of(module, BATCHES[0]).backward()
+
+
+@everywhere
+def test_an_output_changed_in_place_by_the_user_is_an_error_where_it_was_saved(placement: str, tmp_path: Path) -> None:
+    for module in pair(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()), placement, tmp_path
+    ):
+        output = module(*BATCHES[0])
+        with torch.no_grad():
+            output.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+@everywhere
+def test_an_unchanged_weight_beside_a_changed_one_needs_no_new_forward(placement: str, tmp_path: Path) -> None:
+    """The bias is not saved by a linear layer: changing it between forward and backward is legal in torch."""
+    modules = pair(mlp, placement, tmp_path)
+    for module in modules:
+        loss = loss_of(module, BATCHES[0])
+        with torch.no_grad():
+            module[2].bias.mul_(0.5)
+        loss.backward()
+    assert_same_grads(*modules)
+    assert_same_weights(*modules)

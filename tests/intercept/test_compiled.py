@@ -1,0 +1,443 @@
+"""`torch.compile`: a compiled module is one region, with its weights on the device; bits are those of plain torch.
+
+torch compiles nothing where a dispatch mode sees operators, so most of this is on a device that nobody watches, as a
+GPU is. Its slots are poisoned when they are freed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import hetmem
+from hetmem import testing
+from tests.engine.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
+from tests.engine.lazy_device import UnwatchedDevice
+from tests.engine.test_writes_within_steps import KINDS, WritesInForward
+from tests.pairs import some
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
+
+WIDTH, BLOCKS = 64, 6
+BATCH = (torch.randn(3, WIDTH),)
+Ways = dict[str, Callable[[nn.Module, Any], Any]]
+
+
+class Block(nn.Module):
+    """Weights in five chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            fail()
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """`BLOCKS` blocks, each checkpointed where `reentrant` says how, and a function of a weight of its own."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Chain(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]
+
+
+raised: type[BaseException] = ValueError
+
+
+@torch._dynamo.disable
+def fail() -> None:
+    """Is not compiled itself."""
+    raise raised
+
+
+class Backend:
+    """Runs what it gets as it is, and keeps what it got; with `managed`, its weights must be on the device."""
+
+    def __init__(self) -> None:
+        self.graphs: list[int] = []
+        self.calls = 0
+        self.managed: Any = None
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+
+        def call(*arguments: Any) -> Any:
+            self.calls += 1
+            for argument in arguments:
+                if isinstance(argument, nn.Parameter):
+                    assert self.managed is None or testing.of(self.managed).place_of(argument) == "device"
+            return graph(*arguments)
+
+        return call
+
+
+def each_block(model: Any, backend: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def each_forward(model: Any, backend: Any) -> Any:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+    return model
+
+
+def each_wrapped(model: Any, backend: Any) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def whole(model: Any, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def whole_in_place(model: Any, backend: Any) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+def function_around(model: Any, backend: Any) -> Any:
+    @torch.compile(backend=backend)
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return model(x)  # type: ignore[no-any-return]
+
+    return around
+
+
+BY_BLOCK = (each_block, each_forward, each_wrapped)
+AS_A_WHOLE = (whole, whole_in_place, function_around)
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Any:
+    """What was compiled for one test is nothing to the next; nothing is left of torch's state."""
+    torch._dynamo.reset()
+    before = _get_current_function_mode_stack()
+    yield
+    torch._dynamo.reset()  # compiled code may hold models
+    assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert set(_get_current_function_mode_stack()) <= set(before)
+
+
+def limits(slots: int, directory: Path, **changes: Any) -> hetmem.Budget:
+    return hetmem.Budget(
+        **{"device": slots * CHUNK, "host": "8MiB", "nvme": "8MiB", "nvme_dir": directory, "home_copies": False}
+        | changes
+    )
+
+
+def managed_and_plain(
+    make: Callable[[], Any], compiled: Callable[[Any, Any], Any], directory: Path, slots: int = 24, **options: Any
+) -> tuple[Any, Any, Any, Any, Backend]:
+    """A model, the same managed, what to call each by, and the backend of the managed one."""
+    torch.manual_seed(0)
+    plain = make()
+    device = UnwatchedDevice(0)
+    managed = manage(copy.deepcopy(plain), limits(slots, directory), directory, device=device, **options)
+    backend = Backend()
+    backend.managed = managed
+    return plain, managed, compiled(plain, Backend()), compiled(managed, backend), backend
+
+
+def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = 4) -> None:
+    """Losses, gradients and weights are the same."""
+    calls = {id(plain): call, id(managed): call_managed}
+    train_both(
+        plain,
+        managed,
+        [BATCH],
+        Recipe(steps=steps),
+        loss=lambda module, batch: calls[id(module)](*batch).square().mean(),
+    )
+
+
+@pytest.mark.parametrize("compiled", BY_BLOCK)
+def test_code_of_one_block_is_good_for_all_of_them(compiled: Any, tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
+    train(plain, managed, call, call_managed)
+    assert backend.graphs == [5], "one graph, with every operator of a block in it"
+    assert backend.calls == 4 * BLOCKS, "and every forward ran it"
+
+
+@pytest.mark.parametrize("compiled", AS_A_WHOLE)
+def test_of_a_model_compiled_as_a_whole_the_parts_that_have_room_are(compiled: Any, tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
+    train(plain, managed, call, call_managed)
+    assert backend.graphs == [5] and backend.calls == 4 * BLOCKS
+
+
+@pytest.mark.parametrize("compiled", some(AS_A_WHOLE, 3))
+def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path, slots=600)
+    train(plain, managed, call, call_managed)
+    assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == 4
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("compiled", AS_A_WHOLE)
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
+    watched: bool, compiled: Any, tmp_path: Path
+) -> None:
+    """Blocks of five chunks, thirty in all: a quarter of the device has room for them, what chunks may have has not."""
+    torch.manual_seed(0)
+    plain = Stack()
+    budget = limits(600, tmp_path, device_chunks=24 * CHUNK)
+    managed = manage(copy.deepcopy(plain), budget, tmp_path, **{} if watched else {"device": UnwatchedDevice(0)})
+    backend = Backend()
+    train(plain, managed, compiled(plain, Backend()), compiled(managed, backend))
+    assert watched or (backend.graphs == [5] and backend.calls == 4 * BLOCKS)
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
+    reentrant: bool, compiled: Any, tmp_path: Path
+) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
+    train(plain, managed, call, call_managed, steps=3)
+    assert backend.calls == 2 * 3 * BLOCKS
+
+
+@pytest.mark.parametrize("compiled", some([*BY_BLOCK, *AS_A_WHOLE], 2))
+def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tmp_path: Path) -> None:
+    """Nothing is compiled there; the weights of a region are bound all the same."""
+    torch.manual_seed(0)
+    plain = Stack()
+    managed = manage(copy.deepcopy(plain), limits(24, tmp_path, device="1MiB", device_chunks=24 * CHUNK), tmp_path)
+    train(plain, managed, compiled(plain, Backend()), compiled(managed, Backend()))
+    assert "compiled Block" in testing.of(managed).operators()
+
+
+@pytest.mark.parametrize("way", [*KINDS, "foreach", "held view"])
+def test_what_a_region_writes_to_weights_is_kept(way: str, tmp_path: Path) -> None:
+    """Also where no version counts it: nobody sees what compiled code calls."""
+    plain, managed, call, call_managed, backend = managed_and_plain(
+        lambda: Chain(*(WritesInForward(way) for _ in range(3))), each_block, tmp_path, sanitize=False
+    )
+    train(plain, managed, call, call_managed)
+    assert backend.calls
+
+
+def test_mixed_precision_is_compiled_in_sixteen_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    managed = manage(
+        copy.deepcopy(plain),
+        limits(24, tmp_path),
+        tmp_path,
+        device=UnwatchedDevice(0),
+        mixed_precision=torch.bfloat16,
+    )
+    backend = Backend()
+    each_block(managed, backend)
+    batches = [(BATCH[0].bfloat16(),)]
+    train_both(plain, managed, batches, Recipe(steps=3, mixed=torch.bfloat16))
+    assert backend.graphs == [5] and backend.calls == 3 * BLOCKS
+
+
+def test_code_is_made_anew_while_gradients_are_added_up(tmp_path: Path) -> None:
+    """Weights are the device's copies then, and who compiles on a GPU takes no gradient at home beside such a one."""
+    torch.manual_seed(0)
+    plain, device = Stack(), UnwatchedDevice(0)
+    managed: Any = manage(
+        copy.deepcopy(plain), limits(24, tmp_path), tmp_path, device=device, mixed_precision=torch.bfloat16
+    )
+    weights, met = list(managed.blocks[0].parameters()), []
+
+    class Looks(Backend):
+        def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            met.append([weight.grad for weight in weights])
+            return super().__call__(graph, inputs)
+
+    managed.blocks[0].compile(backend=Looks())
+    batches = [(torch.randn(rows, WIDTH).bfloat16(),) for rows in (3, 5)]
+    train_both(plain, managed, batches, Recipe(steps=2, accumulation=2, mixed=torch.bfloat16))
+    assert met == [[None] * len(weights)] * 2
+
+
+def test_with_autograd_of_its_own_a_region_saves_where_weights_are(tmp_path: Path) -> None:
+    """Code of forward and backward, made ahead of time, keeps weights in between."""
+    torch.manual_seed(0)
+    plain = Stack()
+    managed = manage(copy.deepcopy(plain), limits(24, tmp_path), tmp_path, device=UnwatchedDevice(0))
+    each_block(plain, "aot_eager")
+    each_block(managed, "aot_eager")
+    train_both(plain, managed, [BATCH], Recipe(steps=4))
+
+
+class Borrows(nn.Module):
+    """A block that computes with a weight of another one."""
+
+    def __init__(self, lender: Block) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.lenders = [lender]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.own(x), self.lenders[0].up.weight)
+
+
+@pytest.mark.parametrize("backend", [Backend(), "aot_eager"], ids=["eager", "aot"])
+def test_a_weight_that_is_none_of_the_region_s_is_brought_where_it_is_used(backend: Any, tmp_path: Path) -> None:
+    """The graph ends there."""
+    block = Block()
+    model = Chain(block, Borrows(block))
+    managed: Any = manage(
+        model, limits(24, tmp_path), tmp_path, device=UnwatchedDevice(0), mixed_precision=torch.bfloat16
+    )
+    x = BATCH[0].bfloat16()
+    expected = managed(x)
+    managed.blocks[1].compile(backend=backend)
+    assert_same(expected, managed(x), "output")
+
+
+def test_what_has_no_room_is_not_compiled_and_says_so(tmp_path: Path) -> None:
+    plain, managed, _, _, backend = managed_and_plain(Stack, lambda model, _: model, tmp_path, slots=8)
+    each_block(managed, backend)
+    with pytest.warns(UserWarning, match="Block is not compiled"):
+        managed(*BATCH)
+    train(plain, managed, plain, managed)
+    assert not backend.graphs
+
+
+def test_a_forward_that_has_no_room_is_not_compiled_by_itself(tmp_path: Path) -> None:
+    plain, managed, _, _, backend = managed_and_plain(Stack, lambda model, _: model, tmp_path, slots=8)
+    each_forward(managed, backend)
+    with pytest.warns(UserWarning, match="Block is not compiled"):
+        managed(*BATCH)
+    train(plain, managed, plain, managed)
+    assert not backend.graphs
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_a_region_that_is_broken_off_leaves_nothing_behind(
+    reentrant: bool | None, compiled: Any, error: type[BaseException], tmp_path: Path
+) -> None:
+    plain, managed, call, call_managed, _ = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
+    train(plain, managed, call, call_managed, steps=2)
+
+    global raised
+    raised, managed.blocks[3].fails = error, True
+    with pytest.raises(error):
+        call_managed(*BATCH)
+    managed.blocks[3].fails = False
+    assert_same_weights(plain, managed)  # which interrupts are noticed by
+    inside = testing.of(managed)
+    assert not any(inside.place_of(parameter) == "device" for parameter in managed.parameters())
+    train(plain, managed, call, call_managed, steps=2)
+
+
+class Kept(Stack):
+    """What autograd saves is kept by hooks of the user's, as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda kept: kept):
+            for block in self.blocks:
+                x = block(x)
+        return x * self.scale
+
+
+def test_whoever_keeps_what_a_region_saves_keeps_weights_of_the_device(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Kept()
+    options = {"device": UnwatchedDevice(0), "mixed_precision": torch.bfloat16}
+    managed = manage(copy.deepcopy(plain), limits(48, tmp_path), tmp_path, **options)
+    backend = Backend()
+    each_block(managed, backend)
+    train_both(plain, managed, [(BATCH[0].bfloat16(),)], Recipe(steps=2, mixed=torch.bfloat16))
+    assert backend.calls == 2 * BLOCKS
+
+
+class Stubborn(Stack):
+    """Goes on after an interrupt."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except KeyboardInterrupt:  # noqa: PERF203 - that is what it is about
+                continue
+        return x.mul(self.scale)
+
+
+def test_a_forward_that_goes_on_after_an_interrupt_is_watched_again(tmp_path: Path) -> None:
+    _, managed, _, call_managed, backend = managed_and_plain(Stubborn, each_block, tmp_path)
+    global raised
+    raised, managed.blocks[2].fails = KeyboardInterrupt, True
+    call_managed(*BATCH)
+    assert testing.of(managed).operators().count("compiled Block") == BLOCKS
+    assert backend.calls == BLOCKS - 1
+
+
+@pytest.mark.parametrize("compiled", [each_block, each_forward, whole])
+def test_code_that_is_there_runs_where_none_is_to_be_made(compiled: Any, tmp_path: Path) -> None:
+    _, _, _, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
+    expected = [call_managed(*BATCH) for _ in range(2)][1]
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert_same(expected, call_managed(*BATCH), "output")
+    assert backend.graphs == [5] and backend.calls == 3 * BLOCKS
+
+
+def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> None:
+    plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
+    train(plain, managed, call, call_managed, steps=2)
+    hetmem.release(managed)
+    backend.managed = None
+    assert_same(plain(*BATCH), managed(*BATCH), "output")
+    assert backend.calls == 3 * BLOCKS
+
+
+def test_a_compiled_training_step_trains_the_same(tmp_path: Path) -> None:
+    """Backward and step are hetmem's, and are not compiled."""
+    plain, managed, _, _, backend = managed_and_plain(Stack, lambda model, _: model, tmp_path)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2)
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend=backend)
+    for (batch,) in vector_batches(3):
+        assert_same(step(plain, left, batch), compiled(managed, right, batch), "loss")
+        assert_same_weights(plain, managed)

@@ -1,0 +1,125 @@
+"""Chunks that have had every gradient of a backward: which they are, and that a simulated run writes these at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetmem.base.units import MIB
+from hetmem.planner.search import Setting, arranged
+from hetmem.planner.step_program import Rehearsal
+from hetmem.planner.workload import Event, Updating
+from hetmem.schedule.blocks import GRADIENTS_IN_FLIGHT, CopyState
+from hetmem.schedule.hardware import Rate
+from hetmem.schedule.placement import Capacities
+from hetmem.schedule.queues import Complete
+from hetmem.schedule.trace import Tier
+from tests.planner.test_planner import HARDWARE, workload
+
+LAYERS = 30
+
+
+def two(chunk: str) -> tuple[int, int]:
+    return 1, 2
+
+
+def test_a_chunk_is_complete_with_the_last_of_what_was_awaited() -> None:
+    complete = Complete[str]()
+    complete.begin()
+    assert "a" not in complete
+    complete.comes("a", 2, two, adds=False)
+    assert "a" not in complete
+    complete.comes("a", 1, two, adds=False)
+    assert "a" in complete
+    assert "b" not in complete
+
+
+def test_every_backward_begins_anew() -> None:
+    complete = Complete[str]()
+    for _ in range(2):
+        complete.begin()
+        assert "a" not in complete
+        complete.comes("a", 1, two, adds=False)
+        assert "a" not in complete
+        complete.comes("a", 2, two, adds=False)
+        assert "a" in complete
+
+
+def test_where_a_backward_had_more_than_was_awaited_nobody_knows_the_last() -> None:
+    complete = Complete[str]()
+    for backward in range(2):
+        complete.begin()
+        for parameter in (1, 2):
+            complete.comes("a", parameter, two, adds=False)
+        assert ("a" in complete) == (backward == 0)
+        complete.comes("a", 1, two, adds=False)
+        assert "a" not in complete
+
+
+def test_of_several_backwards_the_first_leaves_what_the_next_will_want() -> None:
+    complete = Complete[str]()
+    for step in range(2):
+        for adds in (False, True):
+            complete.begin()
+            for parameter in (1, 2):
+                complete.comes("a", parameter, two, adds=adds)
+            assert ("a" in complete) == (adds or step == 0)
+
+
+class Watched(Rehearsal):
+    """Layers of a chunk each, with gradients of most on NVMe. Notes what of them is read there before the optimizer,
+    and which lie in staging at the end of a backward, neither written nor on their way."""
+
+    def __init__(self, how: Updating, chunk_bytes: int = MIB) -> None:
+        room = Capacities(64 * MIB, 48 * MIB, 512 * MIB, 8 * MIB)
+        drive = replace(HARDWARE, nvme_read=Rate(1e9), nvme_write=Rate(1e9))
+        layers = workload(LAYERS, activation=0)
+        super().__init__(layers, arranged(layers, Setting(room, chunk_bytes, updating=how)), room, drive, updating=how)
+        self.on_nvme = self._on_nvme("grad")
+        self.read_early: list[int] = []
+        self.left: list[int] = []
+
+    def _event(self, index: int, event: Event) -> None:
+        state = self._traffic.residency.state
+        before = {block for block in self.on_nvme if state(block, Tier.HOST) is not None}
+        super()._event(index, event)
+        now = {block for block in self.on_nvme if state(block, Tier.HOST) is CopyState.LOADING}
+        self.read_early += now - before
+
+    def _arrive(self) -> None:
+        residency = self._traffic.residency
+        self.left = [block for block in self.on_nvme if residency.dirty(block) and not residency.writing(block)]
+        super()._arrive()
+
+
+def test_gradients_are_on_their_way_to_nvme_when_the_backward_ends() -> None:
+    """Written where somebody wanted their place, and at the end, they left the drive idle while the device computed."""
+    run = Watched(Updating())
+    for _ in range(3):
+        run.step()
+        assert len(run.left) <= GRADIENTS_IN_FLIGHT  # those that come last
+    assert len(run.on_nvme) > LAYERS // 2
+
+
+def test_gradients_are_written_once_all_of_their_chunk_have_arrived() -> None:
+    """Of two in a chunk the first arrives when the second one is on its way."""
+    run = Watched(Updating(), chunk_bytes=2 * MIB)
+    for _ in range(3):
+        before = run._traffic.nvme_write.load.bytes
+        run.step()
+        assert run.left == []
+    on_nvme = sum(run.arrangement.bytes_by_role(Tier.NVME).values())
+    assert run._traffic.nvme_write.load.bytes - before == on_nvme
+
+
+def test_gradients_that_an_update_follows_at_once_stay_for_it() -> None:
+    run = Watched(Updating(overlapped=True))
+    run.step()  # of which no update begins in the backward: nobody knows yet which gradient is the last
+    assert len(run.left) > GRADIENTS_IN_FLIGHT
+
+
+def test_no_gradient_is_read_from_nvme_to_be_overwritten() -> None:
+    """A plan read ahead what the backward overwrites, which a run does not: a tenth of all that it read."""
+    run = Watched(Updating())
+    for _ in range(4):
+        run.step()
+    assert run.read_early == []
