@@ -28,7 +28,9 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import Finished, TransferEngine
 from hetmem.schedule.blocks import Command, Drop, Fetch, Link, Write
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Tier
+from hetmem.schedule.trace import DEVICE, Tier
+
+_tuple: Any = tuple.__new__
 
 
 class _LetsGo(ContextDecorator):
@@ -93,14 +95,13 @@ class Carrier:
         """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
         return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
-    @_LETS_GO
-    @HELD_BACK
     def poll(self) -> bool:
         """Take note of what has finished meanwhile; whether anything has."""
         noted = False
-        while (finished := self._engine.take(wait=False)) is not None:
-            noted = True
-            self._note(finished)
+        with _LETS_GO, HELD_BACK:
+            while (finished := self._engine.take(wait=False)) is not None:
+                noted = True
+                self._note(finished)
         return noted
 
     @_LETS_GO
@@ -144,8 +145,9 @@ class Carrier:
         a slot could be filled before the drop of what it held. All are begun, also if one fails, as each is waited for;
         then the first error is raised.
         """
-        self._commands.extend((command, command.block == urgent) for command in commands)
-        if self._executing:
+        for command in commands:
+            self._commands.append((command, command.block == urgent))
+        if self._executing or not self._commands:
             return
         first: BaseException | None = None
         self._executing = True
@@ -181,16 +183,17 @@ class Carrier:
 
     def _note(self, finished: Finished) -> None:
         command = finished.tag
-        if not isinstance(command, (Fetch, Write)):
+        kind = type(command)
+        if kind is not Fetch and kind is not Write:
             self._expected.pop(command)(finished.error)
             return
-        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
+        if kind is Fetch and command.target is DEVICE:
             self._fetching.pop(command.block, None)
         if finished.error is None:
             self.execute(self._residency.done(command))
             return
-        no_memory = isinstance(finished.error, torch.OutOfMemoryError) and isinstance(command, Fetch)
-        ahead = no_memory and not self._residency.uses(command.block, Tier.DEVICE)
+        no_memory = isinstance(finished.error, torch.OutOfMemoryError) and kind is Fetch
+        ahead = no_memory and not self._residency.uses(command.block, DEVICE)
         self.execute(self._residency.failed(command))
         if not ahead:  # else who uses it asks again, and has idle chunks give memory up
             raise finished.error
@@ -201,21 +204,20 @@ class Carrier:
         self._events.stalls.append(Span("stall", start, end))
 
     def _carry_out(self, command: Command, now: bool) -> None:
-        if not isinstance(command, Write):
-            tier = command.target if isinstance(command, Fetch) else command.tier
-            change = CopyChange(time.perf_counter(), command.block, tier, isinstance(command, Fetch))
-            self._events.copies.append(change)
-        if isinstance(command, Drop):
+        if type(command) is Drop:
+            self._events.copies.append(CopyChange(time.perf_counter(), command.block, command.tier, False))
             self._drop(command)
             return
+        if type(command) is Fetch:
+            self._events.copies.append(CopyChange(time.perf_counter(), command.block, command.target, True))
+            if command.target is DEVICE:
+                self._fetch_to_device(command, now=now)
+                return
         chunk, role = self.chunk_of_block[command.block]
-        if isinstance(command, Fetch) and command.target is Tier.DEVICE:
-            self._fetch_to_device(command, now=now)
-            return
         extent = chunk.homes[role].extent
         assert extent is not None, f"{chunk.label(role)} is not on NVMe"
         memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
-        if isinstance(command, Write):
+        if type(command) is Write:
             self._engine.write(command, extent, memory)
         else:
             self.exposed.reads(command.block, chunk, role)
@@ -240,10 +242,10 @@ class Carrier:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
-        if home.tier is not Tier.DEVICE and role is Role.PARAM:
+        if home.tier is not DEVICE and role is Role.PARAM:
             self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
         near = self.near[1] if self.near is not None and self.near[0] is chunk else None
-        if home.tier is Tier.DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
+        if home.tier is DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
             self._memory.device.copy_in(target, source if near is None else near)
             self.mark_making(command.slot)
             self.execute(self._residency.done(command))
@@ -262,16 +264,16 @@ class Carrier:
         """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
         pool, span = self._memory.device_pool, chunk.spec.span
         if not pool.holds_place(slot):
-            keep = self._residency.allowed_slots(Tier.DEVICE) - span
+            keep = self._residency.allowed_slots(DEVICE) - span
             if pool.held_slots > keep:
-                pool.give_back(self._residency.free_slots(Tier.DEVICE), keep)
+                pool.give_back(self._residency.free_slots(DEVICE), keep)
             pool.prepare(slot, span)
             return [self._engine.mark()]
         return [self._compute_marks[slot]] if slot in self._compute_marks else []
 
     def _drop(self, command: Drop) -> None:
         chunk, _ = self.chunk_of_block[command.block]
-        if command.tier is Tier.DEVICE:
+        if command.tier is DEVICE:
             self._bindings.close_device(chunk)
             if self._sanitize:
                 self._memory.device_pool.poison(command.slot)
@@ -280,5 +282,5 @@ class Carrier:
 
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
     """A function of the log alone: the engine's threads must not keep a model alive."""
-    block = tag.block if isinstance(tag, (Fetch, Write)) else -1
-    events.transfers.append(Transfer(link, block, start, end, nbytes))
+    block = -1 if tag is None or type(tag) is int else tag.block
+    events.transfers.append(_tuple(Transfer, (link, block, start, end, nbytes)))

@@ -35,7 +35,8 @@ class Homeward:
         """Called if a gradient of a chunk was sent and did not arrive."""
         self.sent: Callable[[], None] = lambda: None
         """Called when a gradient was sent."""
-        self._leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """The memory of those on their way, by the `id` of each reference."""
         self.arrived: Callable[[Chunk], None] = lambda chunk: None
         """Called if it did, and its role is closed."""
 
@@ -63,7 +64,7 @@ class Homeward:
             return
         memory = weakref.ref(gradient.untyped_storage())
         self._on_their_way[chunk] += 1
-        self._leaving[id(memory)] = memory
+        self.leaving[id(memory)] = memory
         ended = partial(self._arrived, chunk, memory)
         self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
         self.sent()
@@ -71,7 +72,7 @@ class Homeward:
             self._carrier.wait_for_one()
 
     def _arrived(self, chunk: Chunk, memory: weakref.ref[torch.UntypedStorage], error: BaseException | None) -> None:
-        del self._leaving[id(memory)]
+        del self.leaving[id(memory)]
         self._on_their_way[chunk] -= 1
         if not self._on_their_way[chunk]:
             del self._on_their_way[chunk]
@@ -89,9 +90,9 @@ class Homeward:
     @property
     def leaving_bytes(self) -> int:
         """What gradients on their way still take of the device, also if nobody has taken note of their end yet."""
-        if not self._leaving:
+        if not self.leaving:
             return 0
-        storages = [memory() for memory in self._leaving.values()]
+        storages = [memory() for memory in self.leaving.values()]
         return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
 
     def arriving(self, chunk: Chunk) -> bool:

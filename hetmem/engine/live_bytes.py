@@ -24,6 +24,11 @@ from torch.utils._pytree import tree_leaves
 from hetmem.errors import DeviceAccessError
 from hetmem.memory.interrupts import HELD_BACK
 
+_transform: Any = torch._C._functorch.maybe_current_level
+_inference = torch.is_inference_mode_enabled
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_function_modes: Any = torch._C._len_torch_function_stack
+
 
 class DeviceMonitor(TorchDispatchMode):
     """Counts the live bytes of every tensor that operators make or meet, except chunk memory.
@@ -72,8 +77,8 @@ class DeviceMonitor(TorchDispatchMode):
         the user's modes: one that keeps results for a recomputation would give them in the place of hetmem's copies."""
         if self.paused:  # whatever is around was left when that began
             return _AS_IT_IS
-        transformed = torch._C._functorch.maybe_current_level() is not None
-        inference = torch.is_inference_mode_enabled()  # views made in it could not be written to outside
+        transformed = _transform() is not None
+        inference = _inference()  # views made in it could not be written to outside
         modes = _modes_are_around()
         if transformed or inference or modes:
             return self._outside(transformed=transformed, inference=inference, modes=modes)
@@ -140,9 +145,14 @@ class DeviceMonitor(TorchDispatchMode):
                 node.register_hook(_Leave(self))
 
 
+def nobody_sees() -> bool:
+    """Whether what is done now is no operator for anybody: `DeviceMonitor.unwatched` would change nothing."""
+    return not (_modes_are_around() or _inference() or _transform() is not None)
+
+
 def _modes_are_around() -> bool:
     """Whether any mode would see what is done now."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    return bool(_dispatch_modes() or _function_modes())
 
 
 def nodes_behind(outputs: Any) -> Iterator[Any]:

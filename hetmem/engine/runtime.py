@@ -31,9 +31,12 @@ from hetmem.memory.tensor_views import without_graph
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import STEP, Tier
+from hetmem.schedule.trace import DEVICE, STEP, Moment
 
 _functions_around: Any = torch._C._len_torch_function_stack
+PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
+_tuple: Any = tuple.__new__
+"""Makes a named tuple of a tuple, without Python."""
 
 
 class Runtime:
@@ -53,6 +56,7 @@ class Runtime:
         self.events = EventLog()
         self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
         self.bindings = Bindings(self.parameters)
+        self._engine = engine
         self.traffic = Traffic(
             memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
         )
@@ -105,67 +109,105 @@ class Runtime:
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
         memory, residency, room = self.memory, self.traffic.residency, self.room
-        measured, leaving_bytes = self.tracer.measured, self.traffic.gradients.leaving_bytes
+        measured, leaving_bytes = self.tracer.measured, 0
+        if self.traffic.gradients.leaving:
+            leaving_bytes = self.traffic.gradients.leaving_bytes
         live = room.look_at_allocator() if measured else memory.buffer_bytes
         moment = self.tracer.moment(operator, blocks, live, leaving_bytes)
         if measured or leaving_bytes or not room.is_as_left(moment):
-            room.before_moment(moment)
-        expected = moment.non_model_bytes
-        residency.reach(blocks, Tier.DEVICE)
-        chunk_bytes = room.chunk_bytes()
+            with self.unwatched():
+                room.before_moment(moment)
+        residency.reach(blocks, DEVICE)
+        self._saw(moment, operator, blocks)
+
+    def _saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
+        """Put a moment down for reports."""
+        memory, residency, expected = self.memory, self.traffic.residency, moment.non_model_bytes
+        on_device, staged = residency.taken
+        chunk_bytes = on_device.used * memory.device_pool.slot_bytes + memory.device_home_bytes
         self.statistics.device_in_use(chunk_bytes, expected)
-        staging = residency.used_slots(Tier.HOST) * memory.host_pool.slot_bytes
-        seen = MomentSeen(perf_counter(), operator, blocks, chunk_bytes, expected, staging)
-        self.events.moments.append(seen)
+        staging = staged.used * memory.host_pool.slot_bytes
+        seen = perf_counter(), operator, blocks, chunk_bytes, expected, staging
+        self.events.moments.append(_tuple(MomentSeen, seen))
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Bind `used` to their device copies. Nothing is bound if this raises."""
+        if not (self._held or self._engine.anything_over() or _functions_around()):
+            self._use(operator, used)
+            return
         with self.unwatched():
-            if self._held:
-                self._let_go()
-            if self.traffic.engine.anything_over():
-                self.traffic.pending.poll()
-            blocks: list[int] = []
-            try:
-                for managed in used:
-                    parameter = managed.parameter
-                    before, parameter.__class__ = type(parameter), managed.kind
-                    if parameter._version != managed.version:
-                        parameter.__class__ = before
-                        self._notice_write(managed)
-                        parameter.__class__ = managed.kind
-                    if managed.first_use < 0:
-                        managed.first_use = self._first_uses = self._first_uses + 1
-                    if self.writes.unsure and managed.chunk in self.writes.unsure:
+            self._let_go()
+            self.traffic.pending.poll()
+            self._use(operator, used)
+
+    def _use(self, operator: str, used: list[ManagedParameter]) -> None:
+        """`use` where nobody sees what is asked of parameters; what calls operators sees to it that these are
+        unwatched."""
+        blocks: list[int] = []
+        try:
+            for managed in used:
+                parameter = managed.parameter
+                before, parameter.__class__ = type(parameter), managed.kind
+                if parameter._version != managed.version:
+                    parameter.__class__ = before
+                    self._notice_write(managed)
+                    parameter.__class__ = managed.kind
+                if managed.first_use < 0:
+                    managed.first_use = self._first_uses = self._first_uses + 1
+                if self.writes.unsure and managed.chunk in self.writes.unsure:
+                    with self.unwatched():
                         self.writes.make_sure(managed.chunk)
-                    blocks.append(param_block(managed))
-                self._moment(operator, (*blocks,) if not blocks[1:] else tuple(dict.fromkeys(blocks)))
-                self._acquire_all(operator, used, blocks)
-            except BaseException:
-                if self.bindings.away:
-                    self.bindings.rest(used)
-                raise
-            self.bindings.bind(used)
+                homes = managed.chunk.homes  # as `param_block`, of every weight that is used
+                block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+                assert block is not None, f"{managed.name} has its home on the device"
+                blocks.append(block)
+            self._moment(operator, (*blocks,) if not blocks[1:] else tuple(dict.fromkeys(blocks)))
+            self._acquire_all(operator, used, blocks)
+        except BaseException:
+            if self.bindings.away:
+                self.bindings.rest(used)
+            raise
+        self.bindings.bind(used)
+
+    def use_all(self, operator: str) -> bool:
+        """`use` of all parameters for a whole forward, in which nothing moves: all homes, and a copy of each, are on
+        the device. False, and nothing is bound, if that is not so, or if the forward is measured."""
+        memory, residency, blocks = self.memory, self.traffic.residency, [each.operand_block for each in self.chunks]
+        known = tuple(block for block in blocks if block is not None)
+        if not memory.resident or len(known) < len(blocks) or not residency.all_on_device(known):
+            return False
+        moment = self.tracer.all_ahead(known)
+        if moment is None or self._held or self.writes.unsure or not self.room.has_room_for_all(moment):
+            return False
+        with self.unwatched():
+            self.room.before_moment(moment)
+            self._acquire_all(operator, self.parameters, [param_block(managed) for managed in self.parameters])
+            self.bindings.bind(self.parameters)
+        self.tracer.all_at_once(moment)
+        self._saw(moment, operator, known)
+        return True
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""
         acquire_again, acquired = self.traffic.residency.acquire_again, 0
         try:
             for managed, block in zip(used, blocks, strict=True):
-                slot = acquire_again(block, Tier.DEVICE)
+                slot = acquire_again(block, DEVICE)
                 if slot is None:
-                    self._acquire_device(managed, block, operator)
+                    with self.unwatched():
+                        self._acquire_device(managed, block, operator)
                 else:
-                    if self.traffic.engine.ordered:
+                    if self._engine.ordered:
                         self.traffic.carrier.order_behind_making(slot)
                     if managed.device is None:
-                        self.bindings.open_device(managed, self.memory.device_pool, slot)
+                        with self.unwatched():
+                            self.bindings.open_device(managed, self.memory.device_pool, slot)
                 acquired += 1
         except BaseException:
             for block in blocks[:acquired]:
-                self.traffic.release(block, Tier.DEVICE)
+                self.traffic.release(block, DEVICE)
             raise
 
     def end_use(
@@ -204,7 +246,7 @@ class Runtime:
                     self._held[id(managed)] = managed
                     continue
             managed.data_taken = False
-            self.traffic.release(param_block(managed), Tier.DEVICE)
+            self.traffic.release(param_block(managed), DEVICE)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions nobody sees. Of a region nobody sees `.data` either: writes through that
@@ -241,7 +283,7 @@ class Runtime:
             try:
                 self.data_set(managed, value)
                 self._acquire_device(managed, block, name)
-                self.traffic.release(block, Tier.DEVICE)  # of the use that there was before
+                self.traffic.release(block, DEVICE)  # of the use that there was before
             finally:
                 if managed.device is not None:
                     self.bindings.bind([managed])
@@ -253,13 +295,13 @@ class Runtime:
             return managed.home
         if self._held:
             self._let_go()
-        if self.traffic.engine.anything_over():
+        if self._engine.anything_over():
             self.traffic.pending.poll()
-        operator, block = f"backward of {managed.name}", param_block(managed)
+        operator, block, key = f"backward of {managed.name}", param_block(managed), id(managed)
         self._moment(operator, (block,))
-        if id(managed) not in self._held:
+        if key not in self._held:
             self._acquire_all(operator, (managed,), (block,))
-            self._held[id(managed)] = managed
+            self._held[key] = managed
         assert managed.device is not None
         return managed.device
 
@@ -275,10 +317,10 @@ class Runtime:
     def _acquire_with_more_room(self, block: int) -> int:
         """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
         try:
-            return self.traffic.acquire(block, Tier.DEVICE)
+            return self.traffic.acquire(block, DEVICE)
         except torch.OutOfMemoryError:  # the allocator had no memory for the slot: idle chunks have some
             self.out_of_memory()
-            return self.traffic.acquire(block, Tier.DEVICE)
+            return self.traffic.acquire(block, DEVICE)
         except CapacityError:
             if not (self.room.widen() or self.give_leases_up()):
                 raise
@@ -350,15 +392,16 @@ class Runtime:
         """Release the copies whose last holder is gone."""
         if not self._held:
             return
-        for key, managed in list(self._held.items()):
+        for key, managed in [*self._held.items()]:
             if key in self._untracked:
                 self.writes.by_view(managed)
             if managed.version_now != managed.version:
                 self._notice_write(managed)
             if managed.device is None or references(managed.device_storage) <= managed.device_references:
                 del self._held[key]
-                self._untracked.discard(key)
-                self.traffic.release(param_block(managed), Tier.DEVICE)
+                if self._untracked:
+                    self._untracked.discard(key)
+                self.traffic.release(param_block(managed), DEVICE)
 
     def renew_what_is_held(self) -> None:
         """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward,
@@ -368,7 +411,7 @@ class Runtime:
             if not self.traffic.copy_counts(managed.chunk):
                 block = param_block(managed)
                 self._acquire_device(managed, block, f"a kept view of {managed.name}")
-                self.traffic.release(block, Tier.DEVICE)
+                self.traffic.release(block, DEVICE)
 
     def relearn(self) -> None:
         """Chunks hold other parameters now: what was traced is void."""

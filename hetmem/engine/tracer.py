@@ -15,6 +15,9 @@ def segment_name(key: Hashable) -> str:
     return str(key[0]) if isinstance(key, tuple) else str(key)
 
 
+_BEGIN = Moment("begin", ())
+
+
 class StepTracer:
     """The segment that runs now, beside what the book says of it.
 
@@ -33,7 +36,9 @@ class StepTracer:
         self.position = 0
         self.known: SegmentTrace | None = None
         self._moments: list[Moment] = []
-        self._opening = self._expected = Moment("begin", ())
+        """Those of the segment that runs, but none as long as it `_follows` what is known of it, `_count` moments."""
+        self._follows, self._count = False, 0
+        self._opening = self._expected = _BEGIN
         self._sent = 0
         self._host: list[int] = []
         self._overwritten: set[int] = set()
@@ -57,9 +62,11 @@ class StepTracer:
         self.end()
         self.key, self.measured = key, measured
         self.known = self.book.get(key)
+        self._count = 0 if self.known is None else len(self.known.moments)
         self.position = self._sent = 0
         self._moments, self._host, self._overwritten = [], [], set()
-        self._opening = Moment("begin", ())
+        self._follows = self.known is not None and not measured
+        self._opening = _BEGIN
         self._expected = self._opening if self.known is None else self.known.opening
 
     def end(self) -> None:
@@ -68,7 +75,11 @@ class StepTracer:
         if key is None:
             return
         self.key = None
-        same = known is not None and [m.blocks for m in known.moments] == [m.blocks for m in self._moments]
+        if known is not None and self._follows and self.position == self._count:
+            same = True
+        else:
+            self._leave_trace()
+            same = known is not None and [m.blocks for m in known.moments] == [m.blocks for m in self._moments]
         on_host = (tuple(self._host), frozenset(self._overwritten))
         if known is not None and same and not self.measured and (known.host_blocks, known.overwritten) == on_host:
             return
@@ -87,21 +98,41 @@ class StepTracer:
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int, leaving_bytes: int = 0) -> Moment:
         """One operator boundary; returns what to expect until the next one. Of `live_bytes` gradients on their way home
         are `leaving_bytes`."""
-        at = self.position
-        self.position += 1
+        at, known = self.position, self.known
         self._sent = 0
-        if self.measured or self.known is None:
+        if known is None or self.measured:
             expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
+            self._moments.append(expected)
         else:
-            moments = self.known.moments
-            expected = moments[at] if at < len(moments) else Moment(operator, blocks, *self.known.worst())
-        as_expected = expected.blocks == blocks and expected.operator == operator
-        self._moments.append(expected if as_expected else Moment(operator, blocks, live_bytes))
+            expected = known.moments[at] if at < self._count else Moment(operator, blocks, *known.worst())
+            as_expected = expected.blocks == blocks and expected.operator == operator
+            if self._follows and not (as_expected and at < self._count):
+                self._leave_trace()
+            if not self._follows:
+                self._moments.append(expected if as_expected else Moment(operator, blocks, live_bytes))
+        self.position = at + 1
         self._expected = expected
         return expected
 
+    def all_ahead(self, blocks: tuple[int, ...]) -> Moment | None:
+        """The segment that has just begun as one moment, which uses `blocks`; None if not all is known of it."""
+        if self.known is None or not self._follows or self.position or not self._count:
+            return None
+        return Moment("all at once", blocks, *self.known.worst())
+
+    def all_at_once(self, expected: Moment) -> None:
+        """`expected`, which `all_ahead` has made, is all that happens in the segment, which is no departure."""
+        self.position, self._expected = self._count, expected
+
+    def _leave_trace(self) -> None:
+        """What comes next is another moment than is known: those so far are put down."""
+        if self._follows and self.known is not None:
+            self._moments = list(self.known.moments[: self.position])
+        self._follows = False
+
     def begins_with(self, live_bytes: int) -> None:
         """Nothing has run in the last moment, and no more than `live_bytes` are left of what was there."""
+        self._leave_trace()
         if self._moments:
             self._moments[-1] = Moment(self._moments[-1].operator, self.blocks(), live_bytes, (live_bytes,))
 
@@ -123,6 +154,7 @@ class StepTracer:
 
     @property
     def _now(self) -> Moment:
+        self._leave_trace()
         return self._moments[-1] if self._moments else self._opening
 
     @_now.setter
@@ -140,8 +172,10 @@ class StepTracer:
 
     def known_moments(self) -> list[Moment]:
         """All moments that are known: those of the running segment up to the last one, and those of every trace."""
+        self._leave_trace()
         return self._moments[:-1] + [moment for trace in self.book.traces() for moment in trace.moments]
 
     def blocks(self) -> tuple[int, ...]:
         """The blocks that the last moment uses."""
+        self._leave_trace()
         return self._moments[-1].blocks if self._moments else ()

@@ -251,6 +251,9 @@ class Traffic:
         block = chunk.homes[role].block
         if block is None:
             return
+        if not self.residency.copied(block):
+            self.carrier.exposed.forget(block)
+            return
         self.wait_until_written([chunk.homes[role]])
         for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
             if but_device and tier is Tier.DEVICE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -12,12 +12,13 @@ T = TypeVar("T")
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:
     """`method`, which is bound, for those whom its owner must not outlive; it does nothing when that is gone."""
-    reference = weakref.WeakMethod(method)
+    bound: Any = method
+    owner, function = weakref.ref(bound.__self__), bound.__func__
 
     def call(*args: P.args, **keywords: P.kwargs) -> None:
-        alive = reference()
+        alive = owner()
         if alive is not None:
-            alive(*args, **keywords)
+            function(alive, *args, **keywords)
 
     return call
 

@@ -62,19 +62,13 @@ class Writes:
         if trained:
             self._gradients_left.clear()
         self._gradients_wanted = torch.is_grad_enabled()
-        chunks = self._chunks
+        chunks, counted = self._chunks, self._all_counted()
         due = {chunk for chunk in chunks if trained and _is_trained(chunk)}
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
         for chunk in chunks:
-            counted = []
-            for managed in chunk.parameters:  # of all parameters, before each forward: `_counted`, without its calls
-                parameter = managed.parameter
-                same = parameter._version == managed.version and parameter.data_ptr() == managed.home_address
-                if not same or managed.shape != parameter.shape or parameter.stride() != managed.stride:
-                    counted.append(managed)
-            if counted:
-                self._notice_counted_of(chunk, counted)
+            if chunk in counted:
+                self._notice_counted_of(chunk, counted[chunk])
             elif chunk.operand_block is None:
                 continue  # operators see the home itself
             elif chunk not in due and self._coming(chunk):
@@ -90,6 +84,20 @@ class Writes:
         self.home_copies.begin(compared)
         self.unsure.update(self.home_copies.unchecked)
         self._traffic.residency.lift()
+
+    def _all_counted(self) -> dict[Chunk, list[ManagedParameter]]:
+        """Those of which torch itself tells of a write, by their chunks: `_counted` of all before each forward, so that
+        torch is asked without Python's calls."""
+        found: dict[Chunk, list[ManagedParameter]] = {}
+        all_of_them = [managed for chunk in self._chunks for managed in chunk.parameters]
+        tensors = [managed.parameter for managed in all_of_them]
+        facts = map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors)
+        for managed, address, stride in zip(all_of_them, *facts, strict=True):
+            parameter = managed.parameter
+            same = parameter._version == managed.version and address == managed.home_address
+            if not same or managed.shape != parameter.shape or stride != managed.stride:
+                found.setdefault(managed.chunk, []).append(managed)
+        return found
 
     def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:
         self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
@@ -296,7 +304,10 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
 
 
 def _is_trained(chunk: Chunk) -> bool:
-    return any(managed.parameter.requires_grad for managed in chunk.parameters)
+    for managed in chunk.parameters:  # noqa: SIM110 - a generator takes three times as long
+        if managed.parameter.requires_grad:
+            return True
+    return False
 
 
 def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:

@@ -46,13 +46,18 @@ class Regions:
         self.tracing = Tracing()
         self.compiler: Any = None
         """Whoever compiles the last forward as a whole."""
-        self.runs = self.may_end = False
-        """Whether a region runs, and whether the end of a call may be that of one, or of what must not compile by
-        itself."""
+        self.runs = self.may_begin = self.may_end = False
+        """Whether a region runs; whether a call may be one, or within one; whether the end of a call may be that of
+        one, or of what must not compile by itself."""
         self._running: _Region | None = None
         self._held_back: tuple[Compute, Call, Any] | None = None
         """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""
         self._warned = False
+
+    def compile_for(self, compiler: Any) -> None:
+        """A forward begins; `compiler` compiles it as a whole, if it is not None."""
+        self.compiler = compiler
+        self.may_begin = self.runs or compiler is not None
 
     def runs_around(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes a call within the region."""
@@ -82,13 +87,13 @@ class Regions:
         name = f"compiled {type(module).__name__}"
         try:
             if used:
-                self._leases.bind(call, used, name)
+                self._leases.bind(call, used, name, recomputed=compute.task >= 0)
             for managed in used:
                 managed.parameter.__class__ = managed.kind  # what is compiled knows no other
         except BaseException:
             compute.enter_functions_again()
             raise
-        self.runs = self.may_end = True
+        self.runs = self.may_begin = self.may_end = True
         self._running, self.tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
         if not can_compile():
             return None
@@ -138,6 +143,7 @@ class Regions:
     def _close(self) -> None:
         region, self._running = self._running, None
         self.runs, self.may_end = False, self._held_back is not None
+        self.may_begin = self.compiler is not None
         self.tracing.region = False
         if region is not None:
             self._leases.end(region.call)

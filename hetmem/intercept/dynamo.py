@@ -81,6 +81,10 @@ def can_compile() -> bool:
     return not _get_current_dispatch_mode_stack()
 
 
+def _nothing() -> None:
+    return None
+
+
 class Tracing:
     """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no
     more than this."""
@@ -92,8 +96,8 @@ class Tracing:
         """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
         self.quiet = 0
         """The thread on which a forward runs whose weights all are where operators find them; 0 for none."""
-        self.where = 0
-        """The `id` of the module that it is of."""
+        self.where: Callable[[], torch.nn.Module | None] = _nothing
+        """The module that it is of, held weakly."""
 
 
 def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> Iterator[RemovableHandle]:

@@ -51,6 +51,13 @@ class Call:
         self.used: list[ManagedParameter] = []
         self.displaced: Any = None
 
+    def is_next_on(self, frame: FrameType | None) -> bool:
+        """Whether it is the innermost call of a module with hooks, that is not compiled, that is on the stack which has
+        `frame` on top. Most calls of a module are within one that is."""
+        while frame is not None and frame.f_code is not CALLS:
+            frame = frame.f_back
+        return frame is not None and id(frame) == self.number and frame.f_locals["self"] is self.module()
+
     def is_made_in(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes it; torch calls hooks after an error in another one. A frame that is gone may have left
         its memory to another one."""
@@ -159,7 +166,9 @@ class Compute:
     def is_computing(self, top: FrameType | None) -> bool:
         """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
         calls = self.calls
-        return bool(calls) and self.task == torch._C._current_graph_task_id() and calls[-1].is_on(top)
+        if not calls or self.task != torch._C._current_graph_task_id():
+            return False
+        return calls[-1].is_next_on(top) or calls[-1].is_on(top)
 
     def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
         """Its innermost call, which is over, if that is of `module` by `frame`, and not the one that began it."""

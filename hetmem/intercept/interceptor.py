@@ -130,14 +130,20 @@ class Interception:
 
         With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
         """
-        compiler = set_compiler(None)
-        compiles = compiler
+        compiles = compiler = set_compiler(None)
         try:
             frame: FrameType | None = sys._getframe(3)
+            here = self._computes.here
+            if compiler is None and here and frame is not None and frame.f_code is CALLS:
+                if self._regions.may_begin or "forward" in module.__dict__:
+                    pass
+                elif here[-1].is_computing(frame.f_back):  # a part of that, and nothing else, as most calls are
+                    with HELD_BACK:
+                        here[-1].calls.append(call := Call(module, frame))
+                        self.leases.begin(call, module, recomputed=here[-1].task >= 0)
+                    return None
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
-            if compiler is None and frame is not None and self._goes_on(module, frame):
-                return None
             with HELD_BACK:
                 if self._regions.runs_around(frame):
                     return None
@@ -148,9 +154,10 @@ class Interception:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
-                    self.leases.begin(call, module)
-                    if self._is_quiet(compute):
-                        self._tracing.quiet, self._tracing.where = compute.thread, id(module)
+                    if self._is_quiet(compute, call, module):
+                        self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
+                    else:
+                        self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
             compiles = compiler
@@ -159,28 +166,16 @@ class Interception:
             if compiles is not None:
                 set_compiler(compiles)
 
-    def _goes_on(self, module: torch.nn.Module, frame: FrameType) -> bool:
-        """Whether the call of `module` by `frame` is a part of what computes, and nothing else: most are. Takes note of
-        it, and binds its weights."""
-        here = self._computes.here
-        if not here or self._regions.compiler is not None or self._regions.runs or "forward" in module.__dict__:
+    def _is_quiet(self, compute: Compute, call: Call, module: torch.nn.Module) -> bool:
+        """Whether `compute`, which has just begun with `call`, needs to know nothing of the modules within: no weight
+        moves, and each is where operators find it."""
+        if compute.operators is not None or compute.functions is not None or len(compute.calls) > 1:
             return False
-        compute = here[-1]
-        if not compute.is_computing(frame.f_back):
+        if compute.compiler is not None or self._regions.compiler is not None:
             return False
-        if not module._parameters:
-            compute.calls.append(Call(module, frame))
+        if not self.runtime.memory.streams:
             return True
-        with HELD_BACK:
-            call = Call(module, frame)
-            compute.calls.append(call)
-            self.leases.begin(call, module)
-        return True
-
-    def _is_quiet(self, compute: Compute) -> bool:
-        """Whether `compute`, which has just begun, needs to know nothing of the modules within."""
-        whole = not self.runtime.memory.streams and compute.operators is None and compute.functions is None
-        return whole and compute.compiler is None and self._regions.compiler is None and len(compute.calls) == 1
+        return compute.task < 0 and self.leases.begin_whole(call, module)
 
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -194,7 +189,8 @@ class Interception:
         compute = self._begin(call)
         compute.compiler = compiler
         if compute.task < 0:
-            self._forward, self._regions.compiler = compute, compiler
+            self._forward = compute
+            self._regions.compile_for(compiler)
         try:
             dtype = self.runtime.memory.mixed_precision
             if compute.task < 0:
@@ -285,12 +281,15 @@ class Interception:
         compiles = set_compiler(None)
         try:
             frame: FrameType | None = sys._getframe(3)
+            here = self._computes.here
             assert frame is not None
-            if frame.f_code is CALLS:  # it has returned
-                if self._goes_on_after(module, frame):
-                    return
-            else:
+            if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
+            elif here and not self._regions.may_end:
+                with HELD_BACK:
+                    if (call := here[-1].pop(module, frame)) is not None:  # it has returned, and something goes on
+                        self.leases.end(call)
+                        return
             error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
@@ -308,16 +307,6 @@ class Interception:
         finally:
             if compiles is not None:
                 set_compiler(compiles)
-
-    def _goes_on_after(self, module: torch.nn.Module, frame: FrameType) -> bool:
-        """Whether the call of `module` by `frame`, which is over, was one of those that `_goes_on` noted."""
-        here = self._computes.here
-        if not here or self._regions.may_end or (call := here[-1].pop(module, frame)) is None:
-            return False
-        if call.used or call.displaced is not None:
-            with HELD_BACK:
-                self.leases.end(call)
-        return True
 
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""

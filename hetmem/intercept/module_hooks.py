@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from hetmem.intercept.dynamo import Tracing, opaque, skipped
-from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.interrupts import HELD_BACK, HERE
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,7 +48,7 @@ class BeforeForward:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
-        if self._tracing.quiet and self._tracing.quiet == get_ident():
+        if self._tracing.quiet and self._tracing.quiet == HERE.ident:
             return None
         if kwargs is None:  # put by somebody into a module of their own, as torch's quantization does
             return None
@@ -79,7 +78,7 @@ class AfterForward:
 
     @skipped
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._tracing.quiet and self._tracing.where != id(module):
+        if self._tracing.quiet and self._tracing.where() is not module:
             return
         if not (self._tracing.region and torch.compiler.is_compiling()):
             self._tell(module, output)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.intercept.forward_scope import Call
@@ -31,23 +30,25 @@ class Leases:
         """Calls that have weights bound, outermost first."""
         runtime.give_leases_up = self._give_up
 
-    def begin(self, call: Call, module: torch.nn.Module) -> None:
-        """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises."""
-        by_id, used = self._by_id, call.used
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                managed = by_id.get(id(parameter))
-                if managed is not None:
-                    used.append(managed)
+    def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
+        """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises.
+        `recomputed`: within a backward."""
+        by_id = self._by_id
+        used = [by_id[key] for key in map(id, module._parameters.values()) if key in by_id]
         if used and self._runtime.memory.streams and (not used[1:] or self._fit(used)):
-            call.used = []
             try:
-                self.bind(call, used, type(module).__name__)
+                self.bind(call, used, type(module).__name__, recomputed=recomputed)
             except DeviceOutOfMemoryError as error:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
-        else:
-            used.clear()
+
+    def begin_whole(self, call: Call, module: torch.nn.Module) -> bool:
+        """Bind all weights of the model, none of which moves, until `end(call)`; False if some may."""
+        if not self._runtime.use_all(type(module).__name__):
+            return False
+        call.displaced = self._saved.displace_others()
+        self.keep(call, self._runtime.parameters)
+        return True
 
     def _fit(self, used: list[ManagedParameter]) -> bool:
         """Whether chunks may ever have room for all of `used` at once."""
@@ -55,9 +56,9 @@ class Leases:
         slots = sum(chunk.spec.span for chunk in {managed.chunk for managed in used})
         return slots * memory.device_pool.slot_bytes <= memory.device_chunk_bytes
 
-    def bind(self, call: Call, used: list[ManagedParameter], name: str) -> None:
+    def bind(self, call: Call, used: list[ManagedParameter], name: str, *, recomputed: bool) -> None:
         """Bind `used` until `end(call)`; they are called `name` together."""
-        if self._gradients.within_step or in_backward():
+        if recomputed or self._gradients.within_step:
             self._gradients.use_again(used)
         fresh = used
         for managed in used:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.runtime import Runtime
-from hetmem.intercept.dynamo import called_by_autograd, skipped
+from hetmem.intercept.dynamo import called_by_autograd, set_compiler, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.interrupts import HELD_BACK
 
 _AUTOGRAD: Any = torch._C._autograd
 _STRIDED = torch.strided
@@ -124,18 +126,25 @@ class SavedTensors:
         managed = packed.managed
         if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
+        if nobody_sees():
+            return self._view(packed, managed)
         with self._runtime.unwatched():
-            device = self._runtime.saved(managed)  # may wait for an update of it
-            if managed.version_now != packed.version:
-                raise RuntimeError(_modified(managed.name, managed.version_now, packed.version))
-            if packed.data_sets not in (None, managed.data_sets):
-                raise RuntimeError(_set_since(managed.name))
-            if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
-                return device
-            base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
-            tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
-            tensor = torch.conj(tensor) if packed.conj else tensor
-            return torch._neg_view(tensor) if packed.neg else tensor
+            return self._view(packed, managed)
+
+    def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
+        """What autograd gets back, which is seen by nobody else."""
+        device = self._runtime.saved(managed)  # may wait for an update of it
+        version = managed.version_now
+        if version != packed.version:
+            raise RuntimeError(_modified(managed.name, version, packed.version))
+        if packed.data_sets not in (None, managed.data_sets):
+            raise RuntimeError(_set_since(managed.name))
+        if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
+            return device
+        base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
+        tensor = base.as_strided(packed.size, packed.stride, packed.offset)
+        tensor = torch.conj(tensor) if packed.conj else tensor
+        return torch._neg_view(tensor) if packed.neg else tensor
 
 
 class Pack(Hook):
@@ -196,21 +205,24 @@ interrupt the hook is still there."""
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
     whose, kept, version = packed
-    if not isinstance(kept, torch.Tensor):
+    if type(kept) is Saved:  # most are not, and cost as little as they can
         if not whose.segments.in_backward:
             whose.on_backward()
-        return _unpack_weight(whose, kept)
+        compiler = set_compiler(None)
+        try:
+            with HELD_BACK:
+                unpacked: torch.Tensor = whose.unpack(kept)
+                return unpacked
+        finally:
+            if compiler is not None:
+                set_compiler(compiler)
     saved = None if whose is None else whose()
     if saved is not None and not saved.segments.in_backward:
         saved.on_backward()
-    if kept._version != version:
-        raise RuntimeError(_modified(f"a tensor of shape {list(kept.shape)}", kept._version, version))
-    return kept
-
-
-@called_by_autograd
-def _unpack_weight(saved: SavedTensors, packed: Saved) -> torch.Tensor:
-    return saved.unpack(packed)
+    tensor: Any = kept
+    if tensor._version != version:
+        raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
+    return tensor  # type: ignore[no-any-return]
 
 
 def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:

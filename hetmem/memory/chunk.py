@@ -190,10 +190,12 @@ class ManagedParameter:
     @property
     def version_now(self) -> int:
         """The parameter's version counter, whatever class it has."""
-        if type(self.parameter) is not self.unbound_kind:
-            return self.parameter._version
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.parameter._version
+        parameter = self.parameter
+        kind = type(parameter)
+        parameter.__class__ = self.kind  # of which torch asks nobody
+        version = parameter._version
+        parameter.__class__ = kind
+        return version
 
     def open_grad_home(self) -> None:
         """Make `grad_home` a new view of where the gradient lives."""

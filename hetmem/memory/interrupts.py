@@ -29,10 +29,22 @@ _main = threading.main_thread().ident
 """Of the main thread. Asked by its number: `current_thread` would make an object for each thread not Python's own."""
 
 
+class _Here(threading.local):
+    """Facts of each thread that are asked for around every module: looking them up calls nothing."""
+
+    def __init__(self) -> None:
+        self.ident = get_ident()
+        self.is_main = self.ident == _main
+
+
+HERE = _Here()
+
+
 def _ask_anew() -> None:
     """In a fork. One that another thread has made has not what the main thread was doing."""
     global _main
     before, _main = _main, threading.main_thread().ident
+    HERE.__init__()  # type: ignore[misc]  # of this thread, which is the main one now
     if _main != before:
         HELD_BACK.forget()
 
@@ -54,12 +66,12 @@ class HeldBack(ContextDecorator):
     def begin_segment(self) -> None:
         """A forward, a backward or a step begins, which enters this often: until `end_segment` the handler stays, and
         does what theirs does wherever nothing is held back."""
-        if get_ident() == _main and (self._segments or self._depth or self._take()):
+        if HERE.is_main and (self._segments or self._depth or self._take()):
             self._segments += 1
 
     def end_segment(self) -> None:
         """Once for each `begin_segment`; nothing happens if that was forgotten."""
-        if self._segments and get_ident() == _main:
+        if self._segments and HERE.is_main:
             self._segments -= 1
             if not (self._segments or self._depth):
                 self._give_back()
@@ -75,24 +87,24 @@ class HeldBack(ContextDecorator):
         return True
 
     def __enter__(self) -> None:
-        if get_ident() == _main and (self._depth or self._segments or self._take()):
+        if HERE.is_main and (self._depth or self._segments or self._take()):
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._depth and get_ident() == _main:
+        if self._depth and HERE.is_main:
             self._depth -= 1
             if not self._depth and (self._came or not self._segments):
                 self._give_back()
 
     def raise_here(self) -> None:
         """Whoever calls this is going to wait: an interrupt that came before is raised instead."""
-        if self._came and get_ident() == _main:
+        if self._came and HERE.is_main:
             self._came = False
             self._deliver()
 
     def wait(self, wait: Callable[[], Any], wake: Callable[[], None]) -> Any:
         """`wait()`. An interrupt calls `wake`, which makes it return; then the caller is to ask `raise_here`."""
-        if get_ident() != _main:
+        if not HERE.is_main:
             return wait()
         self._wake = wake
         try:

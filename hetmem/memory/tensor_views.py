@@ -14,7 +14,7 @@ Memory = memoryview | torch.Tensor
 
 def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
     """`numel` elements of `dtype` from `offset_bytes` of `memory` on, 1-D."""
-    if isinstance(memory, memoryview):
+    if type(memory) is memoryview:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset_bytes)

@@ -34,6 +34,8 @@ class Finished:
     beside: bool = False
 
 
+_tuple: Any = tuple.__new__
+"""Makes a named tuple of a tuple, without Python."""
 _WOKEN = Finished(None)
 """Nothing has finished: an interrupt has come while somebody waits."""
 
@@ -201,7 +203,7 @@ class TransferEngine:
 
     def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
         """Run `work` here and now, at the link's speed, behind all compute so far."""
-        self._copier.now(Job(tag, link, work, nbytes))
+        self._copier.now(_tuple(Job, (tag, link, work, nbytes)))
 
     def unlimited(self, link: Link) -> bool:
         """Whether a copy over `link` costs the same wherever it is done."""
@@ -229,7 +231,8 @@ class TransferEngine:
 
     def anything_over(self) -> bool:
         """Whether `take` may have something to give. Asked at each use of a weight, where there is mostly nothing."""
-        self._copier.poll()
+        if self.ordered:
+            self._copier.poll()
         return not self._finished.empty()
 
     def take(self, *, wait: bool) -> Finished | None:
@@ -253,11 +256,12 @@ class TransferEngine:
         return finished
 
     def _one(self) -> Finished | None:
-        with contextlib.suppress(queue.Empty):
+        try:
             while (finished := self._finished.get_nowait()) is _WOKEN:
                 pass
-            return self._taken(finished)
-        return None
+        except queue.Empty:
+            return None
+        return self._taken(finished)
 
     def _next(self) -> Finished | None:
         patience = None if self._store is None else self._store.patience_seconds()

@@ -136,11 +136,10 @@ class Cache:
         schedule = self.schedule
         passed, first, met, copies = schedule.now, schedule.position, schedule.met, self.copies
         for block in passed:
-            copy = copies.get(block)
-            if block not in met or (copy is not None and copy.uses):  # `_awaited` counts the latter no more
-                self.touch(block)
-                if self._farther is not None:
-                    self._farther._rank_again(block)
+            if block not in met or (block in copies and copies[block].uses):  # `_awaited` counts the latter no more
+                self._changed.add(block)
+                if self._farther is not None and block in self._farther.copies:
+                    self._farther._ranked.add(block)
         if not schedule.reach(blocks):
             return
         last = schedule.position

@@ -112,9 +112,8 @@ class Order:
 
     def _update(self) -> None:
         ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
-        known = rank_of.get
         for block in self._touched:
-            rank, before = rank_now(block), known(block)
+            rank, before = rank_now(block), rank_of.get(block)
             if before is not None:
                 if rank == before:
                     continue

@@ -44,6 +44,8 @@ class Residency:
         self._ledger = Ledger(slots, policy or NextUse())
         self._supply = Supply(self._ledger, lookahead, in_flight)
         self._caches = self._ledger.caches
+        self.taken = tuple(cache.slots for cache in self._caches)
+        """Of each cached tier, whose `used` are the slots that are taken, loads in flight included."""
         self.blocks = self._ledger.blocks
         self.counts = self._ledger.counts
 
@@ -55,8 +57,18 @@ class Residency:
 
     def state(self, block: int, tier: Tier) -> CopyState | None:
         """The state of the copy of `block` on `tier`; None if there is none."""
-        copy = self._caches[tier].copies.get(block)
-        return copy.state if copy else None
+        copies = self._caches[tier].copies
+        return copies[block].state if block in copies else None
+
+    def copied(self, block: int) -> bool:
+        """Whether there is a copy of `block`, of any state, on any tier."""
+        device, host = self._caches
+        return block in device.copies or block in host.copies
+
+    def all_on_device(self, blocks: Iterable[int]) -> bool:
+        """Whether each of `blocks` has a VALID copy on the device."""
+        copies = self._caches[DEVICE].copies
+        return all(block in copies and copies[block].state is VALID for block in blocks)
 
     def slot(self, block: int, tier: Tier) -> int:
         """The first slot of the VALID copy of `block` on `tier`."""

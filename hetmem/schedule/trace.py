@@ -166,7 +166,7 @@ class Schedule:
             self._passed_over.difference_update(blocks)
         if at < count and self.uses[at] == blocks and self.position < self._segment:  # as expected
             self.position += 1
-            self.met.clear()
+            self.met = set()
             self.now = blocks
             return True
         places = self._places.get(blocks)
