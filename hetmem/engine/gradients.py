@@ -15,6 +15,7 @@ import torch
 
 from hetmem.engine.consumed_gradients import clear_zeroed
 from hetmem.engine.listener import Watcher
+from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.old_gradients import OldGradients
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.weak import WeakOnes, weakly
@@ -115,12 +116,11 @@ class GradientSink:
             dense_first = was_sparse and arrived.layout is torch.strided
             parameter.grad = arrived if previous is None else arrived + previous if dense_first else previous + arrived
             return
-        with self.runtime.unwatched():
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    self._take(managed, arrived, previous)
-            else:
-                self._take(managed, arrived, previous)
+        if nobody_sees() and not torch.is_grad_enabled():
+            self._take(managed, arrived, previous)
+            return
+        with self.runtime.unwatched(), torch.no_grad():
+            self._take(managed, arrived, previous)
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
@@ -181,6 +181,8 @@ class GradientSink:
         self.told = any(watcher.is_to_be_told for watcher in self.watchers)
         with torch._C.DisableTorchFunctionSubclass():
             self._look_at_parameters()
+        if not self.told:
+            self.runtime.hold_all("backward")
 
     def _look_at_parameters(self) -> None:
         for managed in self.runtime.parameters:
@@ -195,6 +197,7 @@ class GradientSink:
 
     def finish(self) -> None:
         """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
+        self.runtime.release_all()
         with torch._C.DisableTorchFunctionSubclass():
             for managed in self.runtime.parameters if self._taken else ():
                 if managed in self._taken:

@@ -206,7 +206,7 @@ def storage_references(tensor: torch.Tensor) -> int:
 
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether anybody but `tensor`, which is no view, holds its memory (and the handle that counts)."""
-    return storage_references(tensor) > 2
+    return references(tensor.untyped_storage()._cdata) > 2  # type: ignore[no-any-return]
 
 
 def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -74,6 +74,7 @@ class Runtime:
         self.give_leases_up: Callable[[], bool] = lambda: False
         """Called where copies that are used at once have no room: whether some are used no more."""
         self._held: dict[int, ManagedParameter] = {}
+        self._holds_all = False
         self._first_uses = 0
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
@@ -172,8 +173,27 @@ class Runtime:
         self.bindings.bind(used)
 
     def use_all(self, operator: str) -> bool:
-        """`use` of all parameters for a whole forward, in which nothing moves: all homes, and a copy of each, are on
-        the device. False, and nothing is bound, if that is not so, or if the forward is measured."""
+        """`use` of all parameters for a whole forward, in which nothing moves. False, and nothing is bound, if that is
+        not known."""
+        if not self._acquire_whole(operator):
+            return False
+        with self.unwatched():
+            self.bindings.bind(self.parameters)
+        return True
+
+    def hold_all(self, operator: str) -> None:
+        """A backward begins. If nothing moves within, `saved` needs to ask nothing until `release_all`."""
+        self._holds_all = self._holds_all or self._acquire_whole(operator)
+
+    def release_all(self) -> None:
+        """It is over."""
+        if self._holds_all:
+            self._holds_all = False
+            self._release(self.parameters)
+
+    def _acquire_whole(self, operator: str) -> bool:
+        """One more use of each parameter for a segment, as one moment, if nothing moves within: all homes, and a copy
+        of each, are on the device, and all that is needed beside them is known."""
         memory, residency, blocks = self.memory, self.traffic.residency, [each.operand_block for each in self.chunks]
         known = tuple(block for block in blocks if block is not None)
         if not memory.resident or len(known) < len(blocks) or not residency.all_on_device(known):
@@ -184,7 +204,6 @@ class Runtime:
         with self.unwatched():
             self.room.before_moment(moment)
             self._acquire_all(operator, self.parameters, [param_block(managed) for managed in self.parameters])
-            self.bindings.bind(self.parameters)
         self.tracer.all_at_once(moment)
         self._saw(moment, operator, known)
         return True
@@ -238,6 +257,10 @@ class Runtime:
     def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """`used` rest, and those that nobody holds may be evicted."""
         self.bindings.unbind(used)
+        self._release(used, untracked=untracked)
+
+    def _release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+        """One use less of each of `used`, but of those of which somebody holds memory: `_let_go` ends that."""
         for managed in used:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
                 if untracked or managed.data_taken:
@@ -293,6 +316,8 @@ class Runtime:
         called `unwatched`."""
         if not self.memory.streams:
             return managed.home
+        if self._holds_all and managed.device is not None:
+            return managed.device
         if self._held:
             self._let_go()
         if self._engine.anything_over():

@@ -37,7 +37,7 @@ class StepTracer:
         self.known: SegmentTrace | None = None
         self._moments: list[Moment] = []
         """Those of the segment that runs, but none as long as it `_follows` what is known of it, `_count` moments."""
-        self._follows, self._count = False, 0
+        self._follows, self._at_once, self._count = False, False, 0
         self._opening = self._expected = _BEGIN
         self._sent = 0
         self._host: list[int] = []
@@ -65,7 +65,7 @@ class StepTracer:
         self._count = 0 if self.known is None else len(self.known.moments)
         self.position = self._sent = 0
         self._moments, self._host, self._overwritten = [], [], set()
-        self._follows = self.known is not None and not measured
+        self._follows, self._at_once = self.known is not None and not measured, False
         self._opening = _BEGIN
         self._expected = self._opening if self.known is None else self.known.opening
 
@@ -116,13 +116,13 @@ class StepTracer:
 
     def all_ahead(self, blocks: tuple[int, ...]) -> Moment | None:
         """The segment that has just begun as one moment, which uses `blocks`; None if not all is known of it."""
-        if self.known is None or not self._follows or self.position or not self._count:
+        if self.known is None or not self._follows or not self._count or (self.position and not self._at_once):
             return None
         return Moment("all at once", blocks, *self.known.worst())
 
     def all_at_once(self, expected: Moment) -> None:
         """`expected`, which `all_ahead` has made, is all that happens in the segment, which is no departure."""
-        self.position, self._expected = self._count, expected
+        self.position, self._expected, self._at_once = self._count, expected, True
 
     def _leave_trace(self) -> None:
         """What comes next is another moment than is known: those so far are put down."""

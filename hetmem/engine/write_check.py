@@ -117,7 +117,9 @@ class Writes:
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """A backward is over, in which gradients of `arrived` arrived."""
-        self._gradients_left.update((managed, _gradient(managed)) for managed in arrived)
+        for managed in arrived:
+            gradient = managed.parameter.grad  # as `_gradient`
+            self._gradients_left[managed] = None if gradient is None else (id(gradient), gradient._version)
 
     def edited_gradients(self) -> list[ManagedParameter]:
         """Those whose gradients are not as the last backwards have left them, as far as versions tell."""

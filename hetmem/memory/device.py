@@ -153,11 +153,13 @@ class SimDevice:
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """One pass of the host's."""
-        with without_graph():
-            if add:
-                target.add_(arrived)
-            else:
-                target.copy_(arrived)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.gradient_out(target, arrived, add=add)
+        elif add:
+            target.add_(arrived)
+        else:
+            target.copy_(arrived)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
         """Nothing is refused here: the program is watched instead."""
