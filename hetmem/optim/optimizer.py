@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.consumed_gradients import refuse_used_up
@@ -62,10 +63,10 @@ class OffloadedOptimizer(Optimizer):
         defaults: dict[str, Any],
         rule: Rule,
         *,
-        overlap: str = "off",
+        overlap: OverlapName = "off",
         max_grad_norm: float | None = None,
         scale: LossScale | float | str | None = None,
-        gradients: str = "visible",
+        gradients: GradientsName = "visible",
     ) -> None:
         if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm must be a positive number or None, got {max_grad_norm!r}")
