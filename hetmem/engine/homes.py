@@ -237,11 +237,15 @@ class Memory:
         self._device_ranges.remove(_range(memory, nbytes))
         self.device_home_bytes -= nbytes
 
-    def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
-        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.queues`."""
-        for nbytes in set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes):
+    def set_aside(self, chunks: Iterable[Chunk], role: Role) -> int:
+        """Reserve host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.queues`. Returns how
+        many of them have no place then while all others do."""
+        sizes = [chunk.home_nbytes(role) for chunk in chunks]
+        places = set_aside(sizes, self.host_pool.free_bytes)
+        for nbytes in places:
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)
+        return len(sizes) - len(places)
 
     @property
     def spare_bytes(self) -> int:

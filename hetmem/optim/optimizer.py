@@ -24,7 +24,7 @@ from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernel_warmup import compile_ahead
-from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice, saves_nothing
 from hetmem.optim.owners import managed_again, no_longer_managed
 from hetmem.optim.progress import refuse_sparse
 from hetmem.optim.rule import Rule
@@ -330,10 +330,14 @@ class OffloadedOptimizer(Optimizer):
         check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
         memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
         if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
-            memory.set_aside((chunk for chunk in kept if not memory.lends(chunk, Role.GRAD)), Role.GRAD)
+            new = [chunk for chunk in kept if not memory.lends(chunk, Role.GRAD)]
+            if new and not memory.set_aside(new, Role.GRAD):
+                saves_nothing(len(new))
             sink.lends = True
         elif memory.streams:  # on the device gradients stay autograd's own
             traffic.ensure_homes(kept, (Role.GRAD,))
+            if self.gradients is Gradients.STREAMED:
+                saves_nothing(0)
         alike: dict[tuple[Role, ...], list[Chunk]] = {}
         for chunk, roles in kept.items():
             check_staging(memory, chunk, len(roles))
