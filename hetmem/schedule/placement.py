@@ -28,8 +28,8 @@ PIECE_BYTES = 64 << 30
 """Drivers page-lock no more than this in one call (r580 fails at 512 GiB); no copy may lie in two such pieces, so no
 home crosses a multiple of it in host memory."""
 
-_LEAST_COPIES = 2
-"""Of the largest chunks: so much of the device is left to copies where homes stay there."""
+_LEAST_SLOTS = 4
+"""Beside those of the largest chunk: so many are left to copies on the device where homes stay there."""
 
 DEVICE_SHARE = 0.5
 """A model is kept whole on the device if its states take at most this share of it: the rest is for activations."""
@@ -238,7 +238,7 @@ def survey(
         if uses_nvme:  # what is too large for the rest of one tier lies on the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.device_bytes - capacities.device_fragment_bytes - beside_bytes)
-        device -= min(total, _LEAST_COPIES * max(chunk.span for chunk in layout.chunks)) * slot_bytes
+        device -= min(total, _LEAST_SLOTS + max(chunk.span for chunk in layout.chunks)) * slot_bytes
         sizes = {index: STAGED_ROLES * role_sizes[index] for index in with_states}
         staying, missing = _staying(layout, sizes, missing, device)
     return Ground(
