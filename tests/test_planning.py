@@ -100,7 +100,7 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         "share of nvme": hetmem.Budget(
             device="8MiB", host="2MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="3MiB"
         ),
-        "adds up": hetmem.Budget(device="8MiB", host="3MiB", device_chunks="3MiB"),
+        "adds up": hetmem.Budget(device="8MiB", host="4608KiB", device_chunks="3MiB"),
     }[where]
     plan = planner.plan(lambda: GPT(**model), (BATCH,), budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
     assert plan.fits
