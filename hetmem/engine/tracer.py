@@ -26,10 +26,6 @@ class StepTracer:
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is known any more."""
         self.book = TraceBook()
         self.key: Hashable | None = None
         self.measured = False
