@@ -94,6 +94,8 @@ class StepTracer:
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int, leaving_bytes: int = 0) -> Moment:
         """One operator boundary; returns what to expect until the next one. Of `live_bytes` gradients on their way home
         are `leaving_bytes`."""
+        if self._at_once:
+            return self._expected
         at, known = self.position, self.known
         self._sent = 0
         if known is None or self.measured:

@@ -53,6 +53,8 @@ class Regions:
         self._held_back: tuple[Compute, Call, Any] | None = None
         """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""
         self._warned = False
+        self.any_asked = False
+        """Whether a part of the model was ever to be compiled by itself."""
 
     def compile_for(self, compiler: Any) -> None:
         """A forward begins; `compiler` compiles it as a whole, if it is not None."""
@@ -73,6 +75,7 @@ class Regions:
         """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
         compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""
         asked = (compiler is not None and compiler is not self.compiler) or has_compiled_forward(module)
+        self.any_asked |= asked
         if not asked and self.compiler is None:
             return None
         used = self._weights(module)

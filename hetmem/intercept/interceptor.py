@@ -175,7 +175,9 @@ class Interception:
             return False
         if not self.runtime.memory.streams:
             return True
-        return compute.task < 0 and self.leases.begin_whole(call, module)
+        if compute.task >= 0 or self._regions.any_asked:
+            return False
+        return self.leases.begin_whole(call, module)
 
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
