@@ -196,9 +196,10 @@ class Runtime:
         if not memory.resident or len(known) < len(blocks) or not residency.all_on_device(known):
             return False
         moment = self.tracer.all_ahead(known)
-        if moment is None or self._held or self.writes.unsure or not self.room.has_room_for_all(moment):
+        if moment is None or self.writes.unsure or not self.room.has_room_for_all(moment):
             return False
         with self.unwatched():
+            self._let_go()
             self.room.before_moment(moment)
             self._acquire_all(operator, self.parameters, [param_block(managed) for managed in self.parameters])
         self.tracer.all_at_once(moment)
