@@ -20,9 +20,9 @@ from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block
+from hetmem.schedule.gradients import Lending, set_aside
 from hetmem.schedule.layout import Layout
 from hetmem.schedule.placement import Room, place, place_copies
-from hetmem.schedule.queues import Lending, set_aside
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import idle_bytes
 
@@ -238,7 +238,7 @@ class Memory:
         self.device_home_bytes -= nbytes
 
     def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
-        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.queues`."""
+        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.gradients`."""
         for nbytes in set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes):
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)

@@ -48,7 +48,10 @@ class Rehearsal:
         self._hardware, self._micro_batches = hardware, micro_batches
         ground = arrangement.ground
         self._traffic = SimulatedTraffic(
-            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, prefetch=prefetch
+            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots},
+            hardware,
+            prefetch=prefetch,
+            device_bytes=capacities.device_bytes,
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
@@ -364,7 +367,7 @@ class Rehearsal:
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
             nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
             keeps_copy=cast and here and not streams,
-            ready=lambda: not self._sink.arriving(chunk),
+            ready=lambda: not self._traffic.gradients.arriving(chunk),
             done=lambda: self._sink.retire(chunk),
             crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
         )
