@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Container, Mapping
 from functools import partial
 
 from hetmem.planner.reservation import Arrangement, with_own_gradients
-from hetmem.planner.simulated_device_updates import StreamedUpdates
 from hetmem.planner.simulated_trace import Notes
+from hetmem.planner.simulated_updates import SimulatedDeviceUpdates
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.gradients import Lending
 from hetmem.schedule.trace import Tier
 
 
-class GradientSink:
+class SimulatedGradients:
     """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step.
 
     Chunks that are lent homes of gradients have one from the first arrival to their update; those of which
@@ -30,7 +30,7 @@ class GradientSink:
         self,
         traffic: SimulatedTraffic,
         notes: Notes,
-        streamed: StreamedUpdates,
+        streamed: SimulatedDeviceUpdates,
         blocks: Mapping[tuple[str, int], int],
         comes_there: Callable[[int], bool],
         set_aside: tuple[int, ...],
@@ -38,6 +38,7 @@ class GradientSink:
     ) -> None:
         self._arrangement: Arrangement
         self._traffic, self._notes, self._streamed, self._blocks = traffic, notes, streamed, blocks
+        self._kept = streamed.kept
         self._comes_there, self._awaited = comes_there, awaited
         self.arrivals: Counter[int] = Counter()
         self.stayed_bytes = 0
@@ -70,7 +71,7 @@ class GradientSink:
         tier = arrangement.homes["grad"][chunk]
         if tier is Tier.DEVICE:
             return arrangement
-        if self._streamed.keeps(chunk):
+        if self._kept.holds(chunk):
             self._stayed[chunk] += nbytes
             self.stayed_bytes += nbytes
             return arrangement
@@ -96,7 +97,10 @@ class GradientSink:
 
     def keep(self, chunk: int) -> bool:
         """Keep gradients of `chunk` on the device, where their update reads them; False if they go home."""
-        return self._comes_there(chunk) and self._streamed.keep(chunk)
+        if not (self._comes_there(chunk) and self._streamed.find_place()):
+            return False
+        self._kept.take(chunk)
+        return True
 
     def lend(self, chunk: int) -> bool:
         """Give gradients of `chunk` a place that was set aside; False if all that are large enough are lent."""
@@ -118,7 +122,7 @@ class GradientSink:
 
     def waits(self, chunk: int) -> bool:
         """Whether gradients of `chunk` have a home that was lent for them."""
-        return chunk in self._lent or self._streamed.keeps(chunk)
+        return chunk in self._lent or self._kept.holds(chunk)
 
     def retire(self, chunk: int) -> None:
         """The update of `chunk` has read its gradients."""
@@ -129,11 +133,11 @@ class GradientSink:
         """The backward is over: what has stayed on the device goes home, except gradients of chunks in `but`. Returns
         `arrangement` as `send` does."""
         self._arrangement = arrangement
-        for chunk in self._streamed.kept():
+        for chunk in self._kept.chunks:
             if chunk not in but:
                 if not self._traffic.gradients.lend(chunk, self):
                     self.give_own(chunk)
                 self._traffic.send_home(self._arrangement.role_bytes(chunk, "grad"))
                 self.stayed_bytes -= self._stayed[chunk]
-                self._streamed.give_up(chunk)
+                self._kept.leave(chunk)
         return self._arrangement
