@@ -394,9 +394,9 @@ class OffloadedOptimizer(Optimizer):
         return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
 
     def _update_whole(self, whole: list[tuple[Stepper, WholeUpdate]], grad_scale: float) -> None:
-        assert isinstance(self.rule, Whole)
         for stepper, update in whole:
             if stepper.updates_whole:
+                assert isinstance(self.rule, Whole)
                 update.carry_out(self.rule, grad_scale)
                 continue
             chunks: Work = {}

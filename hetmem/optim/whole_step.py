@@ -84,7 +84,7 @@ class WholeUpdate:
             for managed, parameter in zip(self.managed, self.params, strict=True):
                 managed.version = parameter._version
         runtime.statistics.updated_bytes[Way.RESIDENT] += sum(map(_NBYTES, self.params))
-        runtime.events.updates.append(Span("whole model", began, time.perf_counter()))
+        runtime.events.updates.append(Span("all chunks", began, time.perf_counter()))
 
 
 class WholeGroup:
