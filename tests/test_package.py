@@ -6,12 +6,12 @@ import email
 import re
 import subprocess
 import sys
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import hetmem
 

@@ -299,14 +299,18 @@ class Stepper:
         """Update `chunks`; gradients count `grad_scale` times."""
         with self._remembering_a_failure():
             self._check_untouched()
-            for chunk in sorted(chunks, key=_INDEX):
-                progress = self._current(chunk, chunks[chunk])
+            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
+            for progress in wanted:
                 if progress.begun and progress.scale != grad_scale:
                     raise other_factor(progress)
                 if progress.left.ruined:
                     raise half_updated(progress)
+                self._take_states(progress)
+            for progress in wanted:
                 if not progress.begun or progress.left.places:
                     self._add_update(progress, grad_scale)
+                if not self._trails:  # else what the next forward uses first has its turn first
+                    self._updates.pump()
             if self._trails:
                 self._updates.pump()
                 for progress in self._progress.values():
@@ -430,10 +434,13 @@ class Stepper:
         self._updates.add(self._passes.sums_job(progress, partial(self._summed, progress)))
         progress.summing = True
 
-    def _add_update(self, progress: Progress, grad_scale: float) -> None:
-        self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+    def _take_states(self, progress: Progress) -> None:
         for part in progress.parts:
             self.owners.take_states(part.managed, part.roles, self._optimizer)
+
+    def _add_update(self, progress: Progress, grad_scale: float) -> None:
+        self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+        self._take_states(progress)
         self.ensure_homes(progress.chunk, progress.roles)
         try:
             self._updates.add(self._passes.update_job(progress, grad_scale))
