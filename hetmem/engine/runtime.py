@@ -17,6 +17,7 @@ import torch
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, MomentSeen
 from hetmem.engine.homes import Memory
+from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.statistics import Statistics
 from hetmem.engine.tracer import StepTracer, segment_name
@@ -134,7 +135,7 @@ class Runtime:
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Bind `used` to their device copies. Nothing is bound if this raises."""
-        if not (self._held or self._engine.anything_over() or _functions_around()):
+        if not (self._held or self._engine.anything_over()) and nobody_sees():
             self._use(operator, used)
             return
         with self.unwatched():
