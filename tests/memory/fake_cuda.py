@@ -31,6 +31,8 @@ from hetmem.memory.cuda_copies import Ways
 from hetmem.memory.cuda_device import CudaDevice
 from tests.cuda.shim import ShimBackend
 
+_EARLY = 0.4  # of the times that a stream may run ahead, where `FakeCuda.early` is chance
+
 
 class Record:
     """One time that an event was recorded. `at` is the time at which it passed, 0 while it has not."""
@@ -87,18 +89,22 @@ class Stream:
         self.late = late
         self.device = device
         self.asked: deque[Callable[[], None]] = deque()
+        self._turn = threading.RLock()
         _cuda.streams.append(self)
 
     def ask(self, work: Callable[[], None]) -> None:
         self.asked.append(work)
-        if not self.late:
+        while self.asked and (not self.late or _cuda.early() < _EARLY):
             self.run_one()
 
     def run_one(self) -> None:
         """Whatever stream somebody is just asking for work on."""
-        work = self.asked.popleft()
-        with _disable_current_modes():
-            work()
+        with self._turn:
+            if not self.asked:  # another thread has run it
+                return
+            work = self.asked.popleft()
+            with _disable_current_modes():
+                work()
 
     def wait_event(self, event: Event) -> None:
         if event.last is not None:
@@ -161,6 +167,7 @@ class CudaError:
 class FakeCuda:
     """One machine. `free_bytes` is what `mem_get_info` says, `reserved_bytes` and `peak` what the allocator says.
 
+    `early` says by chance whether a late stream runs what it is asked for before somebody waits for it: here never.
     `made` names the operators on late streams that took new memory; `kept` is memory, by address, that the allocator
     hands out no more before a stream is done with it.
     """
@@ -175,6 +182,7 @@ class FakeCuda:
         self.reserved_bytes = 0
         self.fraction = 1.0
         self.captures = False
+        self.early: Callable[[], float] = lambda: 1.0
         self.peak: Callable[[], int] = lambda: 0
         self.reset_peak: Callable[[], None] = lambda: None
         self.pinned: dict[int, int] = {}
