@@ -132,6 +132,8 @@ def fsdp2(shape: Shape) -> Step:
 
     from benchmarks.gpu.models import training_step
 
+    if _device() == "cuda":
+        torch.cuda.set_device(0)
     backends = "cpu:gloo,cuda:nccl" if _device() == "cuda" and distributed.is_nccl_available() else "gloo"
     distributed.init_process_group(backends, init_method=f"file://{shape.directory}/fsdp2", rank=0, world_size=1)
     options: dict[str, Any] = {
@@ -324,9 +326,10 @@ def compare(
     seconds: float,
     tell: Callable[[list[Peer]], None] = lambda _: None,
     program: Sequence[str] = (sys.executable, "-m", "benchmarks.peers"),
+    patience: float = 600.0,
 ) -> list[Peer]:
     """Train with all of `names`, which have `seconds` in all; `tell` hears after each round what is known. `program`:
-    what starts this module."""
+    what starts this module. `patience`: seconds that one may take for a step."""
     until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory:
         shape = Shape(**{**vars(shape), "directory": directory})
@@ -335,7 +338,9 @@ def compare(
                 peer.ask("build", min(seconds / 2, until - time.monotonic()))
             for _ in range(WARM_UP + rounds):
                 for peer in peers:
-                    if until > time.monotonic() and (answer := peer.ask("step", until - time.monotonic())):
+                    if until > time.monotonic() and (
+                        answer := peer.ask("step", min(patience, until - time.monotonic()))
+                    ):
                         peer.steps.append(answer)
                 tell(peers)
             for peer in peers:
@@ -352,7 +357,8 @@ def table(peers: list[Peer]) -> list[str]:
     for peer in peers:
         about = PEERS[peer.name][0]
         if not peer.counts:
-            lines.append(f"| {about} | {peer.failed or 'no time was left'} | | | | | | |")
+            why = (peer.failed or "no time was left").replace("|", "\\|")
+            lines.append(f"| {about} | {why} | | | | | | |")
             continue
         each = [step["cpu"] / _of(base, at, "cpu") for at, step in enumerate(peer.steps) if at >= WARM_UP]
         ratios = [f"{peer.median(what) / (base.median(what) if base else 1):.2f}" for what in ("cpu", "thread", "wall")]

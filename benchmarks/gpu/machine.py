@@ -80,7 +80,7 @@ def facts(notes: Notes) -> None:
         "overcommit": lambda: Path("/proc/sys/vm/overcommit_memory").read_text().strip(),
         "huge pages": lambda: Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
         "limit of locked memory": lambda: said("bash", "-c", "ulimit -l"),
-        "memory of the control group": lambda: Path("/sys/fs/cgroup/memory.max").read_text().strip(),
+        "memory of the control group": lambda: said("cat", "/sys/fs/cgroup/memory.max"),
         "processor": _processor,
         "cores": lambda: len(os.sched_getaffinity(0)),
         "NUMA nodes": lambda: len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),

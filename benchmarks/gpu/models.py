@@ -107,7 +107,7 @@ class Llama(_Stack):
     def __init__(
         self,
         depth: int,
-        vocabulary: int = 32768,
+        vocabulary: int = 16384,
         *,
         width: int = 4096,
         heads: int = 32,

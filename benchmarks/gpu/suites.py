@@ -18,6 +18,7 @@ FILES = {
     "tests/gpu/test_managed.py": 110,
 }
 """The seconds that each may take."""
+_SOME = "explained or homes_that_move or stay_on_the_gpu_for"
 SANITIZER = "compute-sanitizer"
 _TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 _OPTIONS = (
@@ -41,7 +42,7 @@ def suites(notes: Notes) -> None:
         return
     pytest = notes.program("pytest")
     for path, seconds in FILES.items():
-        chosen = ["-k", "mixed_precision or late or address or assumptions"] if notes.small else []
+        chosen = ["-k", _SOME] if notes.small else []
         run(notes, path, [*pytest, *_OPTIONS, *chosen, str(processes.ROOT / path)], seconds)
     checker = find_sanitizer()
     if checker is None:
@@ -67,7 +68,7 @@ def run(notes: Notes, name: str, command: list[str], seconds: float) -> None:
     notes.number(
         f"{name}: passed", counts.get("passed", 0), "tests", **{k: v for k, v in counts.items() if k != "passed"}
     )
-    if code != 0:
+    if code not in (0, 5):  # 5: none was chosen
         notes.failures += 1
         why = f"cut off: longer than {limit:.0f} s" if code is None else f"exit status {code}"
         notes.line(name=name, failed=why, traceback=said[:30000])

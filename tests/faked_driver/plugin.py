@@ -64,7 +64,7 @@ def install_device(seed: int | None = None) -> None:
     if seed is not None:
         fake.early = random.Random(seed).random
     fake.free_bytes = MEMORY_BYTES
-    fake.properties.total_memory = 2 * MEMORY_BYTES
+    vars(fake.properties).update(total_memory=2 * MEMORY_BYTES, major=9, minor=0, multi_processor_count=132)
     fake.peak, fake.reset_peak = library.faked_peak, library.faked_reset_peak
     install(fake, _put)
     told = _Refused(lambda asked: [observer(0, asked, MEMORY_BYTES, 0) for observer in fake.observers] and None)

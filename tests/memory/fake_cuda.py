@@ -142,7 +142,7 @@ class Deferred(TorchDispatchMode):
         ]
         if written:
             stream.ask(partial(func, *args, **kwargs))
-            return args[written[0]]
+            return kwargs.get(schema.arguments[written[0]].name) if written[0] >= len(args) else args[written[0]]
         is_view = any(value.alias_info is not None for value in schema.returns)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not is_view:
