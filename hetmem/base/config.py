@@ -8,12 +8,14 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hetmem.base.units import format_size, parse_size
 from hetmem.errors import BudgetError, ManageError
 
 Size = int | str
+OverlapName = Literal["off", "backward", "forward"]
+GradientsName = Literal["visible", "streamed"]
 Directory = str | os.PathLike[str]
 
 

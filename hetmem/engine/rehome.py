@@ -182,7 +182,7 @@ class ResidentShare:
 
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
-        assert block is not None  # and perhaps no parameter: some chunks are empty once they are in order of use
+        assert block is not None
         if not traffic.residency.uses(block, Tier.DEVICE):
             traffic.copy_home_again(chunk)  # nobody has looked for writes of the user yet, if this is no forward
         for role, home in chunk.homes.items():

@@ -85,12 +85,6 @@ class Traffic:
         if block is not None:
             self.residency.blocks[block] = self._memory.block(chunk, role)
 
-    def rename_blocks(self) -> None:
-        """Chunks hold other parameters than when their blocks were registered."""
-        self.carrier.fingerprints.forget()
-        for block, (chunk, role) in self.carrier.chunk_of_block.items():
-            self.residency.blocks[block] = self._memory.block(chunk, role)
-
     # ---- the device --------------------------------------------------------------------------------------------
 
     def limit_device(self, slots: int, *, before: int) -> None:

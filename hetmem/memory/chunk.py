@@ -73,7 +73,7 @@ class Chunk:
     """`numel` elements of `dtype` on their home tier and of `compute_dtype` on the device.
 
     `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages; only these move. A
-    home has room for `capacity` elements, so that chunks can trade parameters.
+    home has room for `capacity` elements.
     """
 
     spec: ChunkSpec
@@ -126,16 +126,15 @@ class Chunk:
         """Bytes of the copy that operators see."""
         return self.numel * self.compute_dtype.itemsize
 
-    def flat(self, role: Role, *, whole: bool = False) -> torch.Tensor:
-        """The home of `role` as a 1-D tensor (a new one at each call): what is used of it, or the `whole` of it."""
-        return self.over(role, self.homes[role].memory, whole=whole)
+    def flat(self, role: Role) -> torch.Tensor:
+        """Return what is used of the home of `role` as a 1-D tensor (a new one at each call)."""
+        return self.over(role, self.homes[role].memory)
 
-    def over(self, role: Role, memory: Memory, *, whole: bool = False) -> torch.Tensor:
+    def over(self, role: Role, memory: Memory) -> torch.Tensor:
         """`memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
-        count = self.capacity if whole else self.numel
         if role.scale_block:
-            return elements(memory, torch.uint8, self._bytes(role, count))
-        return elements(memory, self.dtype_of(role), count)
+            return elements(memory, torch.uint8, self._bytes(role, self.numel))
+        return elements(memory, self.dtype_of(role), self.numel)
 
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
@@ -180,7 +179,6 @@ class ManagedParameter:
     grad_version: int = 0
     grad_address: int = 0
     grad_hooked: bool = False
-    first_use: int = -1
     kind: type = torch.nn.Parameter
     unbound_kind: type = torch.nn.Parameter
     bound_kind: type = torch.nn.Parameter

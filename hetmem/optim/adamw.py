@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
@@ -55,10 +56,10 @@ class AdamW(OffloadedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        loss_scale: LossScale | float | str | None = None,
-        overlap: str = "off",
-        gradients: str = "visible",
-        moments: torch.dtype | str | None = None,
+        loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+        overlap: OverlapName = "off",
+        gradients: GradientsName = "visible",
+        moments: torch.dtype | Literal["8bit"] | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
@@ -200,7 +201,7 @@ class CompactAdamWRule:
 
     runs_on_device = False
 
-    def __init__(self, moments: torch.dtype | str | None, seed: int, *, stochastic_rounding: bool) -> None:
+    def __init__(self, moments: torch.dtype | Literal["8bit"] | None, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
         self.seed: int | None = seed
 

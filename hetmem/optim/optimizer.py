@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.consumed_gradients import refuse_used_up
-from hetmem.engine.reorder import arrange_by_use
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import uncompiled
@@ -62,10 +62,10 @@ class OffloadedOptimizer(Optimizer):
         defaults: dict[str, Any],
         rule: Rule,
         *,
-        overlap: str = "off",
+        overlap: OverlapName = "off",
         max_grad_norm: float | None = None,
         scale: LossScale | float | str | None = None,
-        gradients: str = "visible",
+        gradients: GradientsName = "visible",
     ) -> None:
         if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm must be a positive number or None, got {max_grad_norm!r}")
@@ -153,7 +153,6 @@ class OffloadedOptimizer(Optimizer):
             yield
 
     def _step_all(self) -> None:
-        self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()
         for interception in self._steppers:
@@ -385,16 +384,6 @@ class OffloadedOptimizer(Optimizer):
         if self.loss_scale is not None and self.grad_norm - self.grad_norm != 0:
             return None
         return unscale * clip_factor(self.grad_norm, self.max_grad_norm)
-
-    def _arrange_by_use(self) -> None:
-        """Before the first update: chunks in order of use, as the first forward showed it."""
-        for interception in list(self._steppers):
-            if not interception.arranged and interception.runtime.memory.streams:
-                if not any(managed.parameter in self.states.shown for managed in interception.runtime.parameters):
-                    interception.reset()
-                    interception.segments.settle()
-                    arrange_by_use(interception.runtime)
-                interception.arranged = True  # a step that failed before is tried again
 
     def _managed(self, parameter: torch.Tensor, *, loads: bool = False) -> tuple[Stepper, ManagedParameter]:
         for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer

@@ -1,8 +1,7 @@
 """What `manage` and the optimizer will reserve for a model within a budget: chunks, slots, staging and homes.
 
-Chunks, slots and staging are `placement.survey`'s, as in a run; homes and the order of use are the pure counterpart of
-`engine.build` and `engine.reorder` (a test holds them to each other). Sizes in, an `Arrangement` or a
-reasoned refusal out.
+Chunks, slots and staging are `placement.survey`'s, as in a run; homes are the pure counterpart of `engine.build` (a
+test holds them to each other). Sizes in, an `Arrangement` or a reasoned refusal out.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import Workload
-from hetmem.schedule.layout import ChunkSpec, build_layout, used_ends
+from hetmem.schedule.layout import used_ends
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, Ground, NoRoom, Room, place, place_copies, survey
 from hetmem.schedule.queues import set_aside
 from hetmem.schedule.trace import Tier
@@ -98,41 +97,6 @@ def state_bytes(workload: Workload, *, streamed_gradients: bool = False) -> int:
     return sum(
         spec.numel * spec.itemsize * (roles if index in workload.trainable else 1)
         for index, spec in enumerate(workload.parameters)
-    )
-
-
-def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
-    """The chunks as they are from the first update on: parameters in the order in which the forward used them."""
-    ground = arrangement.ground
-    if ground.resident and not workload.mixed_precision:
-        return arrangement
-    rank = {index: at for at, index in enumerate(workload.first_uses())}
-    numels, chunk_of = list(arrangement.numels), list(arrangement.chunk_of)
-    chunks = list(ground.chunks)
-    groups: dict[str, list[ChunkSpec]] = {}
-    for chunk in ground.chunks:
-        if chunk.span == 1 and chunk.index in arrangement.homes["grad"]:
-            groups.setdefault(chunk.group, []).append(chunk)
-    for own in groups.values():
-        order = sorted((index for chunk in own for index in chunk.parameters), key=rank.__getitem__)
-        layout = build_layout([workload.parameters[i] for i in order], ground.layout.chunk_elements)
-        together = [{order[index] for index in chunk.parameters} for chunk in layout.chunks]
-        if len(layout.chunks) > len(own) or together == [set(chunk.parameters) for chunk in own]:
-            continue
-        for chunk in own:
-            numels[chunk.index] = 0
-            chunks[chunk.index] = replace(chunk, parameters=(), used_elements=0)
-        for new, old, end in zip(layout.chunks, own, used_ends(layout), strict=False):
-            numels[old.index] = end
-            members = tuple(order[index] for index in new.parameters)
-            chunks[old.index] = replace(old, parameters=members, used_elements=new.used_elements)
-        for placement in layout.placements:
-            chunk_of[order[placement.parameter]] = own[placement.chunk].index
-    return replace(
-        arrangement,
-        ground=replace(ground, layout=replace(ground.layout, chunks=tuple(chunks))),
-        numels=tuple(numels),
-        chunk_of=tuple(chunk_of),
     )
 
 

@@ -91,12 +91,8 @@ class Notes:
             self._expect(follower)
 
     def knows_a_backward(self) -> bool:
-        """Whether a whole step was seen since the chunks last changed."""
+        """Whether a whole step was seen."""
         return self._book.get(BACKWARD) is not None
-
-    def forget(self) -> None:
-        """The chunks have changed: all traces are void."""
-        self._book, self._key, self._ended = TraceBook(), None, None
 
     def _finish_segment(self) -> None:
         if self._key is None:

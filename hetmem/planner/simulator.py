@@ -246,13 +246,6 @@ class SimulatedTraffic:
         """The home of `block`, which has no copy, lies on `tier`."""
         self.residency.blocks[block] = replace(self.residency.blocks[block], home=tier)
 
-    def forget_copies(self) -> None:
-        """Drop every copy on every tier."""
-        self.drain()
-        for tier in (DEVICE, HOST):
-            for block in self.residency.resident(tier):
-                self.execute(self.residency.invalidate(block, tier))
-
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def send_home(self, nbytes: int) -> None:

@@ -12,7 +12,7 @@ from operator import sub
 
 from hetmem.errors import CapacityError
 from hetmem.planner.repetition import micro_batches, reading_of
-from hetmem.planner.reservation import ROLES, Arrangement, by_first_use, moved, to_the_device
+from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
 from hetmem.planner.simulated_device_updates import StreamedUpdates, crossing, facts_of, fits
 from hetmem.planner.simulated_gradients import GradientSink
 from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
@@ -112,7 +112,6 @@ class Rehearsal:
             compute, more = micro_batches(
                 self._micro_batches, traffic, self._micro_batch, self._left_out, lambda: self._updates.idle
             )
-            self._rearrange()
             self._optimize()
         except CapacityError as error:
             raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
@@ -249,23 +248,6 @@ class Rehearsal:
         return [self._blocks[role, chunk] for chunk, tier in homes.items() if tier is Tier.NVME]
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
-
-    def _rearrange(self) -> None:
-        """Before the first update chunks are filled in order of use."""
-        if self._steps or self._begun or not self._blocks:
-            return
-        arrangement = by_first_use(self._arrangement, self._workload)
-        if arrangement.chunk_of == self._arrangement.chunk_of:
-            return
-        for block in self._held.values():
-            self._traffic.release(block, Tier.DEVICE)
-        self._held.clear()
-        self._traffic.forget_copies()
-        self._arrangement = arrangement
-        self._used.clear()
-        for (role, chunk), block in self._blocks.items():
-            self._traffic.sizes[block] = arrangement.role_bytes(chunk, role)
-        self._notes.forget()
 
     def _fill_idle(self) -> None:
         """As `engine.rehome`."""
