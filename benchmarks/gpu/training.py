@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ def resident(notes: Notes) -> None:
     }
     if notes.small:
         shapes = {name: ((64, 2, 256), dtype, (1, 16)) for name, (_, dtype, _) in shapes.items()}
-    for name, (shape, dtype, batch) in shapes.items():
-        for compiled in (False,) if notes.small else (False, True):  # a faked device has no compiler
+    for compiled in (False,) if notes.small else (False, True):  # a faked device has no compiler
+        for name, (shape, dtype, batch) in shapes.items():
             case = f"{name}, {'compiled' if compiled else 'eager'}"
             notes.attempt(case, _resident, notes, case, shape, dtype, batch, compiled, needs=10 if compiled else 4)
             _free()
@@ -158,7 +159,9 @@ def profile_of(notes: Notes) -> Any:
     device = torch.cuda.get_device_name().lower().replace(" ", "")
     base = load_profile(next((name for name in known_profiles() if name in device), "h100"))
     rates = {"host.memory_bytes": psutil.virtual_memory().total, **notes.rates()}
-    profile = base.with_values(rates)
+    flops = {name: rate for name, rate in rates.items() if name.startswith("device.matrix_flops.")}
+    known = {f"device.matrix_flops.{dtype}" for dtype in base.device.matrix_flops}
+    profile = base.with_values({name: rate for name, rate in rates.items() if name not in flops or name in known})
     return replace(profile, name=f"{torch.cuda.get_device_name()} ({len(notes.rates())} figures measured)")
 
 
@@ -171,27 +174,34 @@ def streamed(notes: Notes) -> None:
         shape = {"depth": 12, "vocabulary": 128, "width": 64, "heads": 4, "groups": 2, "inner": 128}
         batch = (2, 32)
     free = _free_host_bytes()
-    while not notes.small and shape["depth"] > 1 and 24 * parameters_of(lambda: Llama(**shape)) > 0.8 * free:
+    while not notes.small and shape["depth"] > 1 and 28 * parameters_of(lambda: Llama(**shape)) > 0.8 * free:
         shape["depth"] //= 2
     count = parameters_of(lambda: Llama(**shape))
     notes.text("model", f"{shape['depth']} layers, {count / 1e9:.2f} B parameters, {batch[0]} x {batch[1]} tokens")
     tokens = _tokens(*batch, shape.get("vocabulary", 16384))
     with filled_fast():
         model: Any = Llama(**shape)
-    alone = notes.attempt("compute alone", _alone, notes, model, tokens)
-    fast = {"overlap": "backward", "gradients": "streamed"}
-    for share, name in ((0.5, "half of the copies"), (1.2, "all copies"), (0.1, "a tenth of the copies")):
-        for checkpointing in (False, True):
-            for adamw in (fast, {"overlap": "backward"}, {}):
-                if (share != 0.5 or checkpointing) and adamw == {"overlap": "backward"}:
-                    continue  # the rows that say most first, and each once
-                said = ", ".join(f"{key} {value}" for key, value in adamw.items()) or "overlap off"
-                case = f"{name}{', checkpointed' if checkpointing else ''}, {said}"
-                chunks = int(share * 2 * count)
-                model.checkpointing = checkpointing
-                make = lambda kept=checkpointing: Llama(**shape, checkpointing=kept)  # noqa: E731
-                notes.attempt(case, _streamed, notes, case, make, model, tokens, chunks, adamw, alone, needs=12)
-                _free()
+    alone = notes.attempt("compute alone", _alone, notes, lambda: Llama(**shape), tokens)
+    streaming = {"overlap": "backward", "gradients": "streamed"}
+    rows: tuple[tuple[str, float, bool, dict[str, str]], ...] = (  # those that say most first
+        ("half of the copies", 0.5, False, streaming),
+        ("all copies", 1.2, False, streaming),
+        ("a tenth of the copies", 0.1, False, streaming),
+        ("half of the copies", 0.5, False, {}),
+        ("half of the copies", 0.5, True, streaming),
+        ("half of the copies", 0.5, False, {"overlap": "backward"}),
+        ("a tenth of the copies", 0.1, True, streaming),
+        ("all copies", 1.2, False, {}),
+        ("a tenth of the copies", 0.1, False, {}),
+    )
+    for name, share, checkpointing, adamw in rows:
+        said = ", ".join(f"{key} {value}" for key, value in adamw.items()) or "overlap off"
+        case = f"{name}{', checkpointed' if checkpointing else ''}, {said}"
+        model.checkpointing = checkpointing
+        build = partial(Llama, **shape, checkpointing=checkpointing)
+        chunks = int(share * 2 * count)
+        notes.attempt(case, _streamed, notes, case, build, model, tokens, chunks, adamw, alone, needs=12)
+        _free()
 
 
 def _free_host_bytes() -> int:
@@ -200,11 +210,10 @@ def _free_host_bytes() -> int:
     return free_host_bytes()
 
 
-def _alone(notes: Notes, model: Any, tokens: torch.Tensor) -> float:
+def _alone(notes: Notes, build: Callable[[], Any], tokens: torch.Tensor) -> float:
     """Seconds of forward and backward of a model that lies on the device in bfloat16."""
-    import copy
-
-    there = copy.deepcopy(model).to("cuda", torch.bfloat16)
+    with torch.device("cuda"), filled_fast():
+        there = build().to(torch.bfloat16)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = there(tokens)
@@ -222,9 +231,10 @@ def _streamed(
 ) -> None:
     import hetmem
 
-    total = torch.cuda.mem_get_info()[1]
-    host = 24 * sum(parameter.numel() for parameter in model.parameters()) + (64 << 20)
-    budget = hetmem.Budget(device=total * 9 // 10, device_chunks=chunks, host=min(host, int(0.9 * _free_host_bytes())))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    host = (16 if "gradients" in adamw else 20) * count + (64 << 20)  # with copies of 16 bits
+    device = torch.cuda.mem_get_info()[1] * 9 // 10
+    budget = hetmem.Budget(device=device, device_chunks=chunks, host=min(host, int(0.9 * _free_host_bytes())))
     plan = notes.attempt(
         f"{case}: plan",
         hetmem.plan,
@@ -252,7 +262,7 @@ def _streamed(
         moved.get(link, 0) / rates[f"{link}.bytes_per_second"] for link in links if f"{link}.bytes_per_second" in rates
     ]
     if "host.update_bytes_per_second" in rates:
-        terms.append(28 * host / 24 / rates["host.update_bytes_per_second"])
+        terms.append(28 * count / rates["host.update_bytes_per_second"])
     terms.append(alone or 0.0)
     notes.number(
         f"{case}: step",
@@ -274,31 +284,29 @@ def _streamed(
 
 def largest(notes: Notes) -> None:
     """4, 8 and 11 billion parameters where host and disk hold their states, built as `@managed` builds."""
-    free, disk = _free_host_bytes(), shutil.disk_usage(notes.folder).free
-    host = int(0.8 * free)
+    device, disk = torch.cuda.mem_get_info()[1], shutil.disk_usage(notes.folder).free
     for billions in (4.0, 8.0, 11.0):
-        width, depth = 4096, max(1, round(billions * 5))
+        host = int(0.8 * _free_host_bytes())
+        width, depth, vocabulary = 4096, max(1, round(billions * 5)), 50304
         if notes.small:
-            width, depth, host = 64, round(billions), 2 << 20
-        count = parameters_of(lambda: GPT(width, depth))  # noqa: B023
-        case, states = f"{billions:g} B", int(12.5 * count)
-        nvme = max(0, states - host) if not notes.small else states
+            width, depth, vocabulary, host, device = 64, round(billions), 512, 2 << 20, 0
+        size = width, depth, vocabulary
+        states = int(12.5 * parameters_of(partial(GPT, *size)))
+        case, nvme = f"{billions:g} B", max(0, states - host - device // 2)  # the device holds activations, too
         if nvme > 0.8 * disk:
-            notes.line(name=case, skipped=f"{states / GIB:.0f} GiB of states: host and disk hold less")
+            notes.line(name=case, skipped=f"{states / GIB:.0f} GiB of states: device, host and disk hold less")
             continue
-        size = GPT, width, depth, 512 if notes.small else 50304
         needs = 3.0 if notes.small else 10 + states / GIB / 2.5 + 8 * nvme / GIB / 1.5
         notes.attempt(case, _largest, notes, case, size, min(host, states), nvme, needs=needs)
         _free()
 
 
-def _largest(notes: Notes, case: str, size: Any, host: int, nvme: int) -> None:
+def _largest(notes: Notes, case: str, size: tuple[int, int, int], host: int, nvme: int) -> None:
     import hetmem
 
-    base, width, depth, vocabulary = size
-    tokens = _tokens(1 if notes.small else 8, 16 if notes.small else 1024, vocabulary)
+    tokens = _tokens(*((1, 16) if notes.small else (8, 1024)), size[-1])
     fast: dict[str, Any] = {"overlap": "backward", "gradients": "streamed"}
-    build = lambda: base(width, depth, vocabulary, checkpointing=True)  # noqa: E731
+    build = partial(GPT, *size, checkpointing=True)
     with tempfile.TemporaryDirectory() as directory:
         limits: dict[str, Any] = {"host": host, **({"nvme": nvme + GIB, "nvme_dir": directory} if nvme else {})}
         budget = hetmem.Budget(**limits)
@@ -316,11 +324,9 @@ def _largest(notes: Notes, case: str, size: Any, host: int, nvme: int) -> None:
         if plan is not None:
             notes.number(f"{case}: to plan", time.perf_counter() - start, "s", fits=plan.fits)
         start = time.perf_counter()
-        managed_class = hetmem.managed(budget, device="cuda", mixed_precision=torch.bfloat16)(
-            type("Large", (base,), {})
-        )
+        managed_class = hetmem.managed(budget, device="cuda", mixed_precision=torch.bfloat16)(type("Large", (GPT,), {}))
         with filled_fast():
-            model = managed_class(width, depth, vocabulary, checkpointing=True)
+            model = managed_class(*size, checkpointing=True)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         notes.number(f"{case}: to build", time.perf_counter() - start, "s", parameters=parameters, host=host, nvme=nvme)
         step = training_step(model, hetmem.AdamW(model.parameters(), lr=1e-5, **fast), tokens)
@@ -338,7 +344,6 @@ def _largest(notes: Notes, case: str, size: Any, host: int, nvme: int) -> None:
         peaks = {tier: f"{found['peak_bytes'] / GIB:.2f} GiB" for tier, found in report["tiers"].items()}
         notes.text(f"{case}: peaks", peaks)
         notes.text(f"{case}: says", (report.get("step") or {}).get("sentence", ""))
-        hetmem.release(model) if notes.small else None
 
 
 # ---- the others -------------------------------------------------------------------------------------------------
@@ -348,7 +353,7 @@ def peers(notes: Notes) -> None:
     """`benchmarks.peers`, in bfloat16; the ceiling is the plain step."""
     from benchmarks import peers as compared
 
-    shape = compared.Shape(width=1024, depth=24, vocabulary=50304, batch=8, context=1024, precision="bfloat16")
+    shape = compared.Shape(width=1024, depth=12, vocabulary=50304, batch=8, context=1024, precision="bfloat16")
     if notes.small:
         shape = compared.Shape(width=64, depth=2, vocabulary=256, batch=1, context=16, precision="float32")
 
