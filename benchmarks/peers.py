@@ -19,6 +19,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import select
 import statistics
 import subprocess
@@ -410,16 +411,31 @@ def main() -> int:
         serve(options.peer, Shape(**json.loads(options.shape)))
         return 0
     shape = Shape(**{name: getattr(options, name) for name in vars(Shape()) if name != "directory"})
-    before = machine()
-    peers = compare(options.only.split(","), shape, options.rounds, options.seconds)
-    said = (
-        f"GPT of {shape.depth} blocks, width {shape.width}, batch {shape.batch} x {shape.context}, {shape.precision}."
-    )
-    text = "\n".join([f"{date.today()}, {before}.", said, "", *table(peers), ""])
+    text = page(shape, options, machine(), compare(options.only.split(","), shape, options.rounds, options.seconds))
     print(text)
     if options.write:
         options.write.write_text(text)
-    return 0 if any(peer.counts for peer in peers) else 1
+    return 0 if re.search(r"\| \d", text) else 1
+
+
+def page(shape: Shape, options: argparse.Namespace, before: str, peers: list[Peer]) -> str:
+    """The table with what it is of. `before`: the machine, as it was then."""
+    rows = [
+        "# The same GPT, trained by plain torch, hetmem and others",
+        "",
+        f"{date.today()}: {before} before, {os.getloadavg()[0]:.1f} after. A GPT of {shape.depth} blocks, width "
+        f"{shape.width}, batch {shape.batch} x {shape.context}, {shape.precision}: `python -m benchmarks.peers "
+        f"--rounds {options.rounds}`, one process each, rounds interleaved, one at work at a time. Ratios are to plain "
+        "torch in this run.",
+        "",
+        *table(peers),
+        "",
+        "CPU is the time of all threads of a process, thread that of the one that trains: medians of rounds. Wall "
+        "times of a machine that others use too (a load above 1.5) say nothing. Peaks include the building. "
+        "hetmem's simulated device lies in host memory: what is resident there counts as the process's, as all else.",
+        "",
+    ]
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def suites(notes: Notes) -> None:
     pytest = notes.program("pytest")
     for path, seconds in FILES.items():
         chosen = ["-k", _SOME] if notes.small else []
-        run(notes, path, [*pytest, *_OPTIONS, *chosen, str(processes.ROOT / path)], seconds)
+        limit = 10 * seconds if notes.small else seconds
+        run(notes, path, [*pytest, *_OPTIONS, *chosen, str(processes.ROOT / path)], limit)
     checker = find_sanitizer()
     if checker is None:
         notes.text(SANITIZER, "not on this machine: it comes with the CUDA toolkit")
