@@ -22,7 +22,7 @@ GRACE_SECONDS = 4.0
 def environment(scratch: Path) -> dict[str, str]:
     """This hetmem before any other; torch may lie wherever the user's own path leads. All caches and temporary files
     are in `scratch`."""
-    path = os.environ.get("PYTHONPATH")
+    theirs = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     caches = {
         "TMPDIR": "tmp",
         "XDG_CACHE_HOME": "cache",
@@ -36,7 +36,7 @@ def environment(scratch: Path) -> dict[str, str]:
     return {
         **os.environ,
         **{name: str(scratch / folder) for name, folder in caches.items()},
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *theirs]),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_WAIT_POLICY": "passive",

@@ -118,6 +118,12 @@ def kernel_cache_directory() -> Path:
     return cache_directory() / "kernels"
 
 
+def world_size() -> int:
+    """How many processes a launcher such as torchrun has started, by WORLD_SIZE; 1 without one."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else 1
+
+
 def nvme_timeout_seconds() -> float:
     """How long a disk may leave one request without an answer: HETMEM_NVME_TIMEOUT, by default 120; not above what
     threads can wait for, some 292 years.

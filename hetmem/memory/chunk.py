@@ -98,8 +98,8 @@ class Chunk:
 
     @property
     def moved(self) -> bool:
-        """Whether its homes have moved to the device, and may go back."""
-        return Role.PARAM in self.homes and self.homes[Role.PARAM].away is not None
+        """Whether its homes are on the device."""
+        return Role.PARAM in self.homes and self.homes[Role.PARAM].tier is Tier.DEVICE
 
     def dtype_of(self, role: Role) -> torch.dtype:
         """Of the elements of `role`."""

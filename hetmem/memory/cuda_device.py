@@ -25,13 +25,13 @@ from hetmem.memory import numa
 from hetmem.memory.compute_streams import ComputeStreams
 from hetmem.memory.cuda_copies import Moves, Ways, load_ways
 from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.host_pool import PIECE_BYTES
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.page_locks import PageLocks
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.placement import PIECE_BYTES
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so

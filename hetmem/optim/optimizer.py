@@ -24,14 +24,14 @@ from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernel_warmup import compile_ahead
-from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice, saves_nothing
 from hetmem.optim.owners import managed_again, no_longer_managed
 from hetmem.optim.progress import refuse_sparse
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.states import Places, States, saved_homes
 from hetmem.optim.step import Stepper, Work
-from hetmem.optim.update_placement import check_staging
+from hetmem.optim.update_placement import check_room, check_staging
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
@@ -328,11 +328,18 @@ class OffloadedOptimizer(Optimizer):
     def _reserve_homes(self, interception: Interception, kept: dict[Chunk, tuple[Role, ...]]) -> None:
         check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
         memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
-        if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
-            memory.set_aside((chunk for chunk in kept if not memory.lends(chunk, Role.GRAD)), Role.GRAD)
+        lends = memory.streams and self.gradients is Gradients.STREAMED and not memory.resident
+        if not memory.resident:
+            check_room(memory, kept, self._name(), lends=lends)
+        if lends:
+            new = [chunk for chunk in kept if not (chunk.moved or memory.lends(chunk, Role.GRAD))]
+            if new and not memory.set_aside(new, Role.GRAD):
+                saves_nothing(len(new))
             sink.lends = True
         elif memory.streams:  # on the device gradients stay autograd's own
             traffic.ensure_homes(kept, (Role.GRAD,))
+            if self.gradients is Gradients.STREAMED:
+                saves_nothing(0)
         alike: dict[tuple[Role, ...], list[Chunk]] = {}
         for chunk, roles in kept.items():
             check_staging(memory, chunk, len(roles))
@@ -341,6 +348,12 @@ class OffloadedOptimizer(Optimizer):
             for chunk in chunks:
                 interception.share.before_reserving(chunk, set(roles))
             traffic.ensure_homes(chunks, roles)
+        if memory.staying:
+            if all(
+                chunk in kept for chunk in memory.chunks if any(m.parameter.requires_grad for m in chunk.parameters)
+            ):
+                interception.share.bring_home(lends=lends)
+            traffic.ensure_homes(memory.staying, (Role.GRAD,))
 
     def _checked(self, parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:
         """Raises `ManageError` for one that cannot be updated."""
