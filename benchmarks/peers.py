@@ -278,6 +278,7 @@ class Peer:
         self.failed = answer.pop("failed", "")
         if self.failed:
             self.process.kill()
+            self.process.wait()
         return answer
 
     def median(self, what: str) -> float:

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from benchmarks import peers
-from benchmarks.gpu import page, processes, stages
+from benchmarks.gpu import page, processes, stages, suites
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.models import Llama
+from benchmarks.gpu.models import Llama, sizes_of
 from benchmarks.gpu.notes import COMPLETE, Notes, append, lines_of
 from tests.cuda.shim import GPP
 
@@ -179,9 +179,8 @@ def test_the_page_shows_each_number_beside_its_ceiling_and_its_plan(tmp_path: Pa
 
 def test_a_tenth_of_the_copies_holds_the_largest_weight() -> None:
     """A size that no run here has: a budget below the largest chunk would be refused on the GPU, minutes later."""
-    with torch.device("meta"):
-        sizes = sorted(2 * parameter.numel() for parameter in Llama(4).parameters())
-    assert 0.1 * sum(sizes) > 1.2 * sizes[-1]
+    sizes = sizes_of(lambda: Llama(4))
+    assert 0.1 * sum(sizes) > 1.2 * max(sizes)
 
 
 ANSWERS = """
@@ -197,20 +196,37 @@ for at, line in enumerate(sys.stdin):
 
 
 def test_peers_take_turns_and_one_that_fails_or_hangs_leaves_the_others_their_numbers() -> None:
-    told: list[int] = []
+    told: list[tuple[int, int]] = []
     names = ["plain", "hetmem-host", "fsdp2", "deepspeed", "torchao"]
     program = [sys.executable, "-c", ANSWERS]
 
     def tell(found: list[peers.Peer]) -> None:
-        told.append(sum(peer.counts for peer in found))
+        told.append((sum(peer.counts for peer in found), sum(peer.process.poll() is None for peer in found)))
 
     found = peers.compare(names, peers.Shape(), 2, 20.0, tell, program, patience=1.0)
-    assert told == [0, 0, 2, 2]
+    assert told == [(0, 3), (0, 2), (2, 2), (2, 2)], "what hangs does not go on beside the others"
     assert [len(peer.steps) for peer in found] == [4, 4, 1, 0, 0]
     table = peers.table(found)
     assert table[2].startswith("| plain torch, all on the device | 1.00 | 1.00 to 1.00 | 1.00 | 1.00 | 1.00 GiB | -")
     assert " | 2.00 | 2.00 to 2.00 | 1.00 | 1.00 | " in table[3]
     assert [row.split(" | ")[1] for row in table[4:7]] == ["no answer in 1 s", "no \\| compiler", "it ended"]
+
+
+def test_tests_count_as_far_as_they_came_and_what_they_said_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch" / "tmp"))
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    notes = Notes(tmp_path, "tests", 60)
+    said = "t.py::a PASSED\nt.py::b[x y] FAILED [ 50%]\nt.py::c PASSED\nE   Error: 7 != 8\nFAILED t.py::b[x y]\n"
+    for ending in ("import sys; sys.exit(1)", "import time; time.sleep(60)"):
+        suites.run(notes, "t.py", [sys.executable, "-c", f"print({said!r}, flush=True); {ending}"], 10.5)
+    lines = lines_of(tmp_path, ["tests"])["tests"]
+    numbers = [(line["value"], line["details"]["failed"]) for line in lines if "value" in line]
+    assert numbers == [(2, 1), (2, 1)]
+    failures = [line for line in lines if "failed" in line]
+    assert [line["failed"] for line in failures] == ["exit status 1", "cut off: longer than 10 s"]
+    assert all(line["traceback"].startswith(said) for line in failures)
 
 
 @pytest.mark.nightly

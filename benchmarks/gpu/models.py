@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -119,18 +119,22 @@ class Llama(_Stack):
         super().__init__(blocks, nn.RMSNorm(width), vocabulary, width, checkpointing)
 
 
-def parameters_of(build: Callable[[], nn.Module]) -> int:
-    """How many parameters the model has that `build` builds."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build().parameters())
+def sizes_of(build: Callable[[], nn.Module]) -> list[int]:
+    """The elements of each parameter of the model that `build` builds."""
+    with torch.device("meta"), _initialised_by(lambda module: None):
+        return [parameter.numel() for parameter in build().parameters()]
+
+
+def filled_fast() -> AbstractContextManager[None]:
+    """Fill weights with normal noise at the speed of memory: torch's own takes a minute for ten billion numbers."""
+    return _initialised_by(_fill)
 
 
 @contextmanager
-def filled_fast() -> Iterator[None]:
-    """Fill weights with normal noise at the speed of memory: torch's own takes a minute for ten billion numbers."""
+def _initialised_by(fill: Callable[[nn.Module], None]) -> Iterator[None]:
     with (
-        mock.patch.object(nn.Linear, "reset_parameters", _fill),
-        mock.patch.object(nn.Embedding, "reset_parameters", _fill),
+        mock.patch.object(nn.Linear, "reset_parameters", fill),
+        mock.patch.object(nn.Embedding, "reset_parameters", fill),
     ):
         yield
 

@@ -73,6 +73,8 @@ def _figure(number: Any, places: int | None = None) -> str:
 
 
 def _said(what: Any) -> str:
+    if isinstance(what, dict):
+        return f"({', '.join(f'{key} {_said(each)}' for key, each in what.items())})"
     return _figure(what) if isinstance(what, float) else what if isinstance(what, str) else json.dumps(what)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.models import GPT, Llama, filled_fast, parameters_of, training_step
+from benchmarks.gpu.models import GPT, Llama, filled_fast, sizes_of, training_step
 from benchmarks.gpu.notes import Notes
 
 GIB = 1 << 30
@@ -174,9 +174,9 @@ def streamed(notes: Notes) -> None:
         shape = {"depth": 12, "vocabulary": 128, "width": 64, "heads": 4, "groups": 2, "inner": 128}
         batch = (2, 32)
     free = _free_host_bytes()
-    while not notes.small and shape["depth"] > 1 and 28 * parameters_of(lambda: Llama(**shape)) > 0.8 * free:
+    while not notes.small and shape["depth"] > 1 and 28 * sum(sizes_of(partial(Llama, **shape))) > 0.8 * free:
         shape["depth"] //= 2
-    count = parameters_of(lambda: Llama(**shape))
+    count = sum(sizes_of(partial(Llama, **shape)))
     notes.text("model", f"{shape['depth']} layers, {count / 1e9:.2f} B parameters, {batch[0]} x {batch[1]} tokens")
     tokens = _tokens(*batch, shape.get("vocabulary", 16384))
     with filled_fast():
@@ -263,7 +263,7 @@ def _streamed(
     ]
     if "host.update_bytes_per_second" in rates:
         terms.append(28 * count / rates["host.update_bytes_per_second"])
-    terms.append(alone or 0.0)
+    terms.append((alone or 0.0) * (4 / 3 if model.checkpointing else 1))
     notes.number(
         f"{case}: step",
         1e3 * steps.seconds,
@@ -291,7 +291,7 @@ def largest(notes: Notes) -> None:
         if notes.small:
             width, depth, vocabulary, host, device = 64, round(billions), 512, 2 << 20, 0
         size = width, depth, vocabulary
-        states = int(12.5 * parameters_of(partial(GPT, *size)))
+        states = int(12.5 * sum(sizes_of(partial(GPT, *size))))
         case, nvme = f"{billions:g} B", max(0, states - host - device // 2)  # the device holds activations, too
         if nvme > 0.8 * disk:
             notes.line(name=case, skipped=f"{states / GIB:.0f} GiB of states: device, host and disk hold less")
@@ -341,8 +341,8 @@ def _largest(notes: Notes, case: str, size: tuple[int, int, int], host: int, nvm
                 f"{case}: step {at + 1}", seconds, "s", planned=planned if at else None, loss=loss, tokens_s=rate
             )
         report = hetmem.report(model).to_dict()
-        peaks = {tier: f"{found['peak_bytes'] / GIB:.2f} GiB" for tier, found in report["tiers"].items()}
-        notes.text(f"{case}: peaks", peaks)
+        peaks = (f"{tier} {found['peak_bytes'] / GIB:.2f} GiB" for tier, found in report["tiers"].items())
+        notes.text(f"{case}: peaks", ", ".join(peaks))
         notes.text(f"{case}: says", (report.get("step") or {}).get("sentence", ""))
 
 
