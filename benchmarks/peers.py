@@ -39,6 +39,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 WARM_UP = 2
+QUIET_LOAD = 1.5
 LR = 1e-4
 
 
@@ -351,8 +352,8 @@ def compare(
     return peers
 
 
-def table(peers: list[Peer]) -> list[str]:
-    """Markdown: ratios to plain torch, where that is among them."""
+def table(peers: list[Peer], *, quiet: bool = True) -> list[str]:
+    """Markdown: ratios to plain torch, where that is among them. Wall times only of a `quiet` machine."""
     base = next((peer for peer in peers if peer.name == "plain" and peer.counts), None)
     lines = ["| trained by | CPU | CPU, each round | thread | wall | peak of the process | of the device | last loss |"]
     lines.append("|---|---|---|---|---|---|---|---|")
@@ -364,6 +365,7 @@ def table(peers: list[Peer]) -> list[str]:
             continue
         each = [step["cpu"] / _of(base, at, "cpu") for at, step in enumerate(peer.steps) if at >= WARM_UP]
         ratios = [f"{peer.median(what) / (base.median(what) if base else 1):.2f}" for what in ("cpu", "thread", "wall")]
+        ratios[2] = ratios[2] if quiet else "-"
         last = peer.steps[-1]
         device = f"{last['device_bytes'] / (1 << 30):.2f} GiB" if "device_bytes" in last else "-"
         lines.append(
@@ -371,7 +373,8 @@ def table(peers: list[Peer]) -> list[str]:
             f"| {last['host_bytes'] / (1 << 30):.2f} GiB | {device} | {last['loss']:.6f} |"
         )
     if base is not None:
-        figures = ", ".join(f"{base.median(what):.3f} s {name}" for what, name in (("cpu", "CPU"), ("wall", "wall")))
+        times = (("cpu", "CPU"), ("wall", "wall")) if quiet else (("cpu", "CPU"),)
+        figures = ", ".join(f"{base.median(what):.3f} s {name}" for what, name in times)
         lines += ["", f"Plain torch: {figures} a step (medians of {len(base.steps) - WARM_UP})."]
     return lines
 
@@ -429,10 +432,10 @@ def page(shape: Shape, options: argparse.Namespace, before: str, peers: list[Pee
         f"--rounds {options.rounds}`, one process each, rounds interleaved, one at work at a time. Ratios are to plain "
         "torch in this run.",
         "",
-        *table(peers),
+        *table(peers, quiet=os.getloadavg()[0] < QUIET_LOAD),
         "",
         "CPU is the time of all threads of a process, thread that of the one that trains: medians of rounds. Wall "
-        "times of a machine that others use too (a load above 1.5) say nothing. Peaks include the building. "
+        f"times are left out where others use the machine too (a load above {QUIET_LOAD}). Peaks include the building. "
         "hetmem's simulated device lies in host memory: what is resident there counts as the process's, as all else.",
         "",
     ]
