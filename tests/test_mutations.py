@@ -271,7 +271,7 @@ MUTATIONS = {
         "engine/traffic.py",
         " and not residency.writing(home.block)",
         "",
-        "tests/optim/test_late_writes.py",
+        "tests/optim/test_update_queue.py",
     ),
     "carry commands out before those given earlier": Mutation(
         "engine/executor.py",

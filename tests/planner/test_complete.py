@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetmem.base.units import MIB
-from hetmem.planner.search import Setting, arranged
-from hetmem.planner.step_program import Rehearsal
-from hetmem.planner.workload import Event, Updating
-from hetmem.schedule.blocks import GRADIENTS_IN_FLIGHT, CopyState
-from hetmem.schedule.hardware import Rate
-from hetmem.schedule.placement import Capacities
-from hetmem.schedule.queues import Complete
-from hetmem.schedule.trace import Tier
 from tests.planner.test_planner import HARDWARE, workload
+from tests.planner.tested import (
+    GRADIENTS_IN_FLIGHT,
+    MIB,
+    Capacities,
+    Complete,
+    CopyState,
+    Event,
+    Rate,
+    Rehearsal,
+    Setting,
+    Tier,
+    Updating,
+    arranged,
+)
 
 LAYERS = 30
 
