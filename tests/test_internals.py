@@ -1,7 +1,7 @@
 """Test files that import what no user is told of are few, so that a move within hetmem touches few of them.
 
-Tests use `hetmem`, its errors, what docs/api.md names, and `hetmem.testing`. A folder that tests a unit of its own takes
-the rest from its `tested.py`, which no other folder imports; what remains is counted here.
+Tests use `hetmem`, its errors, what docs/api.md names, and `hetmem.testing`. A folder that tests a unit of its own
+takes the rest from its `tested.py`, which no other folder imports; what remains is counted here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ PUBLIC = {"hetmem", "hetmem.errors", "hetmem.optim", "hetmem.integrations", "het
 DOCUMENTED = set(re.findall(r"^### (hetmem[\w.]+)", (REPOSITORY / "docs" / "api.md").read_text("utf-8"), re.MULTILINE))
 MOST = 51
 """Less is better: lower it with each file that needs no more of hetmem than its users."""
+
+
+@cache
+def imported_by(file: Path) -> list[tuple[str, str]]:
+    return list(imported(file.read_text("utf-8")))
 
 
 def imported(source: str) -> Iterator[tuple[str, str]]:
@@ -45,9 +51,7 @@ def is_internal(module: str, name: str) -> bool:
 def test_few_test_files_import_internals() -> None:
     files = sorted((REPOSITORY / "tests").rglob("*.py"))
     found = [
-        str(file.relative_to(REPOSITORY))
-        for file in files
-        if any(is_internal(*names) for names in imported(file.read_text("utf-8")))
+        str(file.relative_to(REPOSITORY)) for file in files if any(is_internal(*names) for names in imported_by(file))
     ]
     assert len(files) > 200
     assert len(found) <= MOST, found
@@ -57,7 +61,7 @@ def test_what_a_folder_tests_is_taken_from_there_by_no_other_folder() -> None:
     strangers = [
         (str(file), module)
         for file in sorted((REPOSITORY / "tests").rglob("*.py"))
-        for module, name in imported(file.read_text("utf-8"))
+        for module, name in imported_by(file)
         if "tested" in (module.rpartition(".")[2], name)
         and REPOSITORY.joinpath(*module.removesuffix(".tested").split(".")) != file.parent
     ]
