@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.tested import (
-    GRADIENTS_IN_FLIGHT,
     MIB,
     Capacities,
     Complete,
@@ -21,6 +20,8 @@ from tests.planner.tested import (
 )
 
 LAYERS = 30
+IN_FLIGHT = 4
+"""Gradients of a layer, of a MiB, that are on their way in a sixteenth of the device."""
 
 
 def two(chunk: str) -> tuple[int, int]:
@@ -101,7 +102,7 @@ def test_gradients_are_on_their_way_to_nvme_when_the_backward_ends() -> None:
     run = Watched(Updating())
     for _ in range(3):
         run.step()
-        assert len(run.left) <= GRADIENTS_IN_FLIGHT  # those that come last
+        assert len(run.left) <= IN_FLIGHT  # those that come last
     assert len(run.on_nvme) > LAYERS // 2
 
 
@@ -119,7 +120,7 @@ def test_gradients_are_written_once_all_of_their_chunk_have_arrived() -> None:
 def test_gradients_that_an_update_follows_at_once_stay_for_it() -> None:
     run = Watched(Updating(overlapped=True))
     run.step()  # of which no update begins in the backward: nobody knows yet which gradient is the last
-    assert len(run.left) > GRADIENTS_IN_FLIGHT
+    assert len(run.left) > IN_FLIGHT
 
 
 def test_no_gradient_is_read_from_nvme_to_be_overwritten() -> None:

@@ -19,13 +19,13 @@ from tests.planner.tested import (
     Notes,
     Rate,
     Setting,
+    SimulatedDeviceUpdates,
     SimulatedTraffic,
+    SimulatedUpdates,
     StepResult,
-    StreamedUpdates,
     Streaming,
     Tier,
     Update,
-    Updates,
     Workload,
     arrange,
     decide,
@@ -39,11 +39,11 @@ ROOM = Capacities(64 * MIB, 64 * MIB, 0, 16 * MIB)
 """Eight copies of a MiB, and two slots of four."""
 
 
-def streaming(simulated: SimulatedTraffic, slots: int = 100) -> tuple[StreamedUpdates, Updates]:
+def streaming(simulated: SimulatedTraffic, slots: int = 100) -> tuple[SimulatedDeviceUpdates, SimulatedUpdates]:
     made = arrange(workload(), ROOM, MIB)
-    streamed = StreamedUpdates(simulated, Notes(simulated, ROOM, made.ground, 0))
-    streamed.take_slots(slots)
-    return streamed, Updates(simulated, 4, lambda block: None, streamed)
+    updates = SimulatedUpdates(simulated, 4, Notes(simulated, ROOM, made.ground, 0))
+    updates.streamed.take_slots(slots)
+    return updates.streamed, updates
 
 
 def sent(

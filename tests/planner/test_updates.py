@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,12 @@ from tests.planner.tested import (
     Rehearsal,
     Setting,
     SimulatedTraffic,
+    SimulatedUpdates,
     Staged,
     StepResult,
     ThreadCosts,
     Tier,
     Update,
-    Updates,
     Updating,
     arrange,
     judge,
@@ -33,8 +35,9 @@ from tests.planner.tested import (
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
-def updates(simulated: SimulatedTraffic, cores: int = 4) -> Updates:
-    return Updates(simulated, cores, lambda block, *, reads: None)
+def updates(simulated: SimulatedTraffic, cores: int = 4) -> SimulatedUpdates:
+    notes: Any = SimpleNamespace(staged=lambda block, *, reads: None)
+    return SimulatedUpdates(simulated, cores, notes)
 
 
 def update(

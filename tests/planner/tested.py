@@ -23,26 +23,31 @@ from hetmem.planner.search import (
     judged,
     search,
 )
-from hetmem.planner.simulated_device_updates import StreamedUpdates, fits
 from hetmem.planner.simulated_trace import Notes
-from hetmem.planner.simulated_updates import Crossing, Staged, Update, Updates
+from hetmem.planner.simulated_updates import (
+    Crossing,
+    SimulatedDeviceUpdates,
+    SimulatedUpdates,
+    Staged,
+    Update,
+    fits,
+)
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.what_if import grown, largest_parameters, stacks
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
-from hetmem.schedule.blocks import GRADIENTS_IN_FLIGHT, Block, CopyState
+from hetmem.schedule.blocks import Block, CopyState
 from hetmem.schedule.eviction import FIFO, LRU, NextUse
+from hetmem.schedule.gradients import Complete
 from hetmem.schedule.hardware import Rate, ThreadCosts
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.prefetch import FARTHER, Prefetch
-from hetmem.schedule.queues import Complete
 from hetmem.schedule.trace import Schedule, Tier
 
 __all__ = [
     "FARTHER",
     "FIFO",
-    "GRADIENTS_IN_FLIGHT",
     "KEPT",
     "KIB",
     "LRU",
@@ -74,15 +79,15 @@ __all__ = [
     "Results",
     "Schedule",
     "Setting",
+    "SimulatedDeviceUpdates",
     "SimulatedTraffic",
+    "SimulatedUpdates",
     "Staged",
     "StepResult",
-    "StreamedUpdates",
     "Streaming",
     "ThreadCosts",
     "Tier",
     "Update",
-    "Updates",
     "Updating",
     "Variant",
     "Work",

@@ -6,6 +6,7 @@ from hetmem.base.units import GIB, MIB, round_up
 from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
 from hetmem.schedule.cache import Cache
 from hetmem.schedule.eviction import FIFO, LRU, NOTHING, NextUse, Order
+from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
 from hetmem.schedule.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
@@ -27,7 +28,6 @@ from hetmem.schedule.placement import (
     place_copies,
     staging_slots,
 )
-from hetmem.schedule.queues import Lending, Turns, set_aside
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.slots import PlaceMap, SlotMap
 from hetmem.schedule.supply import Supply
@@ -47,6 +47,7 @@ from hetmem.schedule.update_split import (
     spread,
     update_costs,
 )
+from hetmem.schedule.updates import Turns
 
 __all__ = [
     "ALIGNMENT_ELEMENTS",
@@ -73,6 +74,7 @@ __all__ = [
     "Facts",
     "Fetch",
     "Fitting",
+    "GradientSends",
     "HostProfile",
     "Layout",
     "Lending",
@@ -87,6 +89,7 @@ __all__ = [
     "Room",
     "Schedule",
     "SegmentTrace",
+    "Send",
     "Shares",
     "SlotMap",
     "StreamedShare",
