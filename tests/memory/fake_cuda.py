@@ -24,12 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-import hetmem.memory.cuda_device
-from hetmem.cuda.backend import Backend, TorchBackend
-from hetmem.engine import live_bytes
-from hetmem.memory.cuda_copies import Ways
-from hetmem.memory.cuda_device import CudaDevice
 from tests.cuda.shim import ShimBackend
+from tests.memory.tested import Backend, CudaDevice, TorchBackend, Ways, cuda_device, live_bytes
 
 _EARLY = 0.4  # of the times that a stream may run ahead, where `FakeCuda.early` is chance
 
@@ -311,7 +307,7 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         put(torch.cuda, name, replacement)
     put(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
     put(live_bytes, "_modes_are_around", lambda: False)  # `Deferred` is a mode that hetmem's own copies need
-    hetmem.memory.cuda_device._observe_allocator.cache_clear()
+    cuda_device._observe_allocator.cache_clear()
     put(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
 
 

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from hetmem.base.config import kernel_cache_directory
-from hetmem.memory import cuda_device as cuda_module
-from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
-from hetmem.memory.cuda_device import CudaDevice
-from hetmem.tools import bench_device
 from tests.cuda.shim import GPP, build_all
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, cuda
+from tests.memory.tested import (
+    CudaDevice,
+    Way,
+    Ways,
+    bench_device,
+    kernel_cache_directory,
+    load_ways,
+    save_ways,
+    ways_file,
+)
+from tests.memory.tested import cuda_device as cuda_module
 
 __all__ = ["cuda"]  # a fixture
 
