@@ -18,6 +18,8 @@ from weakref import ref
 
 import torch
 
+from hetmem.cpu import square_sum
+from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.consumed_gradients import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
@@ -446,6 +448,11 @@ def updates_begun(module: torch.nn.Module) -> list[str]:
 def is_used_up(gradient: torch.Tensor | None) -> bool:
     """Whether `gradient` stands for one that its update has used up (`gradients="streamed"`)."""
     return isinstance(gradient, UsedUp)
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    """Return the norm that clipping computes of one-dimensional `tensors`."""
+    return float(square_sum(WorkerPool(1), tensors) ** 0.5)
 
 
 def _facts(chunk: Chunk) -> ChunkFacts:
