@@ -21,12 +21,12 @@ import torch
 from hetmem.cpu import square_sum
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.consumed_gradients import UsedUp
-from hetmem.engine.tracer import segment_name
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.tracer import segment_name
 
 POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",
@@ -253,7 +253,7 @@ class Inside:
     def prefetch_distance(self) -> tuple[int, int]:
         """Return how many uses prefetching looks ahead, and how many fetches it has in flight."""
         supply = self._traffic.residency._supply
-        return supply._lookahead, supply._at_once
+        return supply._lookahead, supply._at_once[Tier.DEVICE]
 
     def expected_peaks(self, segment: str) -> list[int]:
         """Return the most bytes beside chunks that each trace of `segment` ("forward", …) expects."""

@@ -19,7 +19,6 @@ from hetmem.engine.events import EventLog, MomentSeen
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.statistics import Statistics
-from hetmem.engine.tracer import StepTracer, segment_name
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import Writes
@@ -32,6 +31,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import STEP, Tier
+from hetmem.schedule.tracer import StepTracer, segment_name
 
 _functions_around: Any = torch._C._len_torch_function_stack
 

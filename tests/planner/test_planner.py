@@ -210,7 +210,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_gradients_that_wait_for_the_link_take_device_memory(rate: float, expected: int) -> None:
     light = workload(activation=MIB // 4)
     result = judge(
-        light, Setting(Capacities(16 * MIB, 64 * MIB), MIB), replace(HARDWARE, device_to_host=Rate(rate)), 1
+        light, Setting(Capacities(64 * MIB, 64 * MIB, 0, 8 * MIB), MIB), replace(HARDWARE, device_to_host=Rate(rate)), 1
     ).result
     assert result.non_model_peak_bytes == expected
 
