@@ -40,7 +40,7 @@ def progress(model: torch.nn.Module) -> str:
     microseconds, and at most once a second a write of half a KiB, which `hetmem top` reads. Raises `ManageError` if
     `model` is not managed.
     """
-    return _line(watch(model, _watched).look())
+    return line(watch(model, _watched).look())
 
 
 def watch(model: torch.nn.Module, known: WeakKeyDictionary[Runtime, Watch]) -> Watch:
@@ -113,18 +113,18 @@ def _work(status: dict[str, Any]) -> list[str]:
     return [f"step {status['steps']}", took, *throughput, f"stalls {status['stall_share']:.0%}"]
 
 
-def _line(status: dict[str, Any]) -> str:
-    """What comes last is left out where the line would be longer than a terminal is wide."""
+def line(status: dict[str, Any]) -> str:
+    """Show `status` in one line of 79 columns. What comes last is left out where the line would be longer than a terminal is wide."""
     full = [f"{name} {used / capacity:.0%}" for name, (used, capacity) in status["tiers"].items() if capacity]
     speeds = [(_LINKS[link], speed / GIB) for link, speed in status["links"].items() if speed]
     moved = [f"{name} {speed:.{int(speed < 10)}f}" for name, speed in speeds]
     links = [f"{' '.join(moved)} GiB/s"] if moved else []
     parts = [*_work(status), *links, _sparks(status["history"][-8:]), *full]
-    line = ""
+    text = ""
     for part in parts:
-        if len(line) + len(part) + 2 <= COLUMNS:
-            line += f"  {part}" if line and part else part
-    return line.ljust(COLUMNS)
+        if len(text) + len(part) + 2 <= COLUMNS:
+            text += f"  {part}" if text and part else part
+    return text.ljust(COLUMNS)
 
 
 def _sparks(seconds: list[float]) -> str:
