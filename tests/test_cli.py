@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -163,7 +162,7 @@ def test_bad_input_is_one_line_and_status_two(
 
 
 def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetmem.tools.probe.measure", partial(measure, 1))
+    monkeypatch.setattr("hetmem.tools.probe.measure", lambda rounds: measure(1))
     target = tmp_path / "here.json"
     assert main(["probe", "--quick", "--nvme-dir", str(tmp_path), "-o", str(target)]) == 0
     assert HardwareProfile.from_json(target.read_text()).disk_samples
@@ -188,8 +187,6 @@ def test_output_that_nobody_reads_to_the_end_is_no_error() -> None:
     command = f"{sys.executable} -m hetmem top --once"
     done = subprocess.run(["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
     assert (done.stdout, done.stderr) in (("141\n", ""), ("0\n", ""))  # 0: `true` has ended after the command
-    closed = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True)
-    assert "Traceback" not in closed.stderr
 
 
 def saved_report(path: Path) -> None:
@@ -209,8 +206,13 @@ def test_a_saved_report_is_shown_rendered_and_compared(tmp_path: Path, capsys: p
     assert "3 steps" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.html")]) == 0
     assert "<html" in (tmp_path / "a.html").read_text()
+    twice = json.loads((tmp_path / "b.json").read_text())
+    once = json.loads((tmp_path / "a.json").read_text())["step"]
+    twice["step"] = once | {"seconds": 2 * once["seconds"], "stall_seconds": once["stall_seconds"] + once["seconds"]}
+    (tmp_path / "b.json").write_text(json.dumps(twice))
     assert main(["report", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert "a.json" in capsys.readouterr().out
+    verdict = " ".join(capsys.readouterr().out.split("\n\n")[-1].split())
+    assert verdict.startswith("Verdict: a.json is 2.00 times as fast as b.json; most of that in Stalls, ")
     (tmp_path / "broken.json").write_text("{}")
     assert main(["report", str(tmp_path / "broken.json")]) == 2
     assert "broken.json" in capsys.readouterr().err
@@ -237,7 +239,7 @@ def test_the_doctor_says_what_works_and_how_to_mend_the_rest(
     assert "FAIL drive" in capsys.readouterr().out
     if Path("/dev/shm").is_mount():
         assert main(["doctor", "--nvme-dir", "/dev/shm"]) == 1
-        assert "memory and no drive" in capsys.readouterr().out
+        assert "tmpfs" in capsys.readouterr().out
 
 
 def test_top_without_a_training_process_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,7 +114,7 @@ def _work(status: dict[str, Any]) -> list[str]:
 
 
 def line(status: dict[str, Any]) -> str:
-    """Show `status` in one line of 79 columns. What comes last is left out where the line would be longer than a terminal is wide."""
+    """Show `status` in one line of 79 columns. What comes last is left out where it would be longer."""
     full = [f"{name} {used / capacity:.0%}" for name, (used, capacity) in status["tiers"].items() if capacity]
     speeds = [(_LINKS[link], speed / GIB) for link, speed in status["links"].items() if speed]
     moved = [f"{name} {speed:.{int(speed < 10)}f}" for name, speed in speeds]
@@ -195,8 +195,9 @@ def _block(status: dict[str, Any]) -> str:
     """Some lines about one process."""
     tiers = [f"{name} {_of(*status['tiers'][name])}" for name in ("device", "host", "nvme") if status["tiers"][name][1]]
     links = [f"{_LINKS[link]} {format_size(speed)}/s" for link, speed in status["links"].items() if speed]
-    head = f"{status['process']}  {str(status['model'])[:24]}  {'  '.join(_work(status))}"
-    seen = f"{status['age_seconds']:.0f} s ago"
+    seen, work = f"{status['age_seconds']:.0f} s ago", "  ".join(_work(status))
+    name = str(status["model"])[: max(4, COLUMNS - len(f"{status['process']}  {work}{seen}") - 4)]
+    head = f"{status['process']}  {name}  {work}"
     sparks = _sparks(status["history"])
     times = [f"step time {sparks} up to {format_seconds(max(status['history']))}"] if sparks else []
     rest = [f"  {line[: COLUMNS - 2]}" for line in ("  ".join(tiers), "  ".join(links), *times) if line]

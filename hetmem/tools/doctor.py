@@ -24,7 +24,6 @@ from hetmem.memory.cuda_device import driver_version
 from hetmem.memory.free_memory import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
-
 _SIGNS = {True: "ok  ", False: "FAIL", None: "--  "}
 
 
