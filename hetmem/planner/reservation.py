@@ -12,9 +12,19 @@ from dataclasses import dataclass, replace
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import Workload
+from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import used_ends
-from hetmem.schedule.placement import PAGE_BYTES, Capacities, Ground, NoRoom, Room, place, place_copies, survey
-from hetmem.schedule.queues import set_aside
+from hetmem.schedule.placement import (
+    PAGE_BYTES,
+    STAGED_ROLES,
+    Capacities,
+    Ground,
+    NoRoom,
+    Room,
+    place,
+    place_copies,
+    survey,
+)
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Candidate, choose
 
@@ -74,6 +84,8 @@ def arrange(
         capacities,
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
+        beside_bytes=workload.peak_live_bytes,
+        lent_bytes=(lambda sizes: sum(set_aside(sizes, capacities.host_bytes))) if streamed_gradients else None,
     )
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     lends = streamed_gradients and not ground.resident
@@ -85,7 +97,7 @@ def arrange(
         tuple(placement.chunk for placement in ground.layout.placements),
         tuple(spec.numel for spec in workload.parameters),
         left,
-        frozenset(homes["grad"]) if lends else frozenset(),
+        frozenset(homes["grad"]) - ground.staying if lends else frozenset(),
         places,
     )
 
@@ -128,15 +140,17 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
     """Raise `NoRoom` if some operator alone needs more than the device has; the quick part of a rehearsal."""
     ground = arrangement.ground
     needed, held, name, slots = 0, set[int](), "", 0
+    homes = 0 if ground.resident else sum(arrangement.bytes_by_role(Tier.DEVICE).values())
     for event in workload.events:
         held = held - set(event.let_go) | set(event.held)
         chunks = {arrangement.chunk_of[parameter] for parameter in held.union(event.parameters)}
         spans = 0 if ground.resident else sum(ground.chunks[chunk].span for chunk in chunks)
-        most = event.peak_bytes + spans * ground.slot_bytes
+        most = event.peak_bytes + spans * ground.slot_bytes + homes
         if most > needed:
             needed, name, slots = most, event.operator, spans
     if needed > capacities.device_bytes:
         copies = f", and {slots} slots of {format_size(ground.slot_bytes)}" if slots else ""
+        copies += f", beside homes of {format_size(homes)} that have no room elsewhere" if homes else ""
         raise NoRoom(
             f"{name} needs {format_size(needed)} of the device at once: activations and other tensors{copies}",
             Tier.DEVICE,
@@ -161,33 +175,38 @@ def _homes(
     room = Room(host, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
     short, places = False, tuple[int, ...]()
+    staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
     for role in _OWN:
+        owning = [chunk for chunk in owners[role] if chunk not in staying]
         if role == "grad" and lends:
-            homes[role] = dict.fromkeys(owners[role], Tier.HOST)
-            places = set_aside((sizes[chunk] for chunk in owners[role]), room.host_bytes)
+            homes[role] = dict.fromkeys(owning, Tier.HOST)
+            places = set_aside((sizes[chunk] for chunk in owning), room.host_bytes)
             room = replace(room, host_bytes=room.host_bytes - sum(places))
-            continue
-        try:
-            tiers = place([sizes[chunk] for chunk in owners[role]], room, role)
-        except BudgetError:
-            tiers, short = [], True
-        homes[role] = dict(zip(owners[role], tiers, strict=False))
-        room = _left(room, homes[role], sizes)
+        else:
+            try:
+                tiers = place([sizes[chunk] for chunk in owning], room, role)
+            except BudgetError:
+                tiers, short = [], True
+            homes[role] = dict(zip(owning, tiers, strict=False))
+            room = _left(room, homes[role], sizes)
+        homes[role] |= dict.fromkeys(staying, Tier.DEVICE)
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
             room = _left(room, homes["compute"], copy_sizes)
     if short:
         fewer = sum(sizes[index] for index in owners["grad"]) - sum(places) if lends else 0
-        missing = ground.state_bytes - fewer + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
-        missing += sum(copy_sizes[index] for index in homes["compute"])
-        where = Tier.HOST
+        where, missing = Tier.HOST, ground.missing_bytes
         if ground.uses_nvme:  # where chunks do not fill host memory to the last byte, a little more than the difference
             ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
-            there, _, _ = _homes(ground, ample, roles, lends=lends)
+            there, _, _ = _homes(replace(ground, missing_bytes=0), ample, roles, lends=lends)
             needed = (ground.home_bytes(c, role) for role, at in there.items() for c in at if at[c] is Tier.NVME)
             where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
+        staying_bytes = sum(STAGED_ROLES * sizes[chunk] for chunk in ground.staying)
+        there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""
         raise NoRoom(
-            f"the states take {format_size(ground.state_bytes - fewer)} beside staging", where, max(1, missing)
+            f"the states take {format_size(ground.state_bytes - fewer)} beside staging{there_too}",
+            where,
+            max(1, missing),
         )
     return homes, room, places
 
