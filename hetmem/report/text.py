@@ -31,11 +31,9 @@ def table(data: dict[str, Any]) -> str:
 def line(data: dict[str, Any]) -> str:
     """The report in one line: how far it is, how fast, and what binds."""
     step = data["step"]
-    speed = (
-        f"{format_seconds(step['seconds'])} a step, {TERM_NAMES[step['binding']]} binds" if step else "no whole step"
-    )
+    speed = f"{format_seconds(step['seconds'])} a step, {TERM_NAMES[step['binding']]} binds" if step else "no step"
     peaks = [f"{name} {format_size(tier['peak_bytes'])}" for name, tier in data["tiers"].items() if tier["peak_bytes"]]
-    return f"<MemoryReport of {data['model']}: {_number_of(data['steps'], 'step')}, {binds or 'no whole step'}; peak: {', '.join(peaks)}>"
+    return f"<MemoryReport of {data['model']}: {_number_of(data['steps'], 'step')}, {speed}; peak: {', '.join(peaks)}>"
 
 
 def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
