@@ -223,6 +223,7 @@ class Interception:
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
             measured = self.segments.begin_forward(signature(module, args, kwargs))
+            runtime.events.feed(tree_leaves((args, kwargs)))
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()
             with runtime.unwatched():

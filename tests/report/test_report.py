@@ -410,3 +410,15 @@ SAMPLE: dict[str, Any] = {
     },
     "timeline": None,
 }
+
+
+def test_a_notebook_shows_the_page_and_a_prompt_one_line(tmp_path: Path) -> None:
+    model = trained("host", tmp_path)
+    report = hetmem.report(model)
+    hetmem.release(model)
+    assert repr(report).startswith("<MemoryReport of Sequential: 3 steps, ")
+    assert "binds; peak: device " in repr(report)
+    assert "\n" not in repr(report)
+    frame = report._repr_html_()
+    assert frame.startswith("<iframe srcdoc=")
+    assert frame.count('"') == 6, "the page ends its attribute"
