@@ -111,8 +111,8 @@ class BeforeStateDict(_OfThisModule):
 
 
 class Conversions:
-    """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. A copy
-    of the module has that of its class there."""
+    """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. A
+    copy of the module has that of its class there."""
 
     def __init__(self, module: torch.nn.Module, hooked: Hooked | None) -> None:
         self._module = weakref.ref(module)
