@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hetmem.checkpoint import load, load_weights, save
     from hetmem.planner import plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FIFO",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hetmem.base.config import Budget, refuse_budget
+from hetmem.base.config import Budget, refuse_budget, world_size
 from hetmem.base.units import parse_size
 from hetmem.engine.build import build_memory, move_home
 from hetmem.engine.consumed_gradients import UsedUp
@@ -134,6 +135,12 @@ def manage(
         raise ManageError(f"policy must be an instance like hetmem.LRU(), with a method rank, got {policy!r}")
     if not isinstance(sanitize, bool):
         raise ManageError(f"sanitize must be True or False, got {sanitize!r}")
+    if world_size() > 1:
+        warnings.warn(
+            f"WORLD_SIZE is {world_size()}, and hetmem trains in one process: each of them trains a whole model of its "
+            f"own, adds no gradients of the others, and takes the whole budget; start it by plain python",
+            stacklevel=2,
+        )
     ahead = Prefetch()
     planned = _plan(plan)
     if planned is not None:

@@ -86,7 +86,6 @@ def forks() -> Iterator[Forks]:
 def _late_copies(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--late-copies"):
         from tests.engine import harness
-
         from tests.engine.lazy_device import LazyDevice
 
         harness.DEVICE = LazyDevice

@@ -85,7 +85,7 @@ def train(model: nn.Module, plan: planner.Plan, steps: int = 3, **options: Any) 
 @pytest.mark.parametrize(
     "model", [{}, {"saves": True}, {"backwards": True}], ids=["plain", "checkpointed", "backwards"]
 )
-@pytest.mark.parametrize("where", ["device", "host", "nvme", "some with copies", "share", "share of nvme"])
+@pytest.mark.parametrize("where", ["device", "host", "nvme", "some with copies", "share", "share of nvme", "adds up"])
 def test_the_peaks_of_a_run_are_the_planned_ones(
     where: str, model: dict[str, bool], mixed_precision: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -100,6 +100,7 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         "share of nvme": hetmem.Budget(
             device="8MiB", host="2MiB", nvme="16MiB", nvme_dir=tmp_path, device_chunks="3MiB"
         ),
+        "adds up": hetmem.Budget(device="8MiB", host="4608KiB", device_chunks="3MiB"),
     }[where]
     plan = planner.plan(lambda: GPT(**model), (BATCH,), budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
     assert plan.fits

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hetmem.base.units import format_size, parse_size
 from hetmem.errors import BudgetError, ManageError
 
 Size = int | str
+OverlapName = Literal["off", "backward", "forward"]
+GradientsName = Literal["visible", "streamed"]
 Directory = str | os.PathLike[str]
 
 
@@ -106,14 +108,18 @@ def cache_directory() -> Path:
     try:
         return (Path(said) if said else Path.home() / ".cache") / "hetmem"
     except RuntimeError as error:
-        raise FileNotFoundError(
-            errno.ENOENT, "nobody says where the home of this user is: set XDG_CACHE_HOME"
-        ) from error
+        raise FileNotFoundError(errno.ENOENT, "this user has no home directory: set XDG_CACHE_HOME") from error
 
 
 def kernel_cache_directory() -> Path:
     """Where compiled kernels are kept. Raises as `cache_directory` does."""
     return cache_directory() / "kernels"
+
+
+def world_size() -> int:
+    """How many processes a launcher such as torchrun has started, by WORLD_SIZE; 1 without one."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else 1
 
 
 def nvme_timeout_seconds() -> float:

@@ -104,7 +104,7 @@ def build_memory(
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
     pins: list[Callable[[], None]] = []
     try:
-        host_pool = HostPool(capacities.host_bytes)
+        host_pool = HostPool(capacities.host_bytes if limits.host_bytes is not None else ground.host_bytes)
         pins.append(host_pool.mapping.share_with_children)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         if not ground.resident:  # what no copy uses is not pinned
@@ -126,6 +126,8 @@ def build_memory(
             pins,
             ground.resident,
         )
+        if not ground.missing_bytes:  # else the optimizer, which may keep less than AdamW, says what is missing
+            memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}
         memory.reserve(memory.chunks, Role.PARAM)
         memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
     except BaseException:

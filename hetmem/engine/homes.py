@@ -20,9 +20,9 @@ from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block
+from hetmem.schedule.gradients import Lending, set_aside
 from hetmem.schedule.layout import Layout
 from hetmem.schedule.placement import Room, place, place_copies
-from hetmem.schedule.queues import Lending, set_aside
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import idle_bytes
 
@@ -52,6 +52,9 @@ class Memory:
     """What ends page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
     device_home_bytes: int = 0
+    staying: dict[Chunk, None] = field(default_factory=dict)
+    """The chunks whose homes are on the device for want of room elsewhere."""
+    _staying_bytes: int = 0
     usable_bytes: int = field(init=False)
     """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
     _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
@@ -86,19 +89,19 @@ class Memory:
 
     @property
     def moved_bytes(self) -> int:
-        """What is on the device beside copies, and may leave it: all of it, unless the model is whole there."""
-        return 0 if self.resident else self.device_home_bytes
+        """What is on the device beside copies, and may leave it."""
+        return 0 if self.resident else self.device_home_bytes - self._staying_bytes
 
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, or `DeviceOutOfMemoryError` where the others
         are on the device, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
-        on_device = [chunk for chunk in chunks if self.resident or chunk.moved]
+        on_device = [chunk for chunk in chunks if self.resident or chunk.moved or chunk in self.staying]
         self._reserve_on_device(on_device, role)
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
         sizes = [chunk.home_nbytes(role) for chunk in chunks]
         try:
-            tiers = place(sizes, self._room(), f"{role.name} of {len(chunks)} chunks")
+            tiers = place(sizes, self.room(), f"{role.name} of {len(chunks)} chunks")
         except BudgetError:
             for chunk in on_device:
                 self._unsettle(chunk, role)
@@ -134,13 +137,14 @@ class Memory:
         """Give 16-bit copies of `chunks`, which compute in 16 bits, homes as far as there is room."""
         wanted = [(chunk, chunk.home_nbytes(Role.COMPUTE)) for chunk in chunks]
         beside = [chunk.homes[Role.PARAM].tier for chunk, _ in wanted]
-        tiers = place_copies([nbytes for _, nbytes in wanted], beside, self._room())
+        tiers = place_copies([nbytes for _, nbytes in wanted], beside, self.room())
         placed = [
             (chunk, nbytes, tier) for (chunk, nbytes), tier in zip(wanted, tiers, strict=True) if tier is not None
         ]
         self._place(Role.COMPUTE, placed)
 
-    def _room(self) -> Room:
+    def room(self) -> Room:
+        """What is left for homes in host memory and on NVMe."""
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
         return Room(self.host_pool.free_bytes, nvme)
 
@@ -164,6 +168,7 @@ class Memory:
         nbytes = chunk.home_nbytes(role)
         self._device_ranges.append(_range(memory, nbytes))
         self.device_home_bytes += nbytes
+        self._staying_bytes += nbytes * (chunk in self.staying)
         return home
 
     def _unsettle(self, chunk: Chunk, role: Role) -> Home:
@@ -171,6 +176,7 @@ class Memory:
         nbytes = chunk.home_nbytes(role)
         self._device_ranges.remove(_range(home.memory, nbytes))
         self.device_home_bytes -= nbytes
+        self._staying_bytes -= nbytes * (chunk in self.staying)
         return home
 
     def move_in(self, chunk: Chunk, memories: Mapping[Role, tensor_views.Memory]) -> None:
@@ -187,6 +193,16 @@ class Memory:
         if home.away is not None:
             home.away.written = home.written
             chunk.homes[role] = home.away
+
+    def open_way_back(self, chunk: Chunk, *, gradients: bool) -> bool:
+        """Reserve places in host memory for all homes of `chunk`, which stays on the device, and for its `gradients`;
+        False if there is no room."""
+        wanted = dict.fromkeys((*chunk.homes, *((Role.GRAD,) if gradients else ())))
+        if sum(map(chunk.home_nbytes, wanted)) > self.host_pool.free_bytes:
+            return False
+        for role in chunk.homes:
+            chunk.homes[role].away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
+        return True
 
     @property
     def may_leave_device(self) -> bool:
@@ -237,11 +253,16 @@ class Memory:
         self._device_ranges.remove(_range(memory, nbytes))
         self.device_home_bytes -= nbytes
 
-    def set_aside(self, chunks: Iterable[Chunk], role: Role) -> None:
-        """Host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.queues`."""
-        for nbytes in set_aside((chunk.home_nbytes(role) for chunk in chunks), self.host_pool.free_bytes):
+    def set_aside(self, chunks: Iterable[Chunk], role: Role) -> int:
+        """Reserve host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
+
+        Return how many of `chunks` have no place while all others have one."""
+        sizes = [chunk.home_nbytes(role) for chunk in chunks]
+        places = set_aside(sizes, self.host_pool.free_bytes)
+        for nbytes in places:
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)
+        return len(sizes) - len(places)
 
     @property
     def spare_bytes(self) -> int:

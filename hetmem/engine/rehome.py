@@ -116,6 +116,21 @@ class ResidentShare:
                 if self._has_a_way_back(chunk):
                     self._move_back(chunk)
 
+    def bring_home(self, *, lends: bool) -> None:
+        """Chunks that stay on the device for want of room go to host memory as far as there is some after all: the
+        optimizer keeps less than was reckoned with. `lends`: gradients need no homes of their own."""
+        memory = self._runtime.memory
+        with self._runtime.room.moving_homes():
+            for chunk in list(memory.staying):
+                if not self._free_to_move(chunk) or not memory.open_way_back(chunk, gradients=not lends):
+                    return
+                for home in chunk.homes.values():
+                    assert home.away is not None
+                    home.away.block = home.block
+                self._moved.append(chunk)
+                self._move_back(chunk)
+                del memory.staying[chunk]
+
     # ---- what may move -----------------------------------------------------------------------------------------
 
     @staticmethod
@@ -182,7 +197,7 @@ class ResidentShare:
 
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
-        assert block is not None  # and perhaps no parameter: some chunks are empty once they are in order of use
+        assert block is not None
         if not traffic.residency.uses(block, Tier.DEVICE):
             traffic.copy_home_again(chunk)  # nobody has looked for writes of the user yet, if this is no forward
         for role, home in chunk.homes.items():

@@ -70,7 +70,6 @@ class Runtime:
         self.give_leases_up: Callable[[], bool] = lambda: False
         """Called where copies that are used at once have no room: whether some are used no more."""
         self._held: dict[int, ManagedParameter] = {}
-        self._first_uses = 0
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
@@ -136,8 +135,6 @@ class Runtime:
                         parameter.__class__ = before
                         self._notice_write(managed)
                         parameter.__class__ = managed.kind
-                    if managed.first_use < 0:
-                        managed.first_use = self._first_uses = self._first_uses + 1
                     if self.writes.unsure and managed.chunk in self.writes.unsure:
                         self.writes.make_sure(managed.chunk)
                     blocks.append(param_block(managed))
@@ -371,18 +368,11 @@ class Runtime:
                 self._acquire_device(managed, block, f"a kept view of {managed.name}")
                 self.traffic.release(block, Tier.DEVICE)
 
-    def relearn(self) -> None:
-        """Chunks hold other parameters now: what was traced is void."""
-        self.bindings.learn(self.parameters)
-        self.traffic.rename_blocks()
-        self.tracer.forget()
-        self._ended = None
-
     def hold_homes(self) -> None:
         """An optimizer has stepped, and the user may write to weights in whatever way: nothing is read ahead from the
         homes of those that are trained before the next forward, which makes their copies anew."""
         self.writes.stepped = True
-        for chunk in self.chunks:
+        for chunk in self.chunks if not self.memory.resident else ():
             if any(managed.parameter.requires_grad for managed in chunk.parameters):
                 self.traffic.hold(chunk)
 

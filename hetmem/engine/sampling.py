@@ -59,11 +59,6 @@ class Fingerprints:
         """The bytes of its home that are looked at."""
         return [at * chunk.dtype.itemsize for at in self._places_of(chunk).index.tolist()]
 
-    def forget(self) -> None:
-        """Chunks hold other parameters now, and have no copies."""
-        self._places.clear()
-        self._bits.clear()
-
     def _places_of(self, chunk: Chunk) -> _Places:
         found = self._places.get(chunk)
         if found is None:

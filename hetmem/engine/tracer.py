@@ -23,10 +23,6 @@ class StepTracer:
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is known any more."""
         self.book = TraceBook()
         self.key: Hashable | None = None
         self.measured = False

@@ -87,7 +87,7 @@ class Interception:
         self._backwards = 0
         """Those that run, one within the other."""
         self._handles: list[Any] = []
-        self.arranged, self.removed = False, False
+        self.removed = False
         self._regions = Regions(runtime, self.leases)
         self._tracing = self._regions.tracing
         self._buffers = weakref.WeakMethod(module.buffers)

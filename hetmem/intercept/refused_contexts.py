@@ -19,6 +19,11 @@ def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
             "a managed model cannot be exported or traced: do that with copy.deepcopy(model), which is an ordinary "
             "module with the same weights"
         )
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        raise ManageError(
+            "torch's fully_shard has replaced the parameters of this managed model, and hetmem would train none of "
+            "them: hetmem trains in one process, so leave fully_shard out and build the model again"
+        )
     around = DistributedDataParallel._active_ddp_module if streams else None
     if around is not None and any(part is model for part in around.modules()):
         raise ManageError(

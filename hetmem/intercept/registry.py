@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hetmem.base.units import format_size
 from hetmem.engine.consumed_gradients import updated_by_another
+from hetmem.engine.events import Span
 from hetmem.engine.forked import refuse_in_child
+from hetmem.engine.running import in_backward
+from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, Turn
 from hetmem.errors import ManageError, StoreError
 from hetmem.intercept.forward_scope import calling_frame, running
@@ -27,6 +33,8 @@ _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _taken: dict[int, list[tuple[Turn, Section]]] = {}
 """By thread, for the step of an optimizer that is not hetmem's."""
+_warned: WeakSet[Interception] = WeakSet()
+"""Those whose user knows of states outside of the budget."""
 _TRIES = 32
 """So many transfers may be under way that fail, each of which is told once."""
 
@@ -39,10 +47,12 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         return
     _give_turns()  # of a step that raised
     runs = running(calling_frame(optimizer, sys._getframe()))
-    turns = {interception.runtime.turn for interception in _managed_by(optimizer)}
-    for turn in sorted(turns, key=lambda turn: turn.number):
-        section = turn.take(f"a step of {type(optimizer).__name__}", runs)
-        _taken.setdefault(get_ident(), []).append((turn, section))
+    runtimes = {interception.runtime for interception in _managed_by(optimizer)}
+    for runtime in sorted(runtimes, key=lambda runtime: runtime.turn.number):
+        section = runtime.turn.take(f"a step of {type(optimizer).__name__}", runs)
+        _taken.setdefault(get_ident(), []).append((runtime.turn, section))
+        if not in_backward():  # an optimizer within a backward steps a part of the model
+            runtime.events.begin_segment("step")
 
 
 def _managed_by(optimizer: torch.optim.Optimizer) -> Iterator[Interception]:
@@ -81,6 +91,8 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
                 if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):
                     raise RuntimeError(updated_by_another(found[1].name))
     for interception in models:
+        _count_step(interception.runtime)
+        _warn_of_states(interception, optimizer)
         with suppress(Exception), interception.runtime.unwatched():
             interception.runtime.renew_what_is_held()
     try:
@@ -88,6 +100,32 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
             raise failed
     finally:
         del failed
+
+
+def _count_step(runtime: Runtime) -> None:
+    """Count a step of an optimizer that is not hetmem's in reports: the host has updated for as long as it took."""
+    segment = runtime.events.running()
+    if segment is not None and segment[0] == "step":
+        runtime.events.updates.append(Span("all", segment[1], time.perf_counter()))
+        runtime.events.end_segment()
+        runtime.statistics.steps += 1
+
+
+def _warn_of_states(interception: Interception, optimizer: torch.optim.Optimizer) -> None:
+    """Warn once of a model that `optimizer` keeps states of it in memory that no budget counts."""
+    if interception in _warned:
+        return
+    by_id, name = interception.runtime.bindings.by_id, type(optimizer).__name__
+    kept = (state.values() for parameter, state in optimizer.state.items() if id(parameter) in by_id)
+    nbytes = sum(v.numel() * v.itemsize for values in kept for v in values if isinstance(v, torch.Tensor) and v.dim())
+    if nbytes:
+        _warned.add(interception)
+        warnings.warn(
+            f"torch's {name} keeps {format_size(nbytes)} of states outside of the budget of hetmem.manage: make "
+            f"hetmem.AdamW(model.parameters(), …), or hetmem.optim.offload({name}, …), and give it to a Trainer as "
+            f"optimizers=(optimizer, None); said once",
+            stacklevel=4,
+        )
 
 
 def _updated(interception: Interception, managed: ManagedParameter) -> StoreError | None:

@@ -73,7 +73,7 @@ class Chunk:
     """`numel` elements of `dtype` on their home tier and of `compute_dtype` on the device.
 
     `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages; only these move. A
-    home has room for `capacity` elements, so that chunks can trade parameters.
+    home has room for `capacity` elements.
     """
 
     spec: ChunkSpec
@@ -98,8 +98,8 @@ class Chunk:
 
     @property
     def moved(self) -> bool:
-        """Whether its homes have moved to the device, and may go back."""
-        return Role.PARAM in self.homes and self.homes[Role.PARAM].away is not None
+        """Whether its homes are on the device."""
+        return Role.PARAM in self.homes and self.homes[Role.PARAM].tier is Tier.DEVICE
 
     def dtype_of(self, role: Role) -> torch.dtype:
         """Of the elements of `role`."""
@@ -126,16 +126,15 @@ class Chunk:
         """Bytes of the copy that operators see."""
         return self.numel * self.compute_dtype.itemsize
 
-    def flat(self, role: Role, *, whole: bool = False) -> torch.Tensor:
-        """The home of `role` as a 1-D tensor (a new one at each call): what is used of it, or the `whole` of it."""
-        return self.over(role, self.homes[role].memory, whole=whole)
+    def flat(self, role: Role) -> torch.Tensor:
+        """Return what is used of the home of `role` as a 1-D tensor (a new one at each call)."""
+        return self.over(role, self.homes[role].memory)
 
-    def over(self, role: Role, memory: Memory, *, whole: bool = False) -> torch.Tensor:
+    def over(self, role: Role, memory: Memory) -> torch.Tensor:
         """`memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
-        count = self.capacity if whole else self.numel
         if role.scale_block:
-            return elements(memory, torch.uint8, self._bytes(role, count))
-        return elements(memory, self.dtype_of(role), count)
+            return elements(memory, torch.uint8, self._bytes(role, self.numel))
+        return elements(memory, self.dtype_of(role), self.numel)
 
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
@@ -153,7 +152,7 @@ class ManagedParameter:
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
     begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the
-    parameter's version counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how
+    parameter's version counter as last seen: a different one means that it was written to. `data_sets` counts how
     often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
     `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
     counts the calls of modules that it is bound for, and `data_taken` says that `.data` was asked for within one."""
@@ -180,7 +179,6 @@ class ManagedParameter:
     grad_version: int = 0
     grad_address: int = 0
     grad_hooked: bool = False
-    first_use: int = -1
     kind: type = torch.nn.Parameter
     unbound_kind: type = torch.nn.Parameter
     bound_kind: type = torch.nn.Parameter

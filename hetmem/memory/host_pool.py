@@ -5,15 +5,12 @@ It hands out bytes and keeps to its capacity; it does not know what is in them.
 
 from __future__ import annotations
 
-from hetmem.base.units import GIB, format_size, round_down, round_up
+from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory.mapping import Mapping
+from hetmem.schedule.placement import PIECE_BYTES
 
 PAGE_BYTES = 4096
-
-PIECE_BYTES = 64 * GIB
-"""Drivers page-lock no more than this in one call (r580 fails at 512 GiB); no copy may lie in two such pieces, so no
-reservation crosses a multiple of it."""
 
 
 class HostPool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
@@ -55,10 +56,10 @@ class AdamW(OffloadedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
-        loss_scale: LossScale | float | str | None = None,
-        overlap: str = "off",
-        gradients: str = "visible",
-        moments: torch.dtype | str | None = None,
+        loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+        overlap: OverlapName = "off",
+        gradients: GradientsName = "visible",
+        moments: torch.dtype | Literal["8bit"] | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
@@ -175,10 +176,32 @@ class AdamWRule:
                 [update.grad for update in alike],
                 [update.states["exp_avg"] for update in alike],
                 [update.states["exp_avg_sq"] for update in alike],
+                [update.state["step"] for update in alike],
             )
             for update in alike:
                 if update.copy is not None:
                     update.copy.copy_(update.param)
+
+    def whole(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: Sequence[list[torch.Tensor]],
+        steps: list[torch.Tensor],
+        scale: float,
+    ) -> None:
+        """See `Whole`."""
+        (beta1, beta2), (exp_avgs, exp_avg_sqs) = group["betas"], states
+        step = AdamWStep(
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], 0, bool(group["maximize"]), scale
+        )
+        torch._foreach_add_(steps, 1)
+        try:
+            adamw_on_device(step, params, grads, exp_avgs, exp_avg_sqs, steps)
+        except BaseException:
+            torch._foreach_sub_(steps, 1)
+            raise
 
     def _equals_host(self, update: ParameterUpdate) -> bool:
         copy_dtype = None if update.copy is None else update.copy.dtype
@@ -200,7 +223,7 @@ class CompactAdamWRule:
 
     runs_on_device = False
 
-    def __init__(self, moments: torch.dtype | str | None, seed: int, *, stochastic_rounding: bool) -> None:
+    def __init__(self, moments: torch.dtype | Literal["8bit"] | None, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
         self.seed: int | None = seed
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import Task
 from hetmem.cpu.tiles import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
@@ -32,9 +33,9 @@ def offload(
     params: Any,
     *,
     max_grad_norm: float | None = None,
-    loss_scale: LossScale | float | str | None = None,
-    overlap: str = "off",
-    gradients: str = "visible",
+    loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+    overlap: OverlapName = "off",
+    gradients: GradientsName = "visible",
     **options: Any,
 ) -> OffloadedOptimizer:
     """`optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers.

@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.consumed_gradients import refuse_used_up
-from hetmem.engine.reorder import arrange_by_use
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import uncompiled
@@ -24,14 +24,15 @@ from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernel_warmup import compile_ahead
-from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice
+from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice, saves_nothing
 from hetmem.optim.owners import managed_again, no_longer_managed
-from hetmem.optim.progress import refuse_sparse
+from hetmem.optim.progress import on_host, refuse_sparse
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.states import Places, States, saved_homes
 from hetmem.optim.step import Stepper, Work
-from hetmem.optim.update_placement import check_staging
+from hetmem.optim.update_placement import check_room, check_staging
+from hetmem.optim.whole_step import Whole, WholeGroup, WholeUpdate
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
@@ -62,10 +63,10 @@ class OffloadedOptimizer(Optimizer):
         defaults: dict[str, Any],
         rule: Rule,
         *,
-        overlap: str = "off",
+        overlap: OverlapName = "off",
         max_grad_norm: float | None = None,
         scale: LossScale | float | str | None = None,
-        gradients: str = "visible",
+        gradients: GradientsName = "visible",
     ) -> None:
         if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm must be a positive number or None, got {max_grad_norm!r}")
@@ -88,6 +89,7 @@ class OffloadedOptimizer(Optimizer):
         self._steppers: dict[Interception, Stepper] = {}
         self.states = States()
         self._numbers: dict[int, int] = {}
+        self._whole: dict[int, tuple[Stepper, WholeGroup] | None] = {}
         self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
 
     # ---- what torch's optimizers have --------------------------------------------------------------------------
@@ -153,19 +155,21 @@ class OffloadedOptimizer(Optimizer):
             yield
 
     def _step_all(self) -> None:
-        self._arrange_by_use()
         for stepper in self._steppers.values():
             stepper.begin()
         for interception in self._steppers:
             interception.share.grow()
-        work = self._work()
-        grad_scale = self._grad_scale(work)
+        whole = self._whole_work()
+        work = self._work({id(update.group) for _, update in whole})
+        grad_scale = self._grad_scale(work, [update for _, update in whole])
         try:
             for stepper, chunks in work.items():
                 if grad_scale is None:
                     stepper.skip()
                 else:
                     stepper.update(chunks, grad_scale)
+            if grad_scale is not None:
+                self._update_whole(whole, grad_scale)  # last: such an update is not repeated
         except BaseException:
             for stepper in work:  # those that are done must know too that this step may be tried again
                 stepper.failed = True
@@ -329,11 +333,18 @@ class OffloadedOptimizer(Optimizer):
     def _reserve_homes(self, interception: Interception, kept: dict[Chunk, tuple[Role, ...]]) -> None:
         check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
         memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
-        if memory.streams and self.gradients is Gradients.STREAMED and not memory.resident:
-            memory.set_aside((chunk for chunk in kept if not memory.lends(chunk, Role.GRAD)), Role.GRAD)
+        lends = memory.streams and self.gradients is Gradients.STREAMED and not memory.resident
+        if not memory.resident:
+            check_room(memory, kept, self._name(), lends=lends)
+        if lends:
+            new = [chunk for chunk in kept if not (chunk.moved or memory.lends(chunk, Role.GRAD))]
+            if new and not memory.set_aside(new, Role.GRAD):
+                saves_nothing(len(new))
             sink.lends = True
         elif memory.streams:  # on the device gradients stay autograd's own
             traffic.ensure_homes(kept, (Role.GRAD,))
+            if self.gradients is Gradients.STREAMED:
+                saves_nothing(0)
         alike: dict[tuple[Role, ...], list[Chunk]] = {}
         for chunk, roles in kept.items():
             check_staging(memory, chunk, len(roles))
@@ -342,6 +353,12 @@ class OffloadedOptimizer(Optimizer):
             for chunk in chunks:
                 interception.share.before_reserving(chunk, set(roles))
             traffic.ensure_homes(chunks, roles)
+        if memory.staying:
+            if all(
+                chunk in kept for chunk in memory.chunks if any(m.parameter.requires_grad for m in chunk.parameters)
+            ):
+                interception.share.bring_home(lends=lends)
+            traffic.ensure_homes(memory.staying, (Role.GRAD,))
 
     def _checked(self, parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:
         """Raises `ManageError` for one that cannot be updated."""
@@ -367,9 +384,51 @@ class OffloadedOptimizer(Optimizer):
         stepper.ensure_homes(managed.chunk, roles)
         return managed, roles
 
-    def _work(self) -> dict[Stepper, Work]:
+    def _whole_work(self) -> list[tuple[Stepper, WholeUpdate]]:
+        """Groups whose parameters are whole on the device."""
+        if not isinstance(self.rule, Whole) or not any(each.updates_whole for each in self._steppers.values()):
+            return []
+        found = []
+        for group in self.param_groups:
+            known = self._whole.get(id(group))
+            if known is None or not (known[0].updates_whole and known[1].is_of(group["params"])):
+                known = self._whole[id(group)] = self._whole_group(group)
+            update = known and known[1].update(group, self.states.shown)
+            if known and update:
+                known[0].own_whole(update)
+                found.append((known[0], update))
+            else:
+                self._whole[id(group)] = None  # perhaps all has its states, and a place, in the next step
+        return found
+
+    def _whole_group(self, group: dict[str, Any]) -> tuple[Stepper, WholeGroup] | None:
+        """None if something of `group` is elsewhere."""
+        if any(registry.of_parameter(parameter) is None for parameter in group["params"]):
+            return None
+        managed = [self._managed(parameter) for parameter in group["params"]]
+        steppers = list(dict.fromkeys(stepper for stepper, _ in managed))
+        if len(steppers) != 1 or not steppers[0].updates_whole:
+            return None
+        roles = {self.rule.roles(group, each.chunk.dtype) for _, each in managed}
+        return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
+
+    def _update_whole(self, whole: list[tuple[Stepper, WholeUpdate]], grad_scale: float) -> None:
+        for stepper, update in whole:
+            if stepper.updates_whole:
+                assert isinstance(self.rule, Whole)
+                update.carry_out(self.rule, grad_scale)
+                continue
+            chunks: Work = {}
+            for managed in update.managed:  # other updates of this step had no room on the device
+                chunks.setdefault(managed.chunk, []).append((managed, update.group))
+            stepper.update(chunks, grad_scale)
+
+    def _work(self, but: Container[int]) -> dict[Stepper, Work]:
+        """What is to be updated of groups whose `id`s are not in `but`, by chunks."""
         work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}
         for group in self.param_groups:
+            if id(group) in but:
+                continue
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -380,26 +439,18 @@ class OffloadedOptimizer(Optimizer):
             stepper.own([managed for members in chunks.values() for managed, _ in members])
         return work
 
-    def _grad_scale(self, work: dict[Stepper, Work]) -> float | None:
+    def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:
         """The factor of all gradients; None if they are not all finite and the step is to be skipped."""
         if not self.needs_all_gradients:
             return 1.0
         sums = [sums for stepper, chunks in work.items() for sums in stepper.square_sums(chunks)]
+        assert self._workers is not None
+        sums += on_host([sums for update in whole for sums in update.square_sums(self._workers)])
         unscale = self.expected_scale()
         self.grad_norm = total(sums) ** 0.5 * unscale
         if self.loss_scale is not None and self.grad_norm - self.grad_norm != 0:
             return None
         return unscale * clip_factor(self.grad_norm, self.max_grad_norm)
-
-    def _arrange_by_use(self) -> None:
-        """Before the first update: chunks in order of use, as the first forward showed it."""
-        for interception in list(self._steppers):
-            if not interception.arranged and interception.runtime.memory.streams:
-                if not any(managed.parameter in self.states.shown for managed in interception.runtime.parameters):
-                    interception.reset()
-                    interception.segments.settle()
-                    arrange_by_use(interception.runtime)
-                interception.arranged = True  # a step that failed before is tried again
 
     def _managed(self, parameter: torch.Tensor, *, loads: bool = False) -> tuple[Stepper, ManagedParameter]:
         for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -93,3 +94,13 @@ def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) 
             "streamed gradients are gone before all have arrived, so that neither max_grad_norm nor loss_scale "
             "can be known: leave those out, or gradients='visible'"
         )
+
+
+def saves_nothing(chunks: int) -> None:
+    """Warn that streamed gradients take as much memory as visible ones: those of a model of so few `chunks`, of which
+    some have a home at any time, or (0) of one whose states all lie on the device."""
+    why = f"the model has {chunks} chunk(s), all with gradients at a time" if chunks else "all is on the device"
+    warnings.warn(
+        f"gradients='streamed' saves nothing: {why}; leave it out{', or set a smaller chunk_bytes' if chunks else ''}",
+        stacklevel=5,
+    )

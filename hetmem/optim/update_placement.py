@@ -5,12 +5,13 @@ Which chunks go to the device is `schedule.update_split`'s to say; here are the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
-from hetmem.base.units import format_size
+from hetmem.base.units import format_enough, format_size
 from hetmem.engine.gradients import GradientSink, has_hooks_of_the_user
 from hetmem.engine.homes import Memory as ModelMemory
 from hetmem.engine.runtime import Runtime
@@ -44,7 +45,7 @@ class UpdatePlaces:
         self._gradients_stay = gradients is Gradients.STREAMED
         self.share: StreamedShare | None = None
 
-    def choose(self, groups: Groups) -> None:
+    def choose(self, groups: Callable[[], Groups]) -> None:
         """Look at the step so far."""
         runtime = self._runtime
         if runtime.hardware is None or not runtime.tracer.knows_a_backward() or not isinstance(self._rule, Streamable):
@@ -55,7 +56,7 @@ class UpdatePlaces:
             self.share = StreamedShare(runtime.hardware, self._updates)
         sent = runtime.traffic.engine.links()[Link.DEVICE_TO_HOST].bytes - self._updates.sent_home_bytes
         sent += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
-        self.share.look(sent, runtime.memory.moved_bytes, lambda: self._facts(groups))
+        self.share.look(sent, runtime.memory.moved_bytes, lambda: self._facts(groups()))
 
     def same_on_device(self, groups: Groups) -> set[int]:
         """The `id`s of the parameters whose update has the same bits with their homes on the device."""
@@ -123,6 +124,31 @@ class UpdatePlaces:
 def _in_host_memory(chunk: Chunk) -> bool:
     """Whether all homes of `chunk` are there, but for gradients, which may be kept on the device."""
     return all(home.tier is Tier.HOST for role, home in chunk.homes.items() if role != Role.GRAD)
+
+
+def check_room(memory: ModelMemory, kept: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool) -> None:
+    """Raise `BudgetError` where host memory and NVMe lack room for what the optimizer called `name` keeps of chunks.
+    `lends`: gradients have homes for a while only."""
+    wanted: Counter[str] = Counter()
+    for chunk, roles in kept.items():
+        for role in (*roles, *(() if lends else (Role.GRAD,))):
+            if role not in chunk.homes and not chunk.moved:
+                wanted["gradients" if role is Role.GRAD else "states"] += chunk.home_nbytes(role)
+    room, total = memory.room(), sum(wanted.values())
+    missing = total - room.host_bytes - room.nvme_bytes
+    if missing <= 0:
+        return
+    here = total + memory.host_pool.reserved_bytes + (memory.store.reserved_bytes if memory.store else 0)
+    device = f", the device holds {format_size(memory.device_home_bytes)}" if memory.device_home_bytes else ""
+    tiers = f"Budget(host=…) is {format_size(memory.host_pool.capacity_bytes)}"
+    tiers += f" and Budget(nvme=…) {format_size(memory.nvme_bytes)}" if memory.store else ""
+    kinds = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in wanted.items())
+    raise BudgetError(
+        f"{name} has no room: weights, gradients and states take {format_size(here)} in all beside the device ({kinds} "
+        f"still to come), and {tiers}{device}, so {format_enough(missing)} are missing; raise Budget(host=…) to "
+        f"{format_enough(memory.host_pool.capacity_bytes + missing)}, or give Budget(nvme=…, nvme_dir=…); "
+        f"`hetmem plan` says what else would do"
+    )
 
 
 def check_staging(memory: ModelMemory, chunk: Chunk, states: int) -> None:

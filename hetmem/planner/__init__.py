@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hetmem.base.config import Budget, Limits, refuse_budget
+from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refuse_budget
 from hetmem.base.units import parse_size
 from hetmem.engine.precision import Precision, precision_of
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
@@ -63,8 +63,8 @@ def plan(
     chunk_bytes: int | str | None = None,
     micro_batches: int = 1,
     checkpointing: bool = False,
-    overlap: str = "off",
-    gradients: str = "visible",
+    overlap: OverlapName = "off",
+    gradients: GradientsName = "visible",
     real: bool = False,
 ) -> Plan:
     """What training the model that `build_model()` builds will take and how long a step will last.
@@ -118,8 +118,8 @@ def plan_within(
     chunk_bytes: int | None = None,
     micro_batches: int = 1,
     checkpointing: bool = False,
-    overlap: str = "off",
-    gradients: str = "visible",
+    overlap: OverlapName = "off",
+    gradients: GradientsName = "visible",
     nvme_directories: tuple[str, ...] = (),
     profile_name: str | None = None,
     real: bool = False,

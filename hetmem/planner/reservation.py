@@ -1,8 +1,7 @@
 """What `manage` and the optimizer will reserve for a model within a budget: chunks, slots, staging and homes.
 
-Chunks, slots and staging are `placement.survey`'s, as in a run; homes and the order of use are the pure counterpart of
-`engine.build` and `engine.reorder` (a test holds them to each other). Sizes in, an `Arrangement` or a
-reasoned refusal out.
+Chunks, slots and staging are `placement.survey`'s, as in a run; homes are the pure counterpart of `engine.build` (a
+test holds them to each other). Sizes in, an `Arrangement` or a reasoned refusal out.
 """
 
 from __future__ import annotations
@@ -13,9 +12,19 @@ from dataclasses import dataclass, replace
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import Workload
-from hetmem.schedule.layout import ChunkSpec, build_layout, used_ends
-from hetmem.schedule.placement import PAGE_BYTES, Capacities, Ground, NoRoom, Room, place, place_copies, survey
-from hetmem.schedule.queues import set_aside
+from hetmem.schedule.gradients import set_aside
+from hetmem.schedule.layout import used_ends
+from hetmem.schedule.placement import (
+    PAGE_BYTES,
+    STAGED_ROLES,
+    Capacities,
+    Ground,
+    NoRoom,
+    Room,
+    place,
+    place_copies,
+    survey,
+)
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Candidate, choose
 
@@ -75,6 +84,8 @@ def arrange(
         capacities,
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
+        beside_bytes=workload.peak_live_bytes,
+        lent_bytes=(lambda sizes: sum(set_aside(sizes, capacities.host_bytes))) if streamed_gradients else None,
     )
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     lends = streamed_gradients and not ground.resident
@@ -86,7 +97,7 @@ def arrange(
         tuple(placement.chunk for placement in ground.layout.placements),
         tuple(spec.numel for spec in workload.parameters),
         left,
-        frozenset(homes["grad"]) if lends else frozenset(),
+        frozenset(homes["grad"]) - ground.staying if lends else frozenset(),
         places,
     )
 
@@ -98,41 +109,6 @@ def state_bytes(workload: Workload, *, streamed_gradients: bool = False) -> int:
     return sum(
         spec.numel * spec.itemsize * (roles if index in workload.trainable else 1)
         for index, spec in enumerate(workload.parameters)
-    )
-
-
-def by_first_use(arrangement: Arrangement, workload: Workload) -> Arrangement:
-    """The chunks as they are from the first update on: parameters in the order in which the forward used them."""
-    ground = arrangement.ground
-    if ground.resident and not workload.mixed_precision:
-        return arrangement
-    rank = {index: at for at, index in enumerate(workload.first_uses())}
-    numels, chunk_of = list(arrangement.numels), list(arrangement.chunk_of)
-    chunks = list(ground.chunks)
-    groups: dict[str, list[ChunkSpec]] = {}
-    for chunk in ground.chunks:
-        if chunk.span == 1 and chunk.index in arrangement.homes["grad"]:
-            groups.setdefault(chunk.group, []).append(chunk)
-    for own in groups.values():
-        order = sorted((index for chunk in own for index in chunk.parameters), key=rank.__getitem__)
-        layout = build_layout([workload.parameters[i] for i in order], ground.layout.chunk_elements)
-        together = [{order[index] for index in chunk.parameters} for chunk in layout.chunks]
-        if len(layout.chunks) > len(own) or together == [set(chunk.parameters) for chunk in own]:
-            continue
-        for chunk in own:
-            numels[chunk.index] = 0
-            chunks[chunk.index] = replace(chunk, parameters=(), used_elements=0)
-        for new, old, end in zip(layout.chunks, own, used_ends(layout), strict=False):
-            numels[old.index] = end
-            members = tuple(order[index] for index in new.parameters)
-            chunks[old.index] = replace(old, parameters=members, used_elements=new.used_elements)
-        for placement in layout.placements:
-            chunk_of[order[placement.parameter]] = own[placement.chunk].index
-    return replace(
-        arrangement,
-        ground=replace(ground, layout=replace(ground.layout, chunks=tuple(chunks))),
-        numels=tuple(numels),
-        chunk_of=tuple(chunk_of),
     )
 
 
@@ -164,15 +140,17 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
     """Raise `NoRoom` if some operator alone needs more than the device has; the quick part of a rehearsal."""
     ground = arrangement.ground
     needed, held, name, slots = 0, set[int](), "", 0
+    homes = 0 if ground.resident else sum(arrangement.bytes_by_role(Tier.DEVICE).values())
     for event in workload.events:
         held = held - set(event.let_go) | set(event.held)
         chunks = {arrangement.chunk_of[parameter] for parameter in held.union(event.parameters)}
         spans = 0 if ground.resident else sum(ground.chunks[chunk].span for chunk in chunks)
-        most = event.peak_bytes + spans * ground.slot_bytes
+        most = event.peak_bytes + spans * ground.slot_bytes + homes
         if most > needed:
             needed, name, slots = most, event.operator, spans
     if needed > capacities.device_bytes:
         copies = f", and {slots} slots of {format_size(ground.slot_bytes)}" if slots else ""
+        copies += f", beside homes of {format_size(homes)} that have no room elsewhere" if homes else ""
         raise NoRoom(
             f"{name} needs {format_size(needed)} of the device at once: activations and other tensors{copies}",
             Tier.DEVICE,
@@ -197,33 +175,38 @@ def _homes(
     room = Room(host, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
     short, places = False, tuple[int, ...]()
+    staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
     for role in _OWN:
+        owning = [chunk for chunk in owners[role] if chunk not in staying]
         if role == "grad" and lends:
-            homes[role] = dict.fromkeys(owners[role], Tier.HOST)
-            places = set_aside((sizes[chunk] for chunk in owners[role]), room.host_bytes)
+            homes[role] = dict.fromkeys(owning, Tier.HOST)
+            places = set_aside((sizes[chunk] for chunk in owning), room.host_bytes)
             room = replace(room, host_bytes=room.host_bytes - sum(places))
-            continue
-        try:
-            tiers = place([sizes[chunk] for chunk in owners[role]], room, role)
-        except BudgetError:
-            tiers, short = [], True
-        homes[role] = dict(zip(owners[role], tiers, strict=False))
-        room = _left(room, homes[role], sizes)
+        else:
+            try:
+                tiers = place([sizes[chunk] for chunk in owning], room, role)
+            except BudgetError:
+                tiers, short = [], True
+            homes[role] = dict(zip(owning, tiers, strict=False))
+            room = _left(room, homes[role], sizes)
+        homes[role] |= dict.fromkeys(staying, Tier.DEVICE)
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
             room = _left(room, homes["compute"], copy_sizes)
     if short:
         fewer = sum(sizes[index] for index in owners["grad"]) - sum(places) if lends else 0
-        missing = ground.state_bytes - fewer + staging_bytes - round_down(capacities.host_bytes, PAGE_BYTES)
-        missing += sum(copy_sizes[index] for index in homes["compute"])
-        where = Tier.HOST
+        where, missing = Tier.HOST, ground.missing_bytes
         if ground.uses_nvme:  # where chunks do not fill host memory to the last byte, a little more than the difference
             ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
-            there, _, _ = _homes(ground, ample, roles, lends=lends)
+            there, _, _ = _homes(replace(ground, missing_bytes=0), ample, roles, lends=lends)
             needed = (ground.home_bytes(c, role) for role, at in there.items() for c in at if at[c] is Tier.NVME)
             where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
+        staying_bytes = sum(STAGED_ROLES * sizes[chunk] for chunk in ground.staying)
+        there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""
         raise NoRoom(
-            f"the states take {format_size(ground.state_bytes - fewer)} beside staging", where, max(1, missing)
+            f"the states take {format_size(ground.state_bytes - fewer)} beside staging{there_too}",
+            where,
+            max(1, missing),
         )
     return homes, room, places
 

@@ -91,12 +91,8 @@ class Notes:
             self._expect(follower)
 
     def knows_a_backward(self) -> bool:
-        """Whether a whole step was seen since the chunks last changed."""
+        """Whether a whole step was seen."""
         return self._book.get(BACKWARD) is not None
-
-    def forget(self) -> None:
-        """The chunks have changed: all traces are void."""
-        self._book, self._key, self._ended = TraceBook(), None, None
 
     def _finish_segment(self) -> None:
         if self._key is None:
@@ -165,7 +161,7 @@ class Notes:
         live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
         self._set_limit(live)
         while self.chunk_bytes() + live > self._capacities.device_bytes and (
-            traffic.residency.in_flight() or traffic.gradients_under_way
+            traffic.residency.in_flight() or traffic.gradients.under_way
         ):
             traffic.wait_for_one()
             live = live_bytes + traffic.gradient_bytes() + self.kept_bytes

@@ -12,11 +12,17 @@ from operator import sub
 
 from hetmem.errors import CapacityError
 from hetmem.planner.repetition import micro_batches, reading_of
-from hetmem.planner.reservation import ROLES, Arrangement, by_first_use, moved, to_the_device
-from hetmem.planner.simulated_device_updates import StreamedUpdates, crossing, facts_of, fits
-from hetmem.planner.simulated_gradients import GradientSink
+from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
+from hetmem.planner.simulated_gradients import SimulatedGradients
 from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
-from hetmem.planner.simulated_updates import Staged, Update, Updates
+from hetmem.planner.simulated_updates import (
+    SimulatedUpdates,
+    Staged,
+    Update,
+    crossing,
+    facts_of,
+    fits,
+)
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block
@@ -48,7 +54,10 @@ class Rehearsal:
         self._hardware, self._micro_batches = hardware, micro_batches
         ground = arrangement.ground
         self._traffic = SimulatedTraffic(
-            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, prefetch=prefetch
+            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots},
+            hardware,
+            prefetch=prefetch,
+            device_bytes=capacities.device_bytes,
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
@@ -65,12 +74,12 @@ class Rehearsal:
         self._usual = {number: micro_batches * count for number, count in self._gradients.items()}
         self._how = updating or Updating()
         self._begun: set[int] = set()
-        self._streamed = StreamedUpdates(self._traffic, self._notes)
+        self._updates = SimulatedUpdates(self._traffic, hardware.host.cores, self._notes)
+        self._streamed = self._updates.streamed
         awaited = None if self._how.overlapped else self._members
-        self._sink = GradientSink(
+        self._sink = SimulatedGradients(
             self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, arrangement.set_aside, awaited
         )
-        self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
         able = self._how.streamed_states and not (ground.resident or ground.uses_nvme)
         self._share = StreamedShare(hardware, self._streamed) if able else None
         self._costs = hardware.thread if self._blocks else ThreadCosts()
@@ -112,7 +121,6 @@ class Rehearsal:
             compute, more = micro_batches(
                 self._micro_batches, traffic, self._micro_batch, self._left_out, lambda: self._updates.idle
             )
-            self._rearrange()
             self._optimize()
         except CapacityError as error:
             raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
@@ -250,23 +258,6 @@ class Rehearsal:
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
-    def _rearrange(self) -> None:
-        """Before the first update chunks are filled in order of use."""
-        if self._steps or self._begun or not self._blocks:
-            return
-        arrangement = by_first_use(self._arrangement, self._workload)
-        if arrangement.chunk_of == self._arrangement.chunk_of:
-            return
-        for block in self._held.values():
-            self._traffic.release(block, Tier.DEVICE)
-        self._held.clear()
-        self._traffic.forget_copies()
-        self._arrangement = arrangement
-        self._used.clear()
-        for (role, chunk), block in self._blocks.items():
-            self._traffic.sizes[block] = arrangement.role_bytes(chunk, role)
-        self._notes.forget()
-
     def _fill_idle(self) -> None:
         """As `engine.rehome`."""
         arrangement = self._arrangement
@@ -364,9 +355,9 @@ class Rehearsal:
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
             nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
             keeps_copy=cast and here and not streams,
-            ready=lambda: not self._sink.arriving(chunk),
+            ready=lambda: not self._traffic.gradients.arriving(chunk),
             done=lambda: self._sink.retire(chunk),
-            crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
+            crossing=crossing(self._arrangement, chunk, kept=self._streamed.kept.holds(chunk)) if streams else None,
         )
         self._updates.add(update)
 

@@ -128,11 +128,6 @@ class Workload:
         """How long `device` computes for one micro-batch when nothing keeps it waiting."""
         return sum(event.seconds(device, self.dtype) for event in self.events)
 
-    def first_uses(self) -> list[int]:
-        """The parameters in order of first use in the forward; those never used come last, as registered."""
-        order = dict.fromkeys(i for event in self.events if event.kind is Kind.USE for i in event.parameters)
-        return [*order, *(i for i in range(len(self.parameters)) if i not in order)]
-
 
 @dataclass(frozen=True, slots=True)
 class Updating:

@@ -102,7 +102,7 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
     if window is None:
         missing.append("Nothing ran yet: call the model, then ask again.")
     elif window.covers == "forward":
-        done = "one optimizer step was" if runtime.statistics.steps == 1 else "no two steps of hetmem.AdamW were"
+        done = "one optimizer step was" if runtime.statistics.steps == 1 else "no two optimizer steps were"
         missing.append(
             f"No whole training step was seen, so there are no terms of its time: {done} taken, and a step lasts from "
             f"the end of one to the end of the next. The timeline shows the last forward and what followed."

@@ -236,11 +236,10 @@ def _blocks(window: Window, blocks: Sequence[BlockFacts]) -> list[dict[str, Any]
     waited: dict[int, float] = defaultdict(float)
     for fault in window.faults:
         waited[fault.block] += fault.seconds
-    weights = {facts.chunk: index for index, facts in enumerate(blocks) if facts.role == "param"}
+    weights = {f"chunk {facts.chunk}": index for index, facts in enumerate(blocks) if facts.role == "param"}
     for update in window.updates:
-        chunk = int(update.what.rpartition(" ")[2])
-        if chunk in weights:
-            waited[weights[chunk]] += overlap(stalled, update.start, update.end)
+        if update.what in weights:
+            waited[weights[update.what]] += overlap(stalled, update.start, update.end)
     fetched: dict[int, int] = defaultdict(int)
     for transfer in window.transfers:
         if transfer.link in _INTO_TIER:

@@ -5,7 +5,7 @@ Pure: sizes and capacities in; numbers, tiers or a reasoned refusal out. A run a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetmem.base.units import format_size, round_down
@@ -24,6 +24,12 @@ COPY_BYTES = 2
 
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
 PAGE_BYTES = 4096
+PIECE_BYTES = 64 << 30
+"""Drivers page-lock no more than this in one call (r580 fails at 512 GiB); no copy may lie in two such pieces, so no
+home crosses a multiple of it in host memory."""
+
+_LEAST_SLOTS = 4
+"""Beside those of the largest chunk: so many are left to copies on the device where homes stay there."""
 
 DEVICE_SHARE = 0.5
 """A model is kept whole on the device if its states take at most this share of it: the rest is for activations."""
@@ -74,6 +80,12 @@ class Ground:
     uses_nvme: bool
     staging_slots: int
     copied: frozenset[int]
+    staying: frozenset[int]
+    """Chunks whose homes are all on the device, for want of room elsewhere."""
+    missing_bytes: int
+    """What host memory lacks for the homes of all others."""
+    host_bytes: int
+    """The most that the run can use of host memory."""
 
     @property
     def slot_bytes(self) -> int:
@@ -183,11 +195,15 @@ def survey(
     *,
     copies: bool,
     chunk_bytes: int | None,
+    beside_bytes: int = 0,
+    lent_bytes: Callable[[Sequence[int]], int] | None = None,
 ) -> Ground:
     """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
 
     `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
-    = searched. Raises `NoRoom`, which says the tier, the bytes that are missing and the parameter that needs them.
+    = searched. `beside_bytes`: what is known to be on the device beside chunks. `lent_bytes`: what gradients of chunks
+    of so many bytes take if they have no homes of their own. Raises `NoRoom`, which says the tier, the bytes that are
+    missing and the parameter that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
@@ -207,10 +223,24 @@ def survey(
         _check_device(layout, slot_bytes, cap, specs)
     uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
     cast = [chunk for chunk in layout.chunks if compute_itemsizes[chunk.parameters[0]] < chunk.itemsize]
-    room = host_bytes - states - sum(chunk.span * elements * COPY_BYTES for chunk in cast)
-    room -= sum(chunk.span * elements * chunk.itemsize for chunk in layout.chunks if chunk.index in with_states)
-    copied = not resident and (room >= 0 if capacities.home_copies is None else capacities.home_copies)
+    copy_bytes = sum(chunk.span * elements * COPY_BYTES for chunk in cast)
+    role_sizes = {c.index: c.span * elements * c.itemsize for c in layout.chunks}
+    trained_sizes = [role_sizes[index] for index in sorted(with_states)]
+    most = states + copy_bytes + sum(trained_sizes)  # a third state, of other optimizers
+    copied = not resident and (most <= host_bytes if capacities.home_copies is None else capacities.home_copies)
     staging = _staging(layout, elements * itemsize, host_bytes, specs) if uses_nvme else 0
+    staying, missing = frozenset[int](), 0
+    if not resident:
+        missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
+        missing -= round_down(host_bytes, PAGE_BYTES)
+        if lent_bytes is not None:
+            missing -= sum(trained_sizes) - lent_bytes(trained_sizes)
+        if uses_nvme:  # what is too large for the rest of one tier lies on the other
+            missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
+        device = min(cap, capacities.device_bytes - capacities.device_fragment_bytes - beside_bytes)
+        device -= min(total, _LEAST_SLOTS + max(chunk.span for chunk in layout.chunks)) * slot_bytes
+        sizes = {index: STAGED_ROLES * role_sizes[index] for index in with_states}
+        staying, missing = _staying(layout, sizes, missing, device)
     return Ground(
         layout,
         itemsize,
@@ -222,8 +252,22 @@ def survey(
         total * copies if resident else min(cap // slot_bytes, total),
         uses_nvme,
         staging,
-        frozenset(chunk.index for chunk in cast if copied),
+        frozenset(chunk.index for chunk in cast if copied and chunk.index not in staying),
+        staying,
+        missing,
+        host_bytes if uses_nvme else min(host_bytes, most + most // PIECE_BYTES * max(role_sizes.values())),
     )
+
+
+def _staying(layout: Layout, sizes: Mapping[int, int], missing: int, room: int) -> tuple[frozenset[int], int]:
+    """The chunks, of `sizes` with all roles, that stay in `room` bytes of the device so that `missing` ones find a
+    place, and what is missing then. Large ones come last: no more than is missing is to lie there."""
+    chosen = set[int]()
+    for chunk in sorted(layout.chunks, key=lambda chunk: chunk.span):
+        if missing > 0 and sizes.get(chunk.index, room + 1) <= room:
+            chosen.add(chunk.index)
+            missing, room = missing - sizes[chunk.index], room - sizes[chunk.index]
+    return frozenset(chosen), max(0, missing)
 
 
 def _chunk_elements(specs: Sequence[ParameterSpec], chunk_bytes: int | None, itemsize: int, upper: int) -> int:

@@ -16,7 +16,7 @@ import torch
 
 import hetmem
 from hetmem import testing
-from hetmem.errors import BudgetError, StoreError
+from hetmem.errors import BudgetError
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
 from hetmem.schedule.trace import Tier
@@ -177,28 +177,6 @@ def test_a_read_that_the_store_refuses_is_reported_like_one_that_failed(
     traffic.unask_role(chunk, Role.PARAM)
     assert torch.equal(traffic.open_role(chunk, Role.PARAM, load=True), chunk.flat(Role.PARAM))
     traffic.close_role(chunk, Role.PARAM, dirty=False)
-
-
-def test_chunks_are_put_in_order_by_the_step_after_one_that_failed_in_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, managed = pair(mlp, "nvme", tmp_path)
-    optimizer = hetmem.AdamW(managed.parameters())
-    once = Once(
-        monkeypatch, *testing.place_of("forget copies"), lambda: StoreError(5, "Input/output error"), main=False
-    )
-    orders: list[bool] = []
-    monkeypatch.setattr(
-        "hetmem.optim.optimizer.arrange_by_use", lambda runtime: (runtime.forget_copies(), orders.append(True))
-    )
-    loss_of(managed, BATCHES[0]).backward()
-    once.arm(1)
-    with pytest.raises(StoreError):
-        optimizer.step()
-    assert not orders
-    optimizer.step()
-    optimizer.step()
-    assert orders == [True]
 
 
 def test_a_role_for_which_host_memory_has_no_room_is_not_left_on_the_device_either(tmp_path: Path) -> None:

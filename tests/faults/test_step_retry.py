@@ -322,10 +322,9 @@ def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_t
             optimizer.zero_grad()
 
 
-def test_a_gradient_that_could_not_be_written_stands_in_nobody_s_way_when_chunks_are_arranged(
+def test_a_gradient_that_could_not_be_written_and_that_nobody_wants_stops_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step, which arranges them, met a copy that was newer than its home, of a gradient nobody wanted."""
     disk = FaultyDisk()
     disk.used_by(monkeypatch, threads=2)
     plain, managed = pair(Backwards, "nvme", tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,42 +122,6 @@ def test_streamed_gradients_of_chunks_that_never_complete_have_homes_too(placeme
     inputs = [batch[0] for batch in vector_batches(6, 4, 64)]
     turns = [torch.tensor(which) for which in ([0], [1], [0, 1], [1], [0], [1, 0])]
     train_apart(plain, managed, (left, right), list(zip(inputs, turns, strict=True)))
-
-
-class Crossed(nn.Module):
-    """Layers that are used in another order than they are made, two in a chunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in (2, 0, 3, 1):
-            x = torch.tanh(self.layers[index](x))
-        return x
-
-
-@streamed
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_chunks_stay_as_they_are_where_updates_of_them_were_begun_in_the_first_backward(
-    overlap: str, placement: str, tmp_path: Path
-) -> None:
-    """Chunks are arranged in order of use before the first update, which had not been made yet, and then twice."""
-    sizes = {"device": "64MiB", "device_chunks": "108KiB", "host": "64MiB"}
-    if placement == "nvme":
-        sizes |= {"host": "180KiB", "nvme": "16MiB", "nvme_dir": str(tmp_path)}
-    plain, managed = pair(Crossed, hetmem.Budget(**sizes), tmp_path, chunk_bytes="36KiB")
-    left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
-    for index, batch in enumerate(vector_batches(3, 4, 64)):
-        with nullcontext() if index else testing.updates_held():
-            for module in (plain, managed):
-                loss_of(module, batch).backward()
-        for optimizer in (left, right):
-            optimizer.step()
-            optimizer.zero_grad()
-    right.synchronize()
-    assert_same_weights(plain, managed)
-    assert_same_states(left, right)
 
 
 @streamed

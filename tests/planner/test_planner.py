@@ -8,7 +8,7 @@ import pytest
 
 from hetmem.base.units import MIB
 from hetmem.planner.decide import Variant, decide
-from hetmem.planner.reservation import arrange, by_first_use, state_bytes
+from hetmem.planner.reservation import arrange, state_bytes
 from hetmem.planner.search import Setting, judge
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import Event, Kind, Phase, Updating, Work, Workload
@@ -158,16 +158,6 @@ def test_a_chunk_larger_than_the_device_is_refused_with_the_bytes() -> None:
     with pytest.raises(NoRoom) as caught:
         arrange(workload(), Capacities(64 * MIB, 64 * MIB, 0, MIB // 2), MIB)
     assert (caught.value.tier, caught.value.missing_bytes) == (Tier.DEVICE, MIB // 2)
-
-
-def test_parameters_move_to_the_chunks_in_order_of_use() -> None:
-    backwards = workload(4)
-    used = [event for event in backwards.events if event.kind is Kind.USE]
-    others = [event for event in backwards.events if event.kind is not Kind.USE]
-    backwards = replace(backwards, events=(others[0], *reversed(used), *others[1:]))
-    made = arrange(backwards, Capacities(64 * MIB, 64 * MIB, 0, 4 * MIB), 2 * MIB)
-    assert made.chunk_of == (0, 0, 1, 1)
-    assert by_first_use(made, backwards).chunk_of == (1, 1, 0, 0)
 
 
 def test_with_mixed_precision_a_device_slot_is_half_a_home() -> None:

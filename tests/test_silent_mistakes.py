@@ -1,0 +1,105 @@
+"""Mistakes that train something else, or somewhere else, than the user believes: each says so when it is made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hetmem
+from hetmem.errors import ManageError
+from hetmem.report import live
+
+STATES = 8 * 4 * (32 * 32 + 32)
+"""Bytes of the two states of AdamW of four layers."""
+
+
+def managed(budget: hetmem.Budget | None = None, **options: int) -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    budget = budget or hetmem.Budget(device="1MiB", device_chunks="64KiB", host="1MiB")
+    return hetmem.manage(model, budget, device="sim", **options)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+
+
+def test_an_optimizer_of_torch_is_told_of_once_with_the_bytes_beside_the_budget() -> None:
+    model = managed()
+    with pytest.warns(UserWarning, match="AdamW keeps 33.00 KiB of states outside of the budget") as told:
+        trained(model, torch.optim.AdamW(model.parameters()))
+    assert len(told) == 1
+    assert STATES == 33 * 1024
+    hetmem.release(model)
+
+
+def test_an_optimizer_without_states_is_not_told_of() -> None:
+    model = managed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hetmem.release(model)
+
+
+def test_steps_of_an_optimizer_of_torch_are_in_report_and_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "status_directory", lambda: tmp_path)
+    model = managed()
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    report = hetmem.report(model).to_dict()
+    assert report["steps"] == 3
+    assert report["step"]["terms"]["host_optimizer"] > 0
+    assert hetmem.progress(model).startswith("step 3")
+    assert live.statuses()[0]["steps"] == 3
+    hetmem.release(model)
+
+
+def test_several_processes_of_a_launcher_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 4, and hetmem trains in one process"):
+        hetmem.release(managed())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hetmem.release(managed())
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'group'}")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore")
+def test_a_managed_model_that_is_sharded_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = managed()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ManageError, match="fully_shard has replaced the parameters of this managed model"):
+        model(torch.ones(2, 32))
+
+
+@pytest.mark.parametrize(("chunk_bytes", "saves"), [(16 * 1024, True), (1024 * 1024, False)])
+def test_streamed_gradients_that_save_nothing_say_so(chunk_bytes: int, *, saves: bool) -> None:
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
+    budget = hetmem.Budget(device="8MiB", device_chunks="2MiB", host="64MiB")
+    model = hetmem.manage(model, budget, device="sim", chunk_bytes=chunk_bytes)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
+    said = "saves nothing: the model has 1 chunk(s), all with gradients at a time"
+    assert any(said in str(each.message) for each in told) is not saves
+    hetmem.release(model)
