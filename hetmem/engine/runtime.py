@@ -291,6 +291,7 @@ class Runtime:
         """A forward is over: what it wrote last to views goes home before anybody reads that."""
         with self.unwatched():
             self._let_go()
+        self.writes.refuse_ties()
 
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
