@@ -17,10 +17,10 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.engine.out_of_memory import Shortage
 from hetmem.engine.statistics import Statistics
-from hetmem.engine.tracer import StepTracer
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.weak import weakly
 from hetmem.schedule.trace import Moment, Tier
+from hetmem.schedule.tracer import StepTracer
 
 
 class DeviceRoom:

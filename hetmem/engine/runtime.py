@@ -20,7 +20,6 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.statistics import Statistics
-from hetmem.engine.tracer import StepTracer, segment_name
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import Writes
@@ -33,6 +32,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, STEP, Moment
+from hetmem.schedule.tracer import StepTracer, segment_name
 
 _functions_around: Any = torch._C._len_torch_function_stack
 PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
@@ -360,6 +360,7 @@ class Runtime:
         """A forward is over: what it wrote last to views goes home before anybody reads that."""
         with self.unwatched():
             self._let_go()
+        self.writes.refuse_ties()
 
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
