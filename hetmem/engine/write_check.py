@@ -65,13 +65,14 @@ class Writes:
             self._gradients_left.clear()
         self._gradients_wanted = torch.is_grad_enabled()
         chunks, counted = self._chunks, self._all_counted()
-        due = {chunk for chunk in chunks if trained and _is_trained(chunk)}
+        due = {each.chunk for chunk in chunks if trained for each in chunk.parameters if each.parameter.requires_grad}
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
+        copied = bool(self._traffic.carrier.chunk_of_block)
         for chunk in chunks:
             if chunk in counted:
                 self._notice_counted_of(chunk, counted[chunk])
-            elif chunk.operand_block is None:
+            elif not copied or chunk.operand_block is None:
                 continue  # operators see the home itself
             elif chunk not in due and self._coming(chunk):
                 self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
@@ -326,13 +327,6 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
         if home.dtype != device.dtype:
             device = torch.where(device == home.to(device.dtype), home, device.to(home.dtype))
         home.copy_(device)
-
-
-def _is_trained(chunk: Chunk) -> bool:
-    for managed in chunk.parameters:  # noqa: SIM110 - a generator takes three times as long
-        if managed.parameter.requires_grad:
-            return True
-    return False
 
 
 def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
