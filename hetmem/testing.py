@@ -18,6 +18,8 @@ from weakref import ref
 
 import torch
 
+from hetmem.cpu import square_sum
+from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.consumed_gradients import UsedUp
 from hetmem.engine.tracer import segment_name
 from hetmem.intercept import registry
@@ -52,10 +54,10 @@ POINTS = {
     "send a gradient": "hetmem.engine.gradient_copies:Homeward.send",
     "gradient is home": "hetmem.engine.gradient_copies:Homeward._arrived",
     "move a home": "hetmem.engine.rehome:_copy",
-    "pump updates": "hetmem.optim.update_queue:Updates.pump",
-    "open an update": "hetmem.optim.update_queue:Updates._open",
+    "pump updates": "hetmem.schedule.updates:HostUpdates.pump",
+    "open an update": "hetmem.schedule.updates:HostUpdates._open",
     "is an update free": "hetmem.optim.update_queue:Updates._is_free",
-    "may open an update": "hetmem.optim.update_queue:Updates._may_open",
+    "may open an update": "hetmem.schedule.updates:HostUpdates._may_open",
     "run updates": "hetmem.optim.update_queue:Updates._run",
     "close an update": "hetmem.optim.update_queue:Updates._close",
     "finish updates": "hetmem.optim.update_queue:Updates.finish",
@@ -72,8 +74,8 @@ POINTS = {
     "place of a gradient": "hetmem.optim.update_placement:UpdatePlaces.place_on_device",
     "update in the step": "hetmem.optim.step:Stepper.update",
     "update there": "hetmem.optim.adamw:AdamWRule.there",
-    "queue a streamed update": "hetmem.optim.device_updates:StreamedUpdates.add",
-    "next streamed update": "hetmem.optim.device_updates:StreamedUpdates._next",
+    "queue a streamed update": "hetmem.schedule.updates:DeviceUpdates.add",
+    "next streamed update": "hetmem.schedule.updates:DeviceUpdates._next",
     "tasks that sum": "hetmem.optim.update_pass:Passes._sum_tasks",
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
     "run a task": "hetmem.cpu.workers:Batch.run_one",
@@ -446,6 +448,11 @@ def updates_begun(module: torch.nn.Module) -> list[str]:
 def is_used_up(gradient: torch.Tensor | None) -> bool:
     """Whether `gradient` stands for one that its update has used up (`gradients="streamed"`)."""
     return isinstance(gradient, UsedUp)
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    """Return the norm that clipping computes of one-dimensional `tensors`."""
+    return float(square_sum(WorkerPool(1), tensors) ** 0.5)
 
 
 def _facts(chunk: Chunk) -> ChunkFacts:

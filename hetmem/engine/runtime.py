@@ -111,6 +111,8 @@ class Runtime:
         if measured or leaving_bytes or not room.is_as_left(moment):
             room.before_moment(moment)
         expected = moment.non_model_bytes
+        if not memory.device.watched:  # whose allocator tells what it was in the end
+            expected = int(expected / self.tracer.growth)
         residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = room.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)

@@ -23,7 +23,7 @@ from hetmem.engine.tracer import StepTracer
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import PLACED, CopyState
+from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -52,7 +52,9 @@ class Traffic:
         self.carrier = Carrier(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
         self.pending = Pending(residency, engine, self.carrier)
-        self.gradients = Homeward(engine, self.pending, self.carrier, self.close_role)
+        self.gradients = Homeward(
+            engine, self.pending, self.carrier, self.close_role, in_flight_bytes(memory.device_bytes)
+        )
         self.updating: set[Chunk] = set()
         self._uses = Uses(residency, engine, self.carrier, self.pending, events, self.updating)
         self.acquire, self.release = self._uses.acquire, self._uses.release

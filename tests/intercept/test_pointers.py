@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.intercept import registry
+from hetmem import testing
 from tests.engine.harness import (
     WIDTH,
     Recipe,
@@ -113,7 +113,7 @@ def test_the_address_of_a_weight_of_another_module_is_right_until_the_call_is_ov
     with torch.no_grad():
         for batch in vector_batches(3, 4, WIDTH):
             assert torch.equal(plain(*batch), managed(*batch))
-    assert not registry.of_module(managed).runtime.holds_copies()
+    assert not testing.of(managed).holds_views()
 
 
 @streamed

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.memory import free_memory
-from hetmem.memory.free_memory import free_host_bytes, left_by_groups
+from tests.memory.tested import free_host_bytes, free_memory, left_by_groups
 
 GIB = 1 << 30
 

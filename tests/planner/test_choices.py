@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planner, testing
-from hetmem.base.units import KIB, MIB
-from hetmem.planner.plan import KEPT
-from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem import testing
+from tests.planner.tested import FARTHER, KEPT, KIB, MIB, Prefetch, planner
 from tests.test_planning import BATCH, GPT
 
 

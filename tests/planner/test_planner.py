@@ -6,16 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.base.units import MIB
-from hetmem.planner.decide import Variant, decide
-from hetmem.planner.reservation import arrange, state_bytes
-from hetmem.planner.search import Setting, judge
-from hetmem.planner.step_program import rehearse
-from hetmem.planner.workload import Event, Kind, Phase, Updating, Work, Workload
-from hetmem.schedule.hardware import Rate, ThreadCosts
-from hetmem.schedule.layout import ParameterSpec
-from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.trace import Tier
+from tests.planner.tested import (
+    MIB,
+    Capacities,
+    Event,
+    Kind,
+    NoRoom,
+    ParameterSpec,
+    Phase,
+    Rate,
+    Setting,
+    ThreadCosts,
+    Tier,
+    Updating,
+    Variant,
+    Work,
+    Workload,
+    arrange,
+    decide,
+    judge,
+    rehearse,
+    state_bytes,
+)
 from tests.schedule.test_hardware import profile
 
 ELEMENTS = 256 * 1024  # one MiB of float32

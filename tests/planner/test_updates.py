@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hetmem.base.units import MIB
 from hetmem.errors import CapacityError
-from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Setting, judge
-from hetmem.planner.simulated_updates import Staged, Update, Updates
-from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.workload import StepResult, Updating
-from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
-from hetmem.schedule.placement import Capacities
-from hetmem.schedule.trace import Tier
+from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.test_simulator import traffic, use
+from tests.planner.tested import (
+    MIB,
+    Capacities,
+    CopyState,
+    Rate,
+    Rehearsal,
+    Setting,
+    SimulatedTraffic,
+    SimulatedUpdates,
+    Staged,
+    StepResult,
+    ThreadCosts,
+    Tier,
+    Update,
+    Updating,
+    arrange,
+    judge,
+    rehearse,
+)
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
-def updates(simulated: SimulatedTraffic, cores: int = 4) -> Updates:
-    return Updates(simulated, cores, lambda block, *, reads: None)
+def updates(simulated: SimulatedTraffic, cores: int = 4) -> SimulatedUpdates:
+    notes: Any = SimpleNamespace(staged=lambda block, *, reads: None)
+    return SimulatedUpdates(simulated, cores, notes)
 
 
 def update(

@@ -12,8 +12,8 @@ import pytest
 
 import hetmem
 from hetmem import testing
-from hetmem.report import live
 from tests.report.models import trained
+from tests.report.tested import live
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 
-from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.cache import Cache
 from hetmem.schedule.eviction import CopyFacts
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.slots import SlotMap
-from hetmem.schedule.supply import Supply
-from hetmem.schedule.trace import NEVER, Tier
+from tests.schedule.tested import NEVER, Cache, CopyState, Residency, SlotMap, Supply, Tier
 
 Ranks = dict[int, tuple[int, ...]]
 
