@@ -82,12 +82,13 @@ class Runtime:
 
     # ---- segments and moments ----------------------------------------------------------------------------------
 
-    def begin_segment(self, key: Hashable, *, measured: bool) -> None:
-        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again."""
+    def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
+        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
+        bytes of its inputs."""
         before = self.tracer.key if self.tracer.key is not None else self._ended
         self._ended = None
         self.room.look_at_allocator()
-        self.tracer.begin(key, measured=measured)
+        self.tracer.begin(key, measured=measured, size=size)
         self.room.before_segment()
         self.events.begin_segment(segment_name(key))
         if before is not None:
@@ -110,6 +111,8 @@ class Runtime:
         if measured or leaving_bytes or not room.is_as_left(moment):
             room.before_moment(moment)
         expected = moment.non_model_bytes
+        if not memory.device.watched:  # whose allocator tells what it was in the end
+            expected = int(expected / self.tracer.growth)
         residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = room.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)
