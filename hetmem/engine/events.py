@@ -85,7 +85,8 @@ class EventLog:
     def feed(self, inputs: Iterable[object]) -> None:
         """A forward of the whole model begins; tokens are the elements of its largest integer input."""
         tensors = (each for each in inputs if isinstance(each, torch.Tensor))
-        tokens = max((each.numel() for each in tensors if not each.dtype.is_floating_point), default=0)
+        with torch._C.DisableTorchFunction():  # questions of hetmem's are no functions of the program
+            tokens = max((each.numel() for each in tensors if not each.dtype.is_floating_point), default=0)
         self.fed.append((time.perf_counter(), tokens))
         self.tokens += tokens
 

@@ -88,12 +88,13 @@ class Runtime:
 
     # ---- segments and moments ----------------------------------------------------------------------------------
 
-    def begin_segment(self, key: Hashable, *, measured: bool) -> None:
-        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again."""
+    def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
+        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
+        bytes of its inputs."""
         before = self.tracer.key if self.tracer.key is not None else self._ended
         self._ended = None
         self.room.look_at_allocator()
-        self.tracer.begin(key, measured=measured)
+        self.tracer.begin(key, measured=measured, size=size)
         self.room.before_segment()
         self.events.begin_segment(segment_name(key))
         if before is not None:
@@ -124,6 +125,8 @@ class Runtime:
     def _saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Put a moment down for reports."""
         memory, residency, expected = self.memory, self.traffic.residency, moment.non_model_bytes
+        if not memory.device.watched:  # whose allocator tells what it was in the end
+            expected = int(expected / self.tracer.growth)
         on_device, staged = residency.taken
         chunk_bytes = on_device.used * memory.device_pool.slot_bytes + memory.device_home_bytes
         self.statistics.device_in_use(chunk_bytes, expected)

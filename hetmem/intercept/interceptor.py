@@ -220,7 +220,7 @@ class Interception:
             for managed in runtime.parameters if runtime.memory.streams else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
-            measured = self.segments.begin_forward(signature(module, args, kwargs))
+            measured = self.segments.begin_forward(*signature(module, args, kwargs))
             runtime.events.feed(tree_leaves((args, kwargs)))
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()
@@ -230,7 +230,8 @@ class Interception:
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
-        self._enter_modes(compute, watched=measured)
+        more = runtime.tracer.unseen_growth > 1 and not runtime.memory.device.watched
+        self._enter_modes(compute, watched=measured or more)
 
     def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
         """`watched`: the device may refuse memory that nobody knows of yet."""
@@ -267,7 +268,7 @@ class Interception:
         return (
             runtime.memory.streams
             and not runtime.memory.device.watched
-            and (runtime.sanitize or runtime.tracer.measured)
+            and (runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1)
         )
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

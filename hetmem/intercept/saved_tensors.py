@@ -23,6 +23,17 @@ _STRIDED = torch.strided
 _functions_around: Any = torch._C._len_torch_function_stack
 
 
+def _nodes_of_casts() -> tuple[type, type]:
+    """The classes of autograd's nodes of a cast, and of a matrix turned, as a linear layer saves it."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        cast = torch.zeros(1, 1, device="cpu", requires_grad=True).to(torch.bfloat16)
+        return type(cast.grad_fn), type(cast.t().grad_fn)
+
+
+_CASTS = _nodes_of_casts()
+_CAST: Any = _CASTS[0]
+
+
 @dataclass(slots=True, eq=False)
 class Saved:
     """What autograd keeps of a weight: where it is, not the memory it had. Never changed; to make a frozen one would
@@ -38,6 +49,8 @@ class Saved:
     version: int
     data_sets: int | None
     """None for the parameter itself: torch too keeps that, and not the memory it had."""
+    is_cast: bool = False
+    """Whether it is a view of all of the weight in `dtype`, as autocast makes one at each use."""
 
 
 class SavedTensors:
@@ -126,6 +139,20 @@ class SavedTensors:
             return _kept(tensor)
         return self._place_of(managed, tensor)
 
+    def of_cast(self, tensor: torch.Tensor) -> Saved | None:
+        """Which weight `tensor`, or what it is a view of, is cast from; None if from none. A graph that kept the casts
+        of autocast would hold a copy of the whole model."""
+        base = tensor if tensor._base is None else tensor._base
+        cast: Any = base.grad_fn
+        if cast is None or cast.__class__ is not _CAST or tensor._version or not self._runtime.memory.streams:
+            return None
+        managed = self._by_id.get(id(getattr(cast.next_functions[0][0], "variable", None)))
+        if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
+            return None
+        saved = _place_of(managed, tensor, tensor.stride())
+        saved.is_cast = True
+        return saved
+
     def enter_node(self) -> None:
         """Until the node that runs is over: autograd takes away what was entered within."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
@@ -150,16 +177,20 @@ class SavedTensors:
             return self._view(packed, managed)
 
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
-        """What autograd gets back, which is seen by nobody else."""
+        """Return what autograd gets back, which no mode of the user's sees."""
         device = self._runtime.saved(managed)  # may wait for an update of it
         version = managed.version_now
         if version != packed.version:
             raise RuntimeError(_modified(managed.name, version, packed.version))
         if packed.data_sets not in (None, managed.data_sets):
             raise RuntimeError(_set_since(managed.name))
-        if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
+        as_it_is = packed.size == managed.shape and packed.stride == managed.stride
+        if as_it_is and packed.dtype == device.dtype and not packed.is_cast:
             return device
-        base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
+        if packed.is_cast:
+            base = device.to(packed.dtype)
+        else:
+            base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
         tensor = base.as_strided(packed.size, packed.stride, packed.offset)
         tensor = torch.conj(tensor) if packed.conj else tensor
         return torch._neg_view(tensor) if packed.neg else tensor
@@ -183,7 +214,12 @@ class Pack(Hook):
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
         if address not in saved.by_address:
-            return self._saved, (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+            node = tensor.grad_fn
+            if node is None:
+                return self._saved, tensor, tensor._version
+            if node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
+                return saved, cast, 0
+            return self._saved, tensor.detach(), tensor._version
         managed = saved.by_address[address]
         if managed.bound and not managed.data_sets and address == managed.device_address:
             return saved, _place_of(managed, tensor, tensor.stride()), 0

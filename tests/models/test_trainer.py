@@ -108,6 +108,20 @@ def test_a_trainer_has_the_bits_of_the_same_one_over_plain_torch(options: dict[s
     assert report["tiers"]["nvme"]["peak_bytes"] > 0
 
 
+def test_a_trainer_in_bfloat16_keeps_no_second_model_on_the_device(tmp_path: Path) -> None:
+    """`bf16=True` is autocast within the forward: torch keeps a cast of each weight until the backward."""
+    plain = MODELS["gpt2"]()[0]
+    managed = managed_copy(plain, tmp_path)
+    left, right = trained(plain, tmp_path / "plain", bf16=True), trained(managed, tmp_path / "managed", bf16=True)
+    assert losses(left) == losses(right)
+    assert_same_weights(plain, managed)
+    (tmp_path / "other").mkdir()
+    floats = trained(managed_copy(plain, tmp_path / "other"), tmp_path / "float32")
+    other = [hetmem.report(each.model).to_dict()["tiers"]["device"] for each in (right, floats)]
+    beside, without = (tier["peak_bytes"] - tier["chunk_peak_bytes"] for tier in other)
+    assert beside < without + sum(parameter.numel() for parameter in plain.parameters()) // 2
+
+
 @pytest.mark.parametrize("of", some(["managed", "plain"], 2))
 def test_a_trainer_goes_on_from_a_checkpoint_with_the_same_bits(of: str, tmp_path: Path) -> None:
     """Of its own, or of the same one over plain torch."""
