@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import NamedTuple
-
-import torch
 
 from hetmem.schedule.blocks import Link
 
@@ -82,11 +80,8 @@ class EventLog:
         self.tokens = 0
         self._segment: tuple[str, float] | None = None
 
-    def feed(self, inputs: Iterable[object]) -> None:
-        """A forward of the whole model begins; tokens are the elements of its largest integer input."""
-        tensors = (each for each in inputs if isinstance(each, torch.Tensor))
-        with torch._C.DisableTorchFunction():  # questions of hetmem's are no functions of the program
-            tokens = max((each.numel() for each in tensors if not each.dtype.is_floating_point), default=0)
+    def feed(self, tokens: int) -> None:
+        """Note that a forward of the whole model begins, with `tokens`."""
         self.fed.append((time.perf_counter(), tokens))
         self.tokens += tokens
 

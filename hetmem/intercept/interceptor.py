@@ -217,11 +217,12 @@ class Interception:
                 if transformed:
                     runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
                 runtime.writes.notice_all()
+                key, size, tokens = signature(module, args, kwargs)
+                runtime.events.feed(tokens)
             for managed in runtime.parameters if runtime.memory.streams else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
-            measured = self.segments.begin_forward(*signature(module, args, kwargs))
-            runtime.events.feed(tree_leaves((args, kwargs)))
+            measured = self.segments.begin_forward(key, size)
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()
             with runtime.unwatched():

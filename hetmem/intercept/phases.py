@@ -28,14 +28,16 @@ _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
 
-def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, int]:
-    """What makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and not
-    their shapes), and the bytes of its inputs, which its memory grows with."""
+def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, int, int]:
+    """Return what makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and
+    not their shapes), the bytes of its inputs, which its memory grows with, and its tokens: the elements of the largest
+    integer input."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     kinds = tuple((leaf.dim(), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
     key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), kinds)
-    return key, sum(leaf.numel() * leaf.itemsize for leaf in tensors)
+    tokens = max((leaf.numel() for leaf in tensors if not leaf.dtype.is_floating_point), default=0)
+    return key, sum(leaf.numel() * leaf.itemsize for leaf in tensors), tokens
 
 
 class _Ended:
