@@ -9,18 +9,30 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from hetmem.base.units import format_enough, format_seconds
+from hetmem.base.units import MIB, format_enough, format_seconds, round_up
 from hetmem.planner.checks import TIERS
-from hetmem.planner.plan import KEPT, SENT_STATES, Plan
-from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import Candidate, Setting, arranged, first_that_fits, judged, search, tuning, with_streaming
+from hetmem.planner.plan import KEPT, MARGIN_SHARE, SENT_STATES, Plan
+from hetmem.planner.reservation import Arrangement, state_bytes
+from hetmem.planner.search import (
+    Candidate,
+    Setting,
+    arranged,
+    first_that_fits,
+    judged,
+    on_the_host,
+    search,
+    tuning,
+    with_streaming,
+)
 from hetmem.planner.what_if import largest_parameters
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
 from hetmem.schedule.update_split import WORTH
 
 
@@ -82,7 +94,7 @@ def decide(
     with it: of a workload that fits only those that could be faster, of one that does not all that may need less of the
     device.
     """
-    asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
+    asked = on_the_host(workload, Setting(capacities, chunk_bytes, updating=updating or Updating()))
     best, refusal = search(workload, asked, hardware, micro_batches)
     largest = largest_parameters(workload, asked, best, hardware, micro_batches)
     if best is not None:
@@ -185,6 +197,76 @@ def _without_gradients(
     return found if isinstance(found, Candidate) else None
 
 
+# ---- all that is faster together, and what changes the mathematics ----------------------------------------------
+
+
+def combined(
+    decision: Decision, capacities: Capacities, hardware: HardwareProfile, light: Workload | None
+) -> Decision | None:
+    """`decision` with all done that is faster, or fits, together and has the same bits: `light`, where every layer is
+    checkpointed, and updates that go on behind the backward. None if it is that already."""
+    best, workload, how = decision.candidate, decision.workload, decision.updating
+    chunk_bytes = None if best is None else best.setting.chunk_bytes
+    asked = Setting(capacities, chunk_bytes, updating=how) if best is None else best.setting
+    ways = [how] if how.overlapped or not workload.trainable else [how, replace(how, overlapped=True)]
+    if decision.micro_batches == 1 and workload.trainable and (best is None or best.result.bytes["nvme_read"]):
+        ways.append(replace(how, overlapped=True, streamed_gradients=True))
+    found, limit = None, math.inf if best is None else WORTH * best.result.seconds
+    for made in (workload, light) if light is not None else (workload,):
+        for updating in ways:
+            if made is workload and updating == how:
+                continue
+            if decision.micro_batches * made.compute_seconds(hardware.device) >= limit:
+                continue
+            setting = replace(asked, updating=replace(updating, streamed_states=asked.updating.streamed_states))
+            candidate = first_that_fits(made, setting, hardware, decision.micro_batches)
+            if isinstance(candidate, Candidate):
+                candidate = with_streaming(made, candidate, hardware, decision.micro_batches)
+                if candidate.result.seconds < limit:
+                    found, limit = (made, updating, candidate), candidate.result.seconds
+    if found is None:
+        return None
+    made, updating, candidate = found
+    largest = max(decision.largest_parameters, made.numel)
+    return Decision(made, decision.micro_batches, updating, candidate, {}, (), (), (), largest)
+
+
+def approximations(
+    workload: Workload, capacities: Capacities, hardware: HardwareProfile, micro_batches: int, than: Decision
+) -> tuple[Alternative, ...]:
+    """Smaller states, where they fit and `than` does not, or is slower: the fastest first. Updates go on behind the
+    backward, which has the same bits."""
+    best = than.candidate
+    if than.updating.on_host_only or not workload.trainable:
+        return ()
+    if best is not None and not best.result.bytes["nvme_read"]:
+        return ()
+    streams = micro_batches == 1
+    how = replace(than.updating, overlapped=True, streamed_gradients=streams)
+    kept = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
+    choices = [
+        (workload, replace(how, moments="bfloat16"), f"hetmem.AdamW(moments=torch.bfloat16{kept})"),
+        (workload, replace(how, moments="8bit"), f'hetmem.AdamW(moments="8bit"{kept})'),
+    ]
+    if workload.mixed_precision and workload.dtype == "bfloat16":
+        rounded = replace(how, stochastic_rounding=True)
+        weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
+        choices.append((in_16_bits(workload), rounded, f"{weights} and hetmem.AdamW(stochastic_rounding=True{kept})"))
+    found = []
+    for made, updating, advice in choices:
+        candidate = first_that_fits(made, Setting(capacities, None, updating=updating), hardware, micro_batches)
+        if isinstance(candidate, Candidate) and (best is None or candidate.result.seconds < best.result.seconds):
+            result = candidate.result
+            found.append(Alternative(advice, micro_batches, result.seconds, result.non_model_peak_bytes))
+    return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
+
+
+def in_16_bits(workload: Workload) -> Workload:
+    """`workload`, which computes in 16 bits, with weights that are so at home too."""
+    parameters = tuple(replace(spec, itemsize=min(2, spec.itemsize)) for spec in workload.parameters)
+    return replace(workload, parameters=parameters, mixed_precision=False)
+
+
 # ---- what is missing ---------------------------------------------------------------------------------------------
 
 
@@ -264,6 +346,8 @@ def plan_of(
     profile_name: str | None = None,
     *,
     checkpointing: bool = False,
+    inference: bool = False,
+    setup: tuple[str, ...] = (),
 ) -> Plan:
     """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
     workload, best = decision.workload, decision.candidate
@@ -275,6 +359,10 @@ def plan_of(
     if best is not None:
         peaks["device"] = best.result.device_peak_bytes
     binding = max(terms, key=lambda name: terms[name]) if best is not None else None
+    given = capacities if best is None else best.setting.capacities
+    chunk_bytes = None if best is None else best.setting.chunk_bytes
+    if best is not None:
+        given, chunk_bytes = needed(decision, best, hardware, peaks)
     return Plan(
         model=workload.name,
         hardware=hardware.name,
@@ -286,6 +374,7 @@ def plan_of(
         mixed_precision=mixed_precision,
         fits=best is not None,
         capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
+        budget_bytes={name: getattr(given, f"{name}_bytes") for name in TIERS},
         peak_bytes=peaks,
         role_bytes=roles,
         step_seconds=best.result.seconds if best else None,
@@ -297,9 +386,9 @@ def plan_of(
         activation_bytes=activation_bytes,
         chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
         slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
-        chunk_bytes=best.setting.chunk_bytes if best else None,
-        device_chunks=(best.setting.capacities if best else capacities).device_chunk_bytes,
-        home_copies=(best.setting.capacities if best else capacities).home_copies,
+        chunk_bytes=chunk_bytes,
+        device_chunks=given.device_chunk_bytes,
+        home_copies=given.home_copies,
         prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
         device_update_share=best.result.device_updates if best else 0.0,
         streamed_update_share=best.result.streamed_updates if best else 0.0,
@@ -308,6 +397,13 @@ def plan_of(
         profile_name=profile_name if streams else None,
         optimizer=_optimizer(decision.updating),
         alternatives=tuple(asdict(other) for other in decision.alternatives),
+        approximations=(),
+        combined=None,
+        inference=inference,
+        setup=setup,
+        at_peak=tuple({"what": what, "bytes": nbytes} for what, nbytes in workload.at_peak),
+        peak_operator=workload.peak_operator,
+        logits_bytes=workload.logits_bytes,
         compute_bound_rows=_compute_bound_rows(terms, workload.rows, compute) if best else None,
         largest_parameters=decision.largest_parameters,
         missing_bytes=dict(decision.missing_bytes),
@@ -317,10 +413,67 @@ def plan_of(
     )
 
 
-def _optimizer(how: Updating) -> dict[str, str]:
+def needed(
+    decision: Decision, best: Candidate, hardware: HardwareProfile, peaks: Mapping[str, int]
+) -> tuple[Capacities, int | None]:
+    """What a run is to be given so that it does as `best` in no more memory than that takes and a margin, and the chunk
+    size that it has to be told then."""
+    ground, capacities, workload = best.arrangement.ground, best.setting.capacities, decision.workload
+    host = max(peaks["host"], ground.state_bytes if ground.resident else 0)
+    unused = MARGIN_SHARE + IDLE_SHARE + capacities.device_fragment_bytes / max(1, capacities.device_bytes)
+    device = min(capacities.device_bytes, round_up(int(peaks["device"] / (1 - unused)), MIB))
+    nvme = min(capacities.nvme_bytes, round_up(int((1 + MARGIN_SHARE) * peaks["nvme"]), MIB))
+    host = min(capacities.host_bytes, round_up(int((1 + MARGIN_SHARE) * host), MIB))
+    for at_most in (device, capacities.device_bytes):
+        smaller = replace(capacities, device_bytes=at_most, host_bytes=host, nvme_bytes=nvme)
+        share = capacities.device_fragment_bytes / max(1, capacities.device_bytes)
+        smaller = replace(smaller, device_fragment_bytes=int(share * at_most))
+        if capacities.device_chunk_bytes is not None:
+            smaller = replace(smaller, device_chunk_bytes=min(at_most, capacities.device_chunk_bytes))
+        told = replace(smaller, home_copies=bool(best.arrangement.homes.get("compute")))
+        if ground.resident:
+            told = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
+        for given, chunk_bytes in (
+            (smaller, best.setting.chunk_bytes),
+            (smaller, ground.staging_slot_bytes),
+            (told, ground.staging_slot_bytes),
+        ):
+            setting = replace(best.setting, capacities=given, chunk_bytes=chunk_bytes)
+            try:
+                same = _lies_as(arranged(workload, setting), best.arrangement)
+            except NoRoom:
+                continue
+            if same and (at_most == capacities.device_bytes or _runs_as(workload, setting, best, hardware, decision)):
+                return given, chunk_bytes
+    return capacities, best.setting.chunk_bytes
+
+
+def _lies_as(one: Arrangement, other: Arrangement) -> bool:
+    """Whether all homes are the same."""
+    a, b = one.ground, other.ground
+    return a.layout == b.layout and a.resident == b.resident and one.homes == other.homes
+
+
+def _runs_as(
+    workload: Workload, setting: Setting, best: Candidate, hardware: HardwareProfile, decision: Decision
+) -> bool:
+    """Whether a step as `setting` says is as fast as `best`."""
+    if best.arrangement.ground.resident:
+        return best.result.device_peak_bytes <= setting.capacities.device_bytes
+    found = judged(workload, setting, hardware, decision.micro_batches)
+    return isinstance(found, Candidate) and found.result.seconds <= _AS_FAST * best.result.seconds
+
+
+_AS_FAST = 1.01
+"""Of a step's time: what a budget without more than is needed may cost."""
+
+
+def _optimizer(how: Updating) -> dict[str, Any]:
     """The options that are not the default ones."""
-    options = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
-    return {**options, "gradients": "streamed"} if how.streamed_gradients else options
+    options: dict[str, Any] = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
+    options |= {"gradients": "streamed"} if how.streamed_gradients else {}
+    options |= {"moments": how.moments} if how.moments != "float32" else {}
+    return options | ({"stochastic_rounding": True} if how.stochastic_rounding else {})
 
 
 def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, int]]:
@@ -330,7 +483,7 @@ def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, in
         streamed = decision.updating.streamed_gradients
         activations, states = (
             decision.workload.peak_live_bytes,
-            state_bytes(decision.workload, streamed_gradients=streamed),
+            state_bytes(decision.workload, streamed_gradients=streamed, moments=decision.updating.moments),
         )
         beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
         on_nvme = {"states": beyond} if beyond else {}

@@ -38,15 +38,18 @@ class Call:
     batch: Any
     loss: Callable[[Any], torch.Tensor] | None = None
     mixed_precision: torch.dtype | None = None
+    setup: tuple[str, ...] = ()
+    """Code that a program has before the model is managed, for the plan to show."""
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, Mapping):  # as tokenizers return one: no dict, and torch sees no tensors in it
             object.__setattr__(self, "batch", dict(self.batch))
 
 
-def trace(call: Call, results: Results | None = None) -> Workload:
-    """The workload of one forward and backward. `results`: what other traces have learned. Raises `PlanError`."""
-    return _run(call, _build(call.build_model), results)
+def trace(call: Call, results: Results | None = None, *, inference: bool = False) -> Workload:
+    """The workload of one forward and backward, or (`inference`) of a forward. `results`: what other traces have
+    learned. Raises `PlanError`."""
+    return _run(call, _build(call.build_model), results, inference=inference)
 
 
 def trace_real(call: Call) -> Workload:
@@ -144,11 +147,16 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
     return model.to(device)
 
 
-def _run(call: Call, model: nn.Module, results: Results | None, device: str = "meta") -> Workload:
+def _run(
+    call: Call, model: nn.Module, results: Results | None, device: str = "meta", *, inference: bool = False
+) -> Workload:
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
     made, results = call.loss, results or Results()
     loss_of = default_loss if made is None else lambda output: _scalar(made(output))
     try:
+        if inference:
+            model.eval().requires_grad_(False)
+            return trace_step(model, args, kwargs, None, call.mixed_precision, results)
         return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
     except PlanError:
         raise

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from hetmem.base.units import format_seconds, round_up
+from hetmem.base.units import MIB, format_seconds, round_up
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
@@ -19,6 +19,7 @@ from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
 MAXIMUM_SLOTS = 8192
@@ -94,7 +95,8 @@ def with_streaming(workload: Workload, best: Candidate, hardware: HardwareProfil
     """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
     waits for, whoever updates them; a device to which the host itself copies has no link with time of its own."""
     ground, result = best.arrangement.ground, best.result
-    if ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller:
+    beside = ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller
+    if beside or best.setting.updating.on_host_only:
         return best
     if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
         return best
@@ -174,6 +176,8 @@ def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
 def _on_the_device(workload: Workload, best: Candidate, asked: Setting) -> Variations:
     """The whole model stays there, though that takes more than the usual share of it."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
+    if asked.updating.on_host_only:
+        return
     if not ground.resident and capacities.device_chunk_bytes is None and ground.whole_bytes <= capacities.device_bytes:
         whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
         yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes), WORTH
@@ -228,8 +232,30 @@ def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
 
 def arranged(workload: Workload, setting: Setting) -> Arrangement:
     """What a run as told by `setting` reserves."""
-    streamed = setting.updating.streamed_gradients
-    return arrange(workload, setting.capacities, setting.chunk_bytes, streamed_gradients=streamed)
+    how = setting.updating
+    made = arrange(
+        workload,
+        setting.capacities,
+        setting.chunk_bytes,
+        streamed_gradients=how.streamed_gradients,
+        moments=how.moments,
+    )
+    if how.on_host_only and (made.ground.resident or made.ground.staying):
+        nbytes = sum(made.bytes_by_role(Tier.DEVICE).values())
+        raise NoRoom("small states are updated by the host alone, and have no room there", Tier.HOST, nbytes)
+    return made
+
+
+def on_the_host(workload: Workload, asked: Setting) -> Setting:
+    """`asked`, with less of the device for chunks where a model whose states the host alone updates would be whole
+    there."""
+    try:
+        ground = arrange(workload, asked.capacities, asked.chunk_bytes, moments=asked.updating.moments).ground
+    except NoRoom:
+        return asked
+    if not (asked.updating.on_host_only and ground.resident):
+        return asked
+    return replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=ground.whole_bytes - MIB))
 
 
 def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> Arrangement:
