@@ -19,17 +19,19 @@ from hetmem.engine.precision import Precision, precision_of
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.planner.checks import OPTIONS
 from hetmem.planner.decide import Variant, approximations, combined, decide, plan_of
+from hetmem.planner.hugging_face import hugging_face_call
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
     Call,
     checkpointed,
     divided,
-    hugging_face_call,
+    in_bfloat16,
     joined,
     trace,
     trace_real,
     traced,
+    with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import known_profiles, load_profile
@@ -43,12 +45,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "hugging_face_call",
+    "in_bfloat16",
     "known_profiles",
     "load_profile",
     "plan",
     "plan_within",
     "trace",
     "trace_real",
+    "with_adapters",
 ]
 
 DEFAULT_HARDWARE = "h100"
@@ -81,10 +85,10 @@ def plan(
     how many forwards and backwards come before a step. `checkpointing`: activations of every repeated layer are
     computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
     `overlap`, `gradients`, `moments`, `stochastic_rounding`: what `hetmem.AdamW` will be made with (the last one: for
-    a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. Other keywords as for `manage`. No memory is taken
-    and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and
-    backward on the processor of this machine, for a model whose control flow depends on values; that takes their time
-    and memory.
+    a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. Other keywords as for `manage`. No
+    memory is taken and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one
+    forward and backward on the processor of this machine, for a model whose control flow depends on values; that takes
+    their time and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
     takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or

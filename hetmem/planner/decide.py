@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hetmem.base.units import MIB, format_enough, format_seconds, round_up
+from hetmem.base.units import GIB, MIB, format_enough, format_seconds, round_up
 from hetmem.planner.checks import TIERS
 from hetmem.planner.plan import KEPT, MARGIN_SHARE, SENT_STATES, Plan
 from hetmem.planner.reservation import Arrangement, state_bytes
@@ -421,9 +421,9 @@ def needed(
     ground, capacities, workload = best.arrangement.ground, best.setting.capacities, decision.workload
     host = max(peaks["host"], ground.state_bytes if ground.resident else 0)
     unused = MARGIN_SHARE + IDLE_SHARE + capacities.device_fragment_bytes / max(1, capacities.device_bytes)
-    device = min(capacities.device_bytes, round_up(int(peaks["device"] / (1 - unused)), MIB))
-    nvme = min(capacities.nvme_bytes, round_up(int((1 + MARGIN_SHARE) * peaks["nvme"]), MIB))
-    host = min(capacities.host_bytes, round_up(int((1 + MARGIN_SHARE) * host), MIB))
+    device = min(capacities.device_bytes, _rounded(peaks["device"] / (1 - unused)))
+    nvme = min(capacities.nvme_bytes, _rounded((1 + MARGIN_SHARE) * peaks["nvme"]))
+    host = min(capacities.host_bytes, _rounded((1 + MARGIN_SHARE) * host))
     for at_most in (device, capacities.device_bytes):
         smaller = replace(capacities, device_bytes=at_most, host_bytes=host, nvme_bytes=nvme)
         share = capacities.device_fragment_bytes / max(1, capacities.device_bytes)
@@ -435,7 +435,7 @@ def needed(
             told = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
         for given, chunk_bytes in (
             (smaller, best.setting.chunk_bytes),
-            (smaller, ground.staging_slot_bytes),
+            (told, best.setting.chunk_bytes),
             (told, ground.staging_slot_bytes),
         ):
             setting = replace(best.setting, capacities=given, chunk_bytes=chunk_bytes)
@@ -446,6 +446,14 @@ def needed(
             if same and (at_most == capacities.device_bytes or _runs_as(workload, setting, best, hardware, decision)):
                 return given, chunk_bytes
     return capacities, best.setting.chunk_bytes
+
+
+def _rounded(nbytes: float) -> int:
+    """As people write it, and not below."""
+    return round_up(math.ceil(nbytes), GIB if nbytes >= _MANY_GIB else MIB)
+
+
+_MANY_GIB = 16 * GIB
 
 
 def _lies_as(one: Arrangement, other: Arrangement) -> bool:

@@ -84,8 +84,8 @@ def trace_step(
     mixed_precision: torch.dtype | None,
     results: Results,
 ) -> Workload:
-    """The workload of `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` of a forward alone; `model` and the tensors are on one device: `meta`,
-    or one where control flow sees values.
+    """The workload of `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` of a forward alone. `model`
+    and the tensors are on one device: `meta`, or one where control flow sees values.
 
     With `mixed_precision` the float32 parameters of `model` take that dtype for good, as operators would see them.
     Whatever the model raises is raised here; `results.last` is then the operator that was called last.
