@@ -17,8 +17,10 @@ from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refus
 from hetmem.base.units import parse_size
 from hetmem.engine.precision import Precision, precision_of
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
+from hetmem.planner.answer import plan_of
 from hetmem.planner.checks import OPTIONS
-from hetmem.planner.decide import Variant, approximations, combined, decide, plan_of
+from hetmem.planner.choices import approximations, combined
+from hetmem.planner.decide import Variant, decide
 from hetmem.planner.hugging_face import hugging_face_call
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (

@@ -265,4 +265,5 @@ class _Adapted(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of both."""
-        return self.base(value) + self.up(self.down(value))
+        adapted: torch.Tensor = self.base(value) + self.up(self.down(value))
+        return adapted

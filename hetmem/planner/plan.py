@@ -158,8 +158,8 @@ class Plan:
             whole = "model.eval().requires_grad_(False)" if self.inference else "model"
             lines += ["model = hetmem.manage(", f"    {whole},", *arguments, ")"]
         else:
-            lines += ["@hetmem.managed(", *arguments, ")", f"class Managed({self.model}):", "    pass", ""]
-            lines += ["model = Managed(...)  # what the class takes"]
+            lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
+            lines += [f"model = {self.model}(...)  # what it takes"]
         if self.checkpointing:
             lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
         return "\n".join([*lines, *(() if self.inference else (self.constructor,))])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hetmem.base.units import MIB, format_seconds, round_up
 from hetmem.planner.reservation import Arrangement, arrange, check_device
@@ -47,7 +48,7 @@ class Setting:
         """Whether the run knows the machine, and so may send states to the device for their update."""
         return self.updating.streamed_states
 
-    def updated(self, **how: bool) -> Setting:
+    def updated(self, **how: Any) -> Setting:
         """The same, but for what `how` says of its `updating`."""
         return replace(self, updating=replace(self.updating, **how))
 
@@ -112,7 +113,7 @@ def first_that_fits(
 ) -> Candidate | NoRoom:
     """`asked`, or what fits where that does not: all on the device, smaller chunks. The first refusal if none does."""
     refusal = None
-    for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
+    for setting in (asked, *_whole(asked), *smaller_chunks(workload, asked)):
         found = judged(workload, setting, hardware, micro_batches, steps=steps)
         if isinstance(found, Candidate):
             return found
@@ -164,7 +165,7 @@ def _whole(asked: Setting) -> Iterator[Setting]:
         yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
 
 
-def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
+def smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
     """For where the largest chunk with its neighbours does not fit on the device."""
     if asked.chunk_bytes is None:
         itemsize = max(spec.itemsize for spec in workload.parameters)
