@@ -70,11 +70,14 @@ def _lies_as(one: Arrangement, other: Arrangement) -> bool:
 def _runs_as(
     workload: Workload, setting: Setting, best: Candidate, hardware: HardwareProfile, micro_batches: int
 ) -> bool:
-    """Whether a step as `setting` says is as fast as `best`."""
+    """Whether a step as `setting` says is as fast as `best`, and updates as much on the device."""
     if best.arrangement.ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes
     found = judged(workload, setting, hardware, micro_batches)
-    return isinstance(found, Candidate) and found.result.seconds <= _AS_FAST * best.result.seconds
+    if not isinstance(found, Candidate) or found.result.seconds > _AS_FAST * best.result.seconds:
+        return False
+    shares = (found.result.device_updates, found.result.streamed_updates)
+    return shares == (best.result.device_updates, best.result.streamed_updates)
 
 
 _AS_FAST = 1.01

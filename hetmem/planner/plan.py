@@ -17,6 +17,7 @@ from hetmem.planner.checks import TUPLES, expected
 PLAN_VERSION = 5
 MARGIN_SHARE = 0.05
 """Of the planned peak of a tier: so much more a run is given."""
+_WIDTH = 76
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
@@ -144,9 +145,12 @@ class Plan:
     @property
     def constructor(self) -> str:
         """How to make the optimizer so that a run does as planned, as Python."""
+        return f"optimizer = hetmem.AdamW({', '.join(self._options())})"
+
+    def _options(self) -> tuple[str, ...]:
         written = {"bfloat16": "torch.bfloat16"}
-        options = (f", {name}={written.get(value) or _python(value)}" for name, value in self.optimizer.items())
-        return f"optimizer = hetmem.AdamW(model.parameters(){''.join(options)})"
+        options = (f"{name}={written.get(value) or _python(value)}" for name, value in self.optimizer.items())
+        return "model.parameters()", *options
 
     def code(self, saved_as: str | None = None) -> str:
         """All that a program is to say so that it runs as planned, in lines of at most 80 columns where that can be.
@@ -162,7 +166,11 @@ class Plan:
             lines += [f"model = {self.model}(...)  # what it takes"]
         if self.checkpointing:
             lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
-        return "\n".join([*lines, *(() if self.inference else (self.constructor,))])
+        if not self.inference and len(self.constructor) < _WIDTH:
+            lines.append(self.constructor)
+        elif not self.inference:
+            lines += ["optimizer = hetmem.AdamW(", *(f"    {option}," for option in self._options()), ")"]
+        return "\n".join(lines)
 
     def _budget_as_written(self) -> str:
         budget = self.budget_bytes

@@ -137,7 +137,7 @@ def test_the_command_line_has_the_options_and_prints_the_optimizer(
     command += ["--host-memory", "16MiB", "--chunk-bytes", "128KiB", "-o", str(tmp_path / "plan.json")]
     assert main([*command, "--overlap", "forward", "--gradients", "streamed"]) == 0
     line = 'optimizer = hetmem.AdamW(model.parameters(), overlap="forward", gradients="streamed")'
-    assert f"write: {line}" in capsys.readouterr().out
+    assert 'gradients="streamed",' in capsys.readouterr().out
     plan = planner.Plan.load(tmp_path / "plan.json")
     assert plan.constructor == line
     assert planner.Plan.from_dict(plan.to_dict()) == plan
