@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all gpu lint typecheck docs bench clean
+.PHONY: help demo test test-all gpu lint typecheck docs site bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,6 +41,10 @@ typecheck: $(STAMP)  ## check types only
 
 docs: $(STAMP)  ## write docs/api.md from the docstrings
 	$(RUN) docs/build_api.py
+
+site: $(STAMP)  ## build the documentation as a site in build/site
+	$(RUN) -m pip install --quiet --quiet --editable '.[docs]' --constraint constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 gpu:  ## on a machine with a GPU: its tests and benchmarks, in one command; installs nothing
 	$(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \

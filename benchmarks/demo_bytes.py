@@ -60,7 +60,7 @@ def main() -> None:
             carry_out(command, now)
 
         traffic.carrier._carry_out = count
-        batches = demo.random_batches(demo.read_corpus(), model.context, "cpu")
+        batches = demo.random_batches(demo.read_corpus(demo.GPTConfig().vocabulary)[0], model.context, "cpu")
         for step in range(options.steps + 2):
             if step == 2:
                 slots[0] = 0

@@ -189,7 +189,8 @@ class Disk:
 def demo(args: argparse.Namespace, directory: Path) -> None:
     """The example's model in the example's budget, plain, managed and its optimizer in turns."""
     example = load_demo()
-    batches = example.random_batches(example.read_corpus(), example.GPTConfig().context, "cpu")
+    config = example.GPTConfig()
+    batches = example.random_batches(example.read_corpus(config.vocabulary)[0], config.context, "cpu")
     limits = hetmem.Budget(device="18MiB", host="96MiB", nvme="1GiB", nvme_dir=directory)
     roomy = hetmem.Budget(device="18MiB", host="1GiB")
     seconds: dict[str, list[float]] = {"compute": [], "optimizer": []}

@@ -36,7 +36,8 @@ def load_example() -> ModuleType:
 
 
 example = load_example()
-TINY = example.GPTConfig(layers=2, heads=2, width=16, context=12)
+TINY = example.GPTConfig(layers=2, heads=2, width=16, context=12, vocabulary=256)
+CORPUS, VOCABULARY = example.read_corpus(TINY.vocabulary, 10_000)
 
 
 class MixedModel(nn.Module):
@@ -117,7 +118,7 @@ def tiny_model() -> Any:
 
 
 def first_batch() -> Any:
-    return next(example.random_batches(example.read_corpus(10_000), TINY.context, "cpu"))
+    return next(example.random_batches(CORPUS, TINY.context, "cpu"))
 
 
 def test_default_states_are_at_least_eight_device_budgets_and_more_than_device_and_host() -> None:
@@ -134,7 +135,7 @@ def test_an_untrained_model_is_no_better_than_chance() -> None:
     assert abs(tiny_model()(*first_batch()).item() - math.log(256)) < 1.0
 
 
-def test_a_byte_is_predicted_from_earlier_bytes_only() -> None:
+def test_a_token_is_predicted_from_earlier_ones_only() -> None:
     model, (x, _) = tiny_model(), first_batch()
     changed = x.clone()
     changed[:, 7:] = 255 - changed[:, 7:]
@@ -160,11 +161,8 @@ def test_recomputation_gives_the_gradients_of_an_ordinary_backward(monkeypatch: 
         assert example.count_different(left.grad, right.grad) == 0
 
 
-def test_the_target_of_a_byte_is_the_next_one_and_batches_repeat() -> None:
-    corpus = example.read_corpus(10_000)
-    assert corpus.dtype == torch.uint8
-    assert len(corpus) == 10_000
-    batches = [list(islice(example.random_batches(corpus, TINY.context, "cpu"), 3)) for _ in range(2)]
+def test_the_target_of_a_token_is_the_next_one_and_batches_repeat() -> None:
+    batches = [list(islice(example.random_batches(CORPUS, TINY.context, "cpu"), 3)) for _ in range(2)]
     for (x, y), (x_again, y_again) in zip(*batches, strict=True):
         assert x.shape == y.shape == (example.BATCH_SIZE, TINY.context)
         assert torch.equal(x[:, 1:], y[:, :-1])
@@ -174,10 +172,19 @@ def test_the_target_of_a_byte_is_the_next_one_and_batches_repeat() -> None:
 
 def test_generation_keeps_the_prompt_passes_the_context_and_repeats() -> None:
     model = tiny_model()
-    text = model.generate(b"def ", 20)
-    assert text.startswith(b"def ")
-    assert len(text) == 24 > TINY.context
-    assert text == model.generate(b"def ", 20)
+    prompt = VOCABULARY.encode("\n\ndef")
+    tokens = model.generate(prompt, 20)
+    assert tokens[: len(prompt)] == prompt
+    assert len(tokens) == len(prompt) + 20 > TINY.context
+    assert 0 not in tokens[len(prompt) :]
+    assert tokens == model.generate(prompt, 20)
+
+
+def test_text_comes_back_from_its_tokens_but_for_rare_names() -> None:
+    code = "\n\ndef set(self):\n    return self"
+    assert VOCABULARY.decode(VOCABULARY.encode(code)).replace(example.RARE, " set") == code
+    assert len(VOCABULARY.pieces) == len(set(VOCABULARY.pieces)) == TINY.vocabulary
+    assert VOCABULARY.decode(VOCABULARY.encode("def never_seen_before")) == "def" + example.RARE
 
 
 def test_the_rate_warms_up_then_falls_to_a_tenth_and_no_steps_divide_nothing() -> None:
@@ -200,7 +207,7 @@ def test_the_rate_warms_up_then_falls_to_a_tenth_and_no_steps_divide_nothing() -
 def test_training_halves_the_excess_of_the_loss() -> None:
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = example.random_batches(example.read_corpus(10_000), TINY.context, "cpu")
+    batches = example.random_batches(CORPUS, TINY.context, "cpu")
     losses: list[float] = []
     example.train(model, optimizer, batches, 60, lambda batch, loss: losses.append(loss.item()))
     assert len(losses) == 60

@@ -41,7 +41,7 @@ DECIDE_TOO = {
     *(
         f"hetmem.planner.{name}"
         for name in "decide link_queue repetition reservation search simulator step_program what_if "
-        "simulated_device_updates simulated_gradients simulated_trace simulated_updates workload".split()
+        "simulated_gradients simulated_trace simulated_updates workload".split()
     ),
 }
 # Upward still, each until what it needs is handed in from above.

@@ -109,9 +109,7 @@ def cache_directory() -> Path:
     try:
         return (Path(said) if said else Path.home() / ".cache") / "hetmem"
     except RuntimeError as error:
-        raise FileNotFoundError(
-            errno.ENOENT, "nobody says where the home of this user is: set XDG_CACHE_HOME"
-        ) from error
+        raise FileNotFoundError(errno.ENOENT, "this user has no home directory: set XDG_CACHE_HOME") from error
 
 
 def kernel_cache_directory() -> Path:

@@ -60,7 +60,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_enough(nbytes: int) -> str:
-    """As `format_size`, but never less than `nbytes`: for what somebody is told to add."""
+    """As `format_size`, but never less than `nbytes`: for bytes that an error asks for."""
     unit = next((unit for unit in (1 << 40, GIB, MIB, KIB) if nbytes >= unit), 1)
     return format_size(math.ceil(100 * nbytes / unit) / 100 * unit)
 

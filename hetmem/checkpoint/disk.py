@@ -79,7 +79,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
 
 
 def _open_alone(path: str) -> int:
-    """Open or make `path` with a lock that ends with the process, as nobody else who called this has it."""
+    """Open or make `path` with a lock that ends with the process, if no other process holds it."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

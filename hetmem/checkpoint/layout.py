@@ -180,7 +180,7 @@ def parse(text: bytes, data_nbytes: int) -> Header:
 
 
 def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
-    """The tensors of a file of safetensors, whoever wrote it, by name; of a checkpoint, those of the model.
+    """The tensors of a file of safetensors, by name, of any writer; of a checkpoint, those of the model.
 
     Raises `CheckpointError` as `parse` does.
     """

@@ -2,7 +2,7 @@
 
 Note "all or nothing": names, shapes, dtypes and sizes are compared first, then every byte is read and its checksum
 compared, and only then anything is written. What is written over is not kept, as that would cost a copy of the whole
-model: if the disk fails in the second reading, after it gave every byte in the first, or somebody interrupts that, the
+model: if the disk fails in the second reading, after it gave every byte in the first, or that is interrupted, the
 model is partly loaded, and the error says so.
 """
 

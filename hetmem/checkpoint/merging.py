@@ -1,4 +1,4 @@
-"""Tensors of a model that are made of others in files: merged, cut or turned, as somebody's conversion says.
+"""Tensors of a model that are made of others in files: merged, cut or turned, as a conversion says.
 
 Where that only moves elements they are read block by block, straight to where they belong.
 """

@@ -41,8 +41,8 @@ class _Buffer(threading.local):
 
 
 class _UnderWay:
-    """Which jobs run. `end` waits for them however often somebody interrupts that: what is still moved would go to a
-    descriptor, or memory, that is another's then. (A thread whose `join` is interrupted seems over.)"""
+    """Which jobs run. `end` waits for them however often that is interrupted: what is still moved would go to a
+    descriptor, or memory, that belongs to others then. (A thread whose `join` is interrupted seems over.)"""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

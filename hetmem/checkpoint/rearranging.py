@@ -1,7 +1,7 @@
 """Which elements of which tensor an operation puts where, found out without their values: it runs on stand-ins.
 
 What it makes of tensors on disk can then be read block by block, straight to where it belongs. Knows operations that
-move elements. Must not know files, models, nor whose operations these are.
+move elements. Must not know files, models, nor which library these operations are from.
 """
 
 from __future__ import annotations

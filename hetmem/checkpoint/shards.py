@@ -1,4 +1,4 @@
-"""The tensors of a model that somebody saved in files of safetensors, one or many. Must not know models."""
+"""The tensors of a model that were saved in files of safetensors, one or many. Must not know models."""
 
 from __future__ import annotations
 

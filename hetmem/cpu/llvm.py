@@ -18,7 +18,7 @@ def _has_f16c() -> bool:
     """Whether code is made for CPUs with F16C.
 
     Without it LLVM's casts to and from float16 become calls of library functions that nothing links. With a target set
-    by hand nobody can tell.
+    by hand cannot be told.
     """
     from llvmlite.binding import get_host_cpu_features
     from numba import config

@@ -15,10 +15,11 @@ without fma and rounds otherwise, torch's own kernel runs instead, with the same
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # torch rounds v differently in the elements after the last full SIMD vector. Vectors have at most 16 float32, and
 # every width divides 16, so torch's kernel treats the last `numel % 16` elements alike alone and within the whole.
 WIDEST_VECTOR = 16
+_SCALED_BYTES = 64 << 20
 
 # What the loops read and write beside the states.
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -111,15 +113,37 @@ def adamw_on_device(
     grads: list[torch.Tensor],
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
+    counts: list[torch.Tensor],
 ) -> None:
-    """`adamw` of tensors on a GPU, in a few launches, with the bits of `torch.optim.AdamW(fused=True)` there.
+    """Update tensors of any layout, alike in one another, in one call for each dtype: the bits of
+    `torch.optim.AdamW(fused=True)` where they lie.
 
-    A `grad_scale` other than 1 takes one more pass and a scaled copy of the gradients.
+    `counts`, in place of `step.step`: float32 numbers in host memory. A `grad_scale` other than 1 takes scaled copies
+    of the gradients, of about `_SCALED_BYTES` at a time.
     """
-    if step.grad_scale != 1.0:
-        grads = [_scaled(grad, step).to(param.dtype) for grad, param in zip(grads, params, strict=True)]
-    steps = [torch.full((), float(step.step), dtype=torch.float32, device=params[0].device)] * len(params)
-    _fused(step, params, grads, exp_avgs, exp_avg_sqs, steps)
+    if params[0].device.type != "cpu":
+        counts = list(torch.stack(counts).to(params[0].device).unbind())
+    lists: Any = [params, grads, exp_avgs, exp_avg_sqs, counts]
+    grouped: Any = torch._C._group_tensors_by_device_and_dtype(lists, False)  # as torch's own does
+    for alike, _ in grouped.values():
+        if step.grad_scale == 1.0:
+            _fused(step, *alike)
+            continue
+        for part in _batches(alike[0]):
+            some, given, *others = (tensors[part] for tensors in alike)
+            scaled = [_scaled(grad, step).to(param.dtype) for grad, param in zip(given, some, strict=True)]
+            _fused(step, some, scaled, *others)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Cut `tensors` into runs of about `_SCALED_BYTES`."""
+    start = nbytes = 0
+    for index, tensor in enumerate(tensors):
+        if nbytes >= _SCALED_BYTES:
+            yield slice(start, index)
+            start, nbytes = index, 0
+        nbytes += tensor.nbytes
+    yield slice(start, len(tensors))
 
 
 def kernel_name() -> str:

@@ -25,7 +25,7 @@ def usable_cores(cores: Collection[int] = ()) -> int:
 
 
 def _allowed(cores: Collection[int]) -> set[int]:
-    """The CPUs that this process may run on, of `cores` if it may use any; empty where nobody can tell."""
+    """The CPUs that this process may run on, of `cores` if it may use any; empty where that is unknown."""
     all_allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cores)
     return all_allowed & set(cores) or all_allowed
 
@@ -58,7 +58,7 @@ class Batch:
         return self._first_error
 
     def join(self) -> None:
-        """Run tasks that nobody has started yet, wait until every one has ended, and raise the first error.
+        """Run tasks that are not started yet, wait until every one has ended, and raise the first error.
 
         Any thread may join, any number of times; not a task of the same batch, which would wait for itself.
         """
@@ -73,7 +73,7 @@ class Batch:
             pass
 
     def run_one(self) -> bool:
-        """Run a task that nobody has started yet; False if there is none."""
+        """Run a task that is not started yet; False if there is none."""
         with self._lock:
             task, place = next(self._tasks, None), self._begun
             self._begun += 1
@@ -82,10 +82,10 @@ class Batch:
         error: BaseException | None = None
         try:
             task()
-        except BaseException as caught:  # whoever joins gets it, whatever it is
+        except BaseException as caught:  # `join` raises it, whatever it is
             error = caught
             self.failed[place] = task
-        del task  # before it counts: whoever waits for the end finds the memory that it held free
+        del task  # before it counts: after the end its memory must be free
         with self._lock:
             self._first_error = self._first_error or error
             self._unfinished -= 1
@@ -97,7 +97,7 @@ class Batch:
     def _end(self) -> None:
         after, self._after = self._after, None
         self.ended = time.perf_counter()
-        self._finished.set()  # first: whoever `after` wakes must find the batch done
+        self._finished.set()  # first: what `after` wakes must find the batch done
         if after is not None:
             try:
                 after()
@@ -172,7 +172,7 @@ class WorkerPool:
         """
         batch = Batch(tasks, after)
         self._share(batch, min(max(1, self.threads - 1), len(tasks)))
-        if not self._workers:  # no thread could be started: nobody else would run them
+        if not self._workers:  # no thread could be started: no other thread would run them
             batch.drain()
         return batch
 
@@ -181,7 +181,7 @@ class WorkerPool:
         where an interrupt has ended the wait: then the workers end by themselves."""
         with self._lock:
             workers = self._workers.copy()
-            self._workers.clear()  # before all that an interrupt may end: nobody must count on them any more
+            self._workers.clear()  # before all that an interrupt may end: no one may count on them any more
             _stop(self._batches, workers)
             for worker in workers:
                 worker.join()
@@ -201,6 +201,6 @@ class WorkerPool:
                 worker = threading.Thread(target=_serve, args=(self._batches, self._cores), name=name, daemon=True)
                 try:
                     worker.start()
-                except RuntimeError:  # a limit of threads: whoever joins does the work
+                except RuntimeError:  # a limit of threads: `join` does the work
                     return
                 self._workers.append(worker)

@@ -77,8 +77,8 @@ def clear_zeroed(parameter: torch.Tensor) -> None:
 
 def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
     """Raise RuntimeError if a step would begin with gradients in `parameters` that the step before has used up."""
-    for parameter in parameters:
-        gradient = parameter.grad
+    gradients = [parameter.grad for parameter in parameters]
+    for gradient in gradients if UsedUp in set(map(type, gradients)) else ():
         if isinstance(gradient, UsedUp) and gradient.hetmem_stepped:
             raise RuntimeError(
                 f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "

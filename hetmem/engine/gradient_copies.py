@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -14,7 +13,8 @@ from hetmem.engine.executor import Carrier
 from hetmem.engine.pending import Pending
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import GRADIENTS_IN_FLIGHT, SMALL_BYTES, Link
+from hetmem.schedule.blocks import Link
+from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.trace import Tier
 
 
@@ -26,11 +26,14 @@ class Close(Protocol):
 
 
 class Homeward:
-    """Sends gradients; each closes its role, with `close`, when it has arrived."""
+    """Carries out what `sends` decides; each gradient closes its role, with `close`, when it has arrived."""
 
-    def __init__(self, engine: TransferEngine, pending: Pending, carrier: Carrier, close: Close) -> None:
+    def __init__(
+        self, engine: TransferEngine, pending: Pending, carrier: Carrier, close: Close, most_bytes: int
+    ) -> None:
         self._engine, self._pending, self._carrier, self._close = engine, pending, carrier, close
-        self._on_their_way: Counter[Chunk] = Counter()
+        self.sends: GradientSends[Chunk] = GradientSends(pending, most_bytes)
+        self.arriving = self.sends.arriving
         self.lost: Callable[[Chunk], None] = lambda chunk: None
         """Called if a gradient of a chunk was sent and did not arrive."""
         self.sent: Callable[[], None] = lambda: None
@@ -50,7 +53,7 @@ class Homeward:
         """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`; at its end the role, open before, is
         closed. A small one at once, others behind the backward; until then it takes memory of the device."""
         home = chunk.homes[Role.GRAD]
-        at_once = nbytes < SMALL_BYTES and not self._on_their_way and self._engine.unlimited(Link.DEVICE_TO_HOST)
+        at_once = self._engine.unlimited(Link.DEVICE_TO_HOST) and self.sends.at_once(nbytes)
         if home.tier is Tier.DEVICE or at_once:
             try:
                 self.send_now(home, work, nbytes)
@@ -62,19 +65,16 @@ class Homeward:
                 self.arrived(chunk)
             return
         memory = weakref.ref(gradient.untyped_storage())
-        self._on_their_way[chunk] += 1
-        self._leaving[id(memory)] = memory
-        ended = partial(self._arrived, chunk, memory)
+        send = self.sends.send(chunk, nbytes)
+        self._leaving[send.number] = memory
+        ended = partial(self._arrived, chunk, send)
         self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
         self.sent()
-        while self._on_their_way.total() > GRADIENTS_IN_FLIGHT:
-            self._carrier.wait_for_one()
+        self.sends.wait_for_room()
 
-    def _arrived(self, chunk: Chunk, memory: weakref.ref[torch.UntypedStorage], error: BaseException | None) -> None:
-        del self._leaving[id(memory)]
-        self._on_their_way[chunk] -= 1
-        if not self._on_their_way[chunk]:
-            del self._on_their_way[chunk]
+    def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
+        del self._leaving[send.number]
+        self.sends.arrived(chunk, send)
         self._close(chunk, Role.GRAD, dirty=True)
         if error is not None:
             self.lost(chunk)
@@ -84,7 +84,7 @@ class Homeward:
     @property
     def under_way(self) -> bool:
         """Whether any gradient is on its way."""
-        return bool(self._on_their_way)
+        return self.sends.under_way
 
     @property
     def leaving_bytes(self) -> int:
@@ -94,10 +94,6 @@ class Homeward:
         storages = [memory() for memory in self._leaving.values()]
         return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
 
-    def arriving(self, chunk: Chunk) -> bool:
-        """Whether gradients of `chunk` are on their way."""
-        return chunk in self._on_their_way
-
     def wait(self) -> None:
         """Every gradient has arrived at home, or its error is raised when all others have."""
-        self._carrier.wait_while(lambda: bool(self._on_their_way))
+        self._carrier.wait_while(lambda: self.sends.under_way)

@@ -22,7 +22,6 @@ from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState, Link
-from hetmem.schedule.queues import Complete
 from hetmem.schedule.trace import Tier
 
 _SAMPLES = 1024
@@ -52,7 +51,7 @@ class GradientSink:
         self._taken: dict[ManagedParameter, torch.Tensor | None] = {}
         self._arrived: list[ManagedParameter] = []
         self._old = OldGradients()
-        self._complete: Complete[Chunk] = Complete()
+        self._sends = runtime.traffic.gradients.sends
         runtime.traffic.gradients.lost = weakly(self.lost)
         runtime.traffic.gradients.arrived = weakly(self.is_there)
 
@@ -159,10 +158,9 @@ class GradientSink:
 
     def is_there(self, chunk: Chunk) -> None:
         """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in
-        `schedule.queues`."""
-        traffic = self.runtime.traffic
-        if chunk in self._complete and not traffic.gradients.arriving(chunk):
-            traffic.settle([chunk.homes[Role.GRAD]])
+        `schedule.gradients`."""
+        if self._sends.to_be_written(chunk):
+            self.runtime.traffic.settle([chunk.homes[Role.GRAD]])
 
     @property
     def half_stepped(self) -> bool:
@@ -177,7 +175,7 @@ class GradientSink:
 
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
-        self._complete.begin()
+        self._sends.complete.begin()
         self.told = any(watcher.is_to_be_told for watcher in self.watchers)
         with torch._C.DisableTorchFunctionSubclass():
             self._look_at_parameters()
@@ -223,10 +221,11 @@ class GradientSink:
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""
         chunk = managed.chunk
-        if self.lends and Role.GRAD not in chunk.homes:
-            self._lend(chunk)
         if Role.GRAD not in chunk.homes:
-            self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
+            if self.lends:
+                self._sends.find_place(chunk, self)
+            else:
+                self.give_own(chunk)
         if not adds:
             self._old.leave_to_the_user(managed)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
@@ -241,38 +240,37 @@ class GradientSink:
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
         if on_nvme and not any(watcher.begins_early for watcher in self.watchers):
-            self._complete.comes(chunk, id(managed), _awaited, adds=adds)
+            self._sends.complete.comes(chunk, id(managed), _awaited, adds=adds)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize, arrived)
 
-    def _lend(self, chunk: Chunk) -> None:
-        """Memory for gradients that are gone soon: on the device, where the update of `chunk` reads them there."""
-        self.runtime.traffic.pending.poll()
+    # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
+
+    def keep(self, chunk: Chunk) -> bool:
+        """Keep gradients of `chunk` on the device, where their update reads them; False if they go home."""
         for watcher in self.watchers:
             place = watcher.place_on_device(chunk)
             if place is not None:
                 chunk.homes[Role.GRAD] = Home(Tier.DEVICE, place)
                 self._lent.add(chunk)
-                return
-        self._lend_home(chunk)
+                return True
+        return False
 
-    def _lend_home(self, chunk: Chunk) -> None:
-        """A home that another chunk's gradients do not need any more: wait for that as long as anything is under way.
-        Where no update will end (the gradients of many chunks wait for their last one), `chunk` gets one of its own."""
-        memory, traffic, made_way = self.runtime.memory, self.runtime.traffic, False
-        while not memory.lend(chunk, Role.GRAD):
-            if not memory.lends(chunk, Role.GRAD):
-                return
-            traffic.pending.pump()  # an update that has all it needs must run, and not give that up again and again
-            if traffic.pending.busy():
-                traffic.wait_for_one()
-                made_way = False
-            elif made_way or not traffic.pending.make_way():
-                return
-            else:
-                made_way = True
-        self._lent.add(chunk)
+    def lend(self, chunk: Chunk) -> bool:
+        """Give gradients of `chunk` memory that was set aside; False if all that is large enough is lent."""
+        lent = self.runtime.memory.lend(chunk, Role.GRAD)
+        if lent:
+            self._lent.add(chunk)
+        return lent
+
+    def may_lend(self, chunk: Chunk) -> bool:
+        """Whether memory for gradients of `chunk` was set aside, lent or not."""
+        return self.runtime.memory.lends(chunk, Role.GRAD)
+
+    def give_own(self, chunk: Chunk) -> None:
+        """Give gradients of `chunk` a home for good, unless they have one."""
+        self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
 
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
         """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
@@ -300,8 +298,8 @@ class GradientSink:
         self._lent.discard(chunk)
         traffic = self.runtime.traffic
         try:
-            self._lend_home(chunk)
-            traffic.ensure_homes([chunk], [Role.GRAD])
+            self._sends.lend(chunk, self)
+            self.give_own(chunk)
             copy = partial(_copy, chunk.flat(Role.GRAD), chunk.over(Role.GRAD, there.memory))
             traffic.engine.copy_now(Link.DEVICE_TO_HOST, copy, chunk.role_nbytes(Role.GRAD))
         except BaseException:

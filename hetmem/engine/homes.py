@@ -20,9 +20,9 @@ from hetmem.memory.device_pool import DevicePool
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block
+from hetmem.schedule.gradients import Lending, set_aside
 from hetmem.schedule.layout import Layout
 from hetmem.schedule.placement import Room, place, place_copies
-from hetmem.schedule.queues import Lending, set_aside
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import idle_bytes
 
@@ -254,8 +254,9 @@ class Memory:
         self.device_home_bytes -= nbytes
 
     def set_aside(self, chunks: Iterable[Chunk], role: Role) -> int:
-        """Reserve host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.queues`. Returns how
-        many of them have no place then while all others do."""
+        """Reserve host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
+
+        Return how many of `chunks` have no place while all others have one."""
         sizes = [chunk.home_nbytes(role) for chunk in chunks]
         places = set_aside(sizes, self.host_pool.free_bytes)
         for nbytes in places:

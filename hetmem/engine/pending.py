@@ -98,6 +98,10 @@ class Pending:
 
     # ---- waiting -----------------------------------------------------------------------------------------------
 
+    def wait_for_one(self) -> None:
+        """Wait until one transfer, or job, has ended: see `Carrier.wait_for_one`."""
+        self._carrier.wait_for_one()
+
     def busy(self) -> bool:
         """Whether anything is under way that `Carrier.wait_for_one` can wait for."""
         return bool(self._residency.in_flight() or self._jobs)

@@ -371,7 +371,7 @@ class Runtime:
         """An optimizer has stepped, and the user may write to weights in whatever way: nothing is read ahead from the
         homes of those that are trained before the next forward, which makes their copies anew."""
         self.writes.stepped = True
-        for chunk in self.chunks:
+        for chunk in self.chunks if not self.memory.resident else ():
             if any(managed.parameter.requires_grad for managed in chunk.parameters):
                 self.traffic.hold(chunk)
 

@@ -5,7 +5,8 @@ It knows chunks and slots, and nothing of operators, autograd or optimizers. Com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
@@ -22,7 +23,7 @@ from hetmem.engine.tracer import StepTracer
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import PLACED, CopyState
+from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -51,7 +52,9 @@ class Traffic:
         self.carrier = Carrier(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
         self.pending = Pending(residency, engine, self.carrier)
-        self.gradients = Homeward(engine, self.pending, self.carrier, self.close_role)
+        self.gradients = Homeward(
+            engine, self.pending, self.carrier, self.close_role, in_flight_bytes(memory.device_bytes)
+        )
         self.updating: set[Chunk] = set()
         self._uses = Uses(residency, engine, self.carrier, self.pending, events, self.updating)
         self.acquire, self.release = self._uses.acquire, self._uses.release
@@ -131,7 +134,8 @@ class Traffic:
         block = chunk.operand_block
         if block is None or chunk in self.updating:
             return
-        recast_all(chunk)
+        if Role.COMPUTE in chunk.homes:
+            recast_all(chunk)
         if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
             copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
             self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
@@ -322,6 +326,21 @@ class Traffic:
                     self.execute(self.residency.prefetch(block, Tier.DEVICE))
             finally:
                 self.carrier.near = None
+
+    @contextmanager
+    def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
+        """Let this thread write the parameters of `chunks` at home, on the device; copies say the same behind that."""
+        with ExitStack() as begun:
+            for chunk in chunks:
+                self.begin_update(chunk, keep_copy=True)
+                begun.callback(self._end_update_here, chunk)
+            yield
+
+    def _end_update_here(self, chunk: Chunk) -> None:
+        """An update that is made must not look as if it had failed: what cannot be fetched ahead is asked for again."""
+        with suppress(Exception):
+            self.end_update(chunk)
+        self.copy_home_again(chunk)
 
     def hold_copy(self, chunk: Chunk) -> torch.Tensor | None:
         """The device copy of `chunk`, if there is one, in use until `let_go_of_copy`."""

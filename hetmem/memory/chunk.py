@@ -152,7 +152,7 @@ class ManagedParameter:
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
     begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the
-    parameter's version counter as last seen: a different one means that somebody wrote to it. `data_sets` counts how
+    parameter's version counter as last seen: a different one means that it was written to. `data_sets` counts how
     often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
     `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
     counts the calls of modules that it is bound for, and `data_taken` says that `.data` was asked for within one."""

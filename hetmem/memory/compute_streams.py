@@ -42,7 +42,7 @@ class ComputeStreams:
         return memory
 
     def last_use(self, memory: torch.Tensor) -> None:
-        """`memory` is given back next: nobody gets it before what other streams were asked to do with it is done."""
+        """Keep `memory`, which is given back next, from being reused before the work of other streams on it is done."""
         for stream in self.seen:
             if stream != self.default:
                 memory.record_stream(stream)

@@ -3,7 +3,7 @@
 Bytes are cast and added on the way. The settings are what `hetmem probe` measured, a small file per user; where nothing
 was measured they are what was best elsewhere.
 
-This module knows tensors, streams and kernels; not chunks, nor who waits for whom after it. Both ways give the bits of
+This module knows tensors, streams and kernels; not chunks, nor what waits for a copy. Both ways give the bits of
 torch's operators, but for NaN: one stays a NaN, and a kernel's is the quiet one without a payload.
 
 Note "staging": what is cast goes through two small buffers on the device, a piece at a time, so that nothing is
@@ -50,7 +50,7 @@ class Ways:
     """How weights come in and gradients leave. `blocks`: the grid of kernels that reach into host memory; few fill a
     link, and the others of the device stay free for compute. `source`: where this comes from.
 
-    The defaults are for GPUs that nobody measured: reports of an H100 have a kernel read host memory at two thirds of
+    The defaults are for GPUs that were not measured: reports of an H100 have a kernel read host memory at two thirds of
     the copy engine's rate and write it at the same.
     """
 

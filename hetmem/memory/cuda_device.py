@@ -71,7 +71,7 @@ class CudaDevice:
 
     @cached_property
     def node(self) -> int | None:
-        """The NUMA node it hangs on; None where there is one node only, or nobody says."""
+        """The NUMA node it hangs on; None where there is one node only, or it is unknown."""
         address = pci_address(self.torch_device)
         return None if address is None else numa.node_of(address)
 
@@ -103,7 +103,7 @@ class CudaDevice:
     def pin(self, host: Mapping) -> Callable[[], None]:
         """Register `host` with the driver, exactly as long as it is. Returns what undoes it.
 
-        Its pages are populated first, untouched ones on the NUMA node of this GPU; raises `CapacityError` where the
+        Its pages are populated first, new ones on the NUMA node of this GPU; raises `CapacityError` where the
         machine has too few. Where registering is refused (a limit of locked memory, a container), copies still work,
         several times slower, and a warning says so.
         """
@@ -135,7 +135,7 @@ class CudaDevice:
             return torch.cuda.is_current_stream_capturing()
 
     def peak_bytes(self) -> int:
-        """The most that torch's allocator had handed out at one time since the last call, whoever else has asked it
+        """The most that torch's allocator had handed out at one time since the last call, also if others have asked it
         meanwhile: there is one peak for all models on a GPU, and each sets it back."""
         seen = torch.cuda.memory_stats(self.torch_device)
         peak, fragments = (int(seen.get(f"{what}_bytes.all.peak", 0)) for what in ("allocated", "inactive_split"))
@@ -217,7 +217,7 @@ _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 
 @cache
 def _observe_allocator() -> None:
-    """Once in a process, as torch takes no observer off again. Another allocator than torch's own tells nobody."""
+    """Once in a process, as torch takes no observer off again. Another allocator than torch's own calls no observer."""
     attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:
         with contextlib.suppress(RuntimeError):  # of cudaMallocAsync, or a plugin's

@@ -1,6 +1,6 @@
 """An accelerator, as the runtime sees it. Here: the simulated one; it lives in host memory and acts like a GPU.
 
-It holds memory and knows link speeds; it does not know chunks, traces or which slot is taken by whom.
+It holds memory and knows link speeds; it does not know chunks, traces or which slots are taken.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Device(Protocol):
         ...
 
     def available_bytes(self) -> int:
-        """What a program may use if nobody says a budget."""
+        """The bytes that a program may use without a budget."""
         ...
 
     def pin(self, host: Mapping) -> Callable[[], None]:
@@ -181,10 +181,10 @@ def _speed(wanted: int | str | None, what: str) -> int | None:
 
 
 class _Mappings:
-    """Memory of slots from the system, taken as it is touched and returned when nobody holds it."""
+    """Memory of slots from the system, taken as it is touched and returned when no tensor holds it."""
 
     def empty(self, nbytes: int) -> Memory:
         return Mapping(nbytes).buffer(0, nbytes)
 
     def last_use(self, memory: Memory) -> None:
-        """Nobody is late with it."""
+        """Do nothing: copies of this device end in order."""

@@ -1,4 +1,4 @@
-"""The accelerator's memory as a pool of slots. It holds memory, and does not know which of it is taken by whom."""
+"""The accelerator's memory as a pool of slots. It holds memory and does not know which slots are taken."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class DevicePool:
     """Places for chunks on `device`, by number, each of one or more slots of `slot_bytes`.
 
     A place takes memory when a chunk first comes to lie there, and keeps it until that is given back. `slots` is how
-    many may hold memory: whoever prepares a place gives back others before.
+    many may hold memory: before a place is prepared, others are given back.
 
-    Memory that was given back is safe for whoever gets it, and memory that was just taken may still be read by compute
+    Memory that was given back is safe for its next user, and memory that was just taken may still be read by compute
     that was asked for earlier; see `ComputeStreams`.
     """
 
@@ -64,7 +64,7 @@ class DevicePool:
         return elements(self._memory[place], dtype, numel, offset_elements * dtype.itemsize)
 
     def poison(self, place: int) -> None:
-        """Overwrite `place`, on the stream of compute, so that whoever still reads it gets NaN."""
+        """Overwrite `place`, on the stream of compute, so that a stale reader gets NaN."""
         if place in self._memory:  # there may have been none for it
             self.flat(place, torch.uint8, self._spans[place] * self.slot_bytes).fill_(POISON)
 

@@ -1,7 +1,7 @@
 """How much host memory a process may still take: what the machine has free, and what its control groups leave.
 
-A container, or a job of a batch system, has a limit that the machine's own numbers say nothing of, and whoever goes
-beyond it is killed. It knows the files of Linux; where they are not there is no limit.
+A container, or a job of a batch system, has a limit that the machine's own numbers say nothing of, and a process
+that goes beyond it is killed. It knows the files of Linux; where they are not there is no limit.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Python raises KeyboardInterrupt between any two instructions: a copy that was be
 waited for without end. So within `HELD_BACK` an interrupt is only remembered. It is raised where a transfer is waited
 for, as an error of that transfer would be, and at the end. The second of two comes at once, whatever it breaks.
 
-Only the main thread gets signals; what somebody has set for them is what happens in the end. What the work is, nobody
-knows here.
+Only the main thread gets signals; the handler that is set for them is what happens in the end. What the work is, is not
+known here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HeldBack(ContextDecorator):
     def _take(self) -> bool:
         """Have interrupts come here; False if they cannot."""
         theirs = _SIGNALS.getsignal(_INTERRUPT)
-        if theirs is None:  # set by C: nobody could set it again
+        if theirs is None:  # set by C: it could not be set again
             return False
         if theirs != self._ours:  # left behind by another signal, which raised in here
             self._theirs = theirs
@@ -85,7 +85,7 @@ class HeldBack(ContextDecorator):
                 self._give_back()
 
     def raise_here(self) -> None:
-        """Whoever calls this is going to wait: an interrupt that came before is raised instead."""
+        """Call before a wait: an interrupt that came before is raised instead."""
         if self._came and get_ident() == _main:
             self._came = False
             self._deliver()
@@ -103,7 +103,7 @@ class HeldBack(ContextDecorator):
             self._wake = None
 
     def forget(self) -> None:
-        """Whoever has entered it is no more, and what came is not this process's."""
+        """Forget, in a forked process, what its parent has entered and got."""
         self._came, self._wake, self._segments = False, None, 0
         self._give_back()
 
@@ -113,7 +113,7 @@ class HeldBack(ContextDecorator):
             return
         if self._came:  # the second one
             self._give_back()
-            self._deliver()  # for whoever counts them, and has not raised
+            self._deliver()  # for a handler that counts them, and has not raised
             return
         self._came = True
         if self._wake is not None:
@@ -130,7 +130,7 @@ class HeldBack(ContextDecorator):
             self._deliver()
 
     def _deliver(self) -> None:
-        """What an interrupt does when nobody holds it back: usually it raises KeyboardInterrupt, which ends a forward
+        """What an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward
         without a word. So no segment runs from here on."""
         self._segments = 0
         if _SIGNALS.getsignal(_INTERRUPT) == self._ours:

@@ -37,7 +37,7 @@ class StoreFile:
 
     Without O_DIRECT, `direct` is `buffered`, and what a transfer left in the page cache is dropped behind it: written
     out before, so that a failing disk is noticed by the transfer that it fails, and memory that training needs is not
-    spent on bytes that are used once. Pages that somebody's view has touched stay.
+    spent on bytes that are used once. Pages that a view has touched stay.
     """
 
     def __init__(self, directory: str, nbytes: int) -> None:
@@ -62,7 +62,7 @@ class StoreFile:
                 opened.callback(os.close, self.direct)
             # Runs at `close` or when the last transfer and the store have let go of the file, whichever is first.
             self.close = weakref.finalize(self, opened.pop_all().close)
-            # Not at the end of the process: what is still queued then would write to whoever gets the numbers next.
+            # Not at the end of the process: queued writes would go to the next files with these numbers.
             self.close.atexit = False
 
     @property
@@ -88,12 +88,12 @@ class StoreFile:
             ) from error
 
     def trim(self) -> None:
-        """Give back blocks beyond the reserved ones; nobody has a view of them, and `allocate` lengthens the file."""
+        """Give back blocks beyond the reserved ones; no view of them exists, and `allocate` lengthens the file."""
         os.ftruncate(self.buffered, self.reserved_bytes)
 
     def transfer(self, verb: str, move: Move, memory: memoryview, position: int) -> None:
         """Move all of `memory` from or to `position`, however little each call moves; `StoreError` if not, whatever it
-        was that went wrong: who waits must learn where."""
+        was that went wrong: the waiting thread must learn where."""
         done = 0
         try:
             while done < memory.nbytes:
@@ -119,7 +119,7 @@ class StoreFile:
     def keep_in_cache(self, move: Move, memory: memoryview, position: int) -> bool:
         """After a failed write: whether the page cache took all of it instead, so that views see all of it.
 
-        Otherwise a part of the range is new and a part old, and whoever looks at a home would see weights that never
+        Otherwise a part of the range is new and a part old, and a reader of a home would see weights that never
         were. It is no replacement for the write: the system may lose what it cannot write out.
         """
         done = 0

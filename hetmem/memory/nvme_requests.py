@@ -161,7 +161,7 @@ class Threads:
         self.stop.atexit = False
 
     def start(self) -> None:
-        """Once, before the first work: a store that nobody reads from needs none. Callers exclude each other."""
+        """Once, before the first work: a store that is never read needs none. Callers exclude each other."""
         while len(self._threads) < self._count:
             name = f"{self._name}_{len(self._threads)}"
             thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
@@ -237,7 +237,7 @@ class _Transfer:
             try:
                 self._link.perform(request)
                 moved_bytes = request.memory.nbytes
-            except BaseException as error:  # whatever it is, the one who waits must learn of it
+            except BaseException as error:  # whatever it is, the waiting thread must learn of it
                 self._error = error
         with self._lock:
             self._moved_bytes += moved_bytes

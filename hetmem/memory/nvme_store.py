@@ -65,7 +65,7 @@ class NvmeStore:
     file closes itself when nothing holds it.
 
     A transfer takes memory aligned to 4096 bytes and a length that is a multiple of it. Anything else is refused with
-    ValueError, on every filesystem: the page cache would take it, at an eighth of the speed with nobody told why.
+    ValueError, on every filesystem: the page cache would take it, at an eighth of the speed without a word why.
 
     Several directories share the load by whole extents, as a view of one must be a single mapping of one file. Extents
     that are reserved together go round the files, and the next ones begin a file further on: what belongs together
@@ -197,7 +197,7 @@ class NvmeStore:
 
     def cache_pages(self, extent: Extent, offsets: Iterable[int]) -> None:
         """Begin to bring the bytes at `offsets` of `extent` to the page cache, where a view finds them. For many that
-        somebody looks at next: one by one, each would wait for an access of the disk."""
+        is looked at next: one by one, each would wait for an access of the disk."""
         starts = {round_down(offset, BLOCK_BYTES) for offset in offsets}
         with self._lock:
             file = self._file_of(extent)
@@ -243,7 +243,7 @@ class NvmeStore:
         with self._lock:
             for file in self._files:
                 file.close()
-            self._files = []  # and with them the mappings that nobody views
+            self._files = []  # and with them the mappings without views
 
     def _links(self) -> tuple[Link, ...]:
         return self._reads, self._writes, self._looks

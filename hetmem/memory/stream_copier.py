@@ -149,7 +149,7 @@ class StreamCopier:
             return True
 
     def _report(self, ended: _InFlight) -> None:
-        """A job that nobody was told of would be waited for for ever, so an error is told too."""
+        """Report errors too: a job whose end is not reported would be waited for for ever."""
         if self._ends.get(ended.job.tag) is ended.end:
             del self._ends[ended.job.tag]
         failure = None

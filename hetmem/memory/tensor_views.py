@@ -31,8 +31,8 @@ def address_of(memory: Memory) -> int:
 
 
 def give_away(view: torch.Tensor) -> bool:
-    """Whoever else holds the memory of `view` (its storage) keeps what is there now, in memory of its own, as does
-    `view`. False if that cannot be done: on a GPU, with torch before 2.13."""
+    """Let every other holder of the memory of `view` (its storage) keep its present values, in memory of its own,
+    as does `view`. False if that cannot be done: on a GPU, with torch before 2.13."""
     storage = view.untyped_storage()
     before, swap = storage.data_ptr(), getattr(storage, "_swap_data_ptr_", None)
     if swap is not None:

@@ -35,7 +35,7 @@ class Finished:
 
 
 _WOKEN = Finished(None)
-"""Nothing has finished: an interrupt has come while somebody waits."""
+"""Nothing has finished: an interrupt has come during a wait."""
 
 
 class Job(NamedTuple):
@@ -82,7 +82,7 @@ class Copier(Protocol):
         ...
 
     def poll(self) -> None:
-        """Report what is over, where nobody else does."""
+        """Report finished jobs, where no thread of the copier does."""
 
     def busy(self) -> bool:
         """Whether there is a job that only `poll` will report."""
@@ -95,7 +95,7 @@ class Copier(Protocol):
         """Wait for everything and stop. Idempotent."""
 
     def abandon(self) -> None:
-        """Nobody will ask for anything again. Called by the garbage collector: takes no lock and joins no thread."""
+        """Stop taking requests. Called by the garbage collector: takes no lock and joins no thread."""
 
 
 class ThreadCopier:
@@ -118,7 +118,7 @@ class ThreadCopier:
         future.add_done_callback(lambda ended: finished(Finished(tag, ended.exception())))
 
     def _last_use(self, jobs: list[Job]) -> None:
-        """Whoever is told that the job is over may count on its memory, so nobody holds it then."""
+        """Let go of the job's memory before its end is reported: the receiver may count on having it alone."""
         self.now(jobs.pop())
 
     def now(self, job: Job) -> None:
@@ -310,7 +310,7 @@ class TransferEngine:
         start, finished = time.perf_counter(), self._finished
         try:
             future = begin()
-        except Exception as error:  # no thread can be started, say: whoever waits for it is told
+        except Exception as error:  # no thread can be started, say: the waiting thread is told
             finished.put(Finished(tag, error))
             return
 
@@ -319,7 +319,7 @@ class TransferEngine:
             try:
                 if self.observe is not None:
                     self.observe(link, tag, start, time.perf_counter(), nbytes)
-            except Exception as failure:  # no memory, say: a job that nobody is told of would be waited for for ever
+            except Exception as failure:  # no memory, say: a job whose end is not reported would be waited for for ever
                 error = error or failure
             finished.put(Finished(tag, error, beside=True))
 

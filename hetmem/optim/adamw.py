@@ -176,10 +176,32 @@ class AdamWRule:
                 [update.grad for update in alike],
                 [update.states["exp_avg"] for update in alike],
                 [update.states["exp_avg_sq"] for update in alike],
+                [update.state["step"] for update in alike],
             )
             for update in alike:
                 if update.copy is not None:
                     update.copy.copy_(update.param)
+
+    def whole(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: Sequence[list[torch.Tensor]],
+        steps: list[torch.Tensor],
+        scale: float,
+    ) -> None:
+        """See `Whole`."""
+        (beta1, beta2), (exp_avgs, exp_avg_sqs) = group["betas"], states
+        step = AdamWStep(
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], 0, bool(group["maximize"]), scale
+        )
+        torch._foreach_add_(steps, 1)
+        try:
+            adamw_on_device(step, params, grads, exp_avgs, exp_avg_sqs, steps)
+        except BaseException:
+            torch._foreach_sub_(steps, 1)
+            raise
 
     def _equals_host(self, update: ParameterUpdate) -> bool:
         copy_dtype = None if update.copy is None else update.copy.dtype

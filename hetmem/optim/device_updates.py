@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +30,7 @@ from hetmem.optim.progress import Job, Opened, Update
 from hetmem.optim.rule import HalfComputedError
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.update_split import SLOTS
+from hetmem.schedule.updates import DeviceUpdates
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class _UnderWay:
         return Role.GRAD in self.there
 
 
-class StreamedUpdates:
+class StreamedUpdates(DeviceUpdates[Chunk, Job, Slot, Memory]):
     """Those jobs of one optimizer that run on the device, each in a slot. A chunk that cannot be brought is as it was.
 
     `to_host` takes a job whose slots were given back, `ended` is called after each one that is over.
@@ -73,12 +73,11 @@ class StreamedUpdates:
     def __init__(
         self, runtime: Runtime, kept: KeptGradients, to_host: Callable[[Job], None], ended: Callable[[], None]
     ) -> None:
-        self._runtime, self._traffic, self.kept = runtime, runtime.traffic, kept
+        super().__init__(kept)
+        self.kept: KeptGradients = kept
+        self._runtime, self._traffic = runtime, runtime.traffic
         self._to_host, self._ended = to_host, ended
-        self._queue: deque[Job] = deque()
         self._running: list[_UnderWay] = []
-        self._free: list[Slot] = []
-        self._closing = False
         self.sent_home_bytes = 0
         """All but gradients."""
 
@@ -121,8 +120,7 @@ class StreamedUpdates:
             self.kept.close()
         finally:
             self._closing = False
-        while self._queue:
-            self._to_host(self._queue.popleft())
+        self._leave_all_to_host()
         if self._free:  # wait for compute that reads them: the memory may be another stream's next
             self._traffic.engine.copy_now(Link.HOST_TO_DEVICE, _nothing, 0)
         for slot in self._free:
@@ -131,56 +129,30 @@ class StreamedUpdates:
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
-        return not (self._queue or self._running)
+    def _chunk(self, job: Job) -> Chunk:
+        return job.chunk
 
-    def add(self, job: Job) -> None:
-        """Queue `job`, of a chunk all of whose roles have homes in host memory, but for gradients that are kept."""
-        self._queue.append(job)
+    def _is_ready(self, job: Job) -> bool:
+        return not self._traffic.gradients.arriving(job.chunk)
+
+    @property
+    def _reads_gradients(self) -> bool:
+        return any(one.reads_gradients for one in self._running)
+
+    def _leave_to_host(self, job: Job) -> None:
+        self._to_host(job)
+
+    def _wait(self) -> bool:
+        return self._traffic.pending.go_on()
 
     def place_for(self, chunk: Chunk) -> Memory | None:
         """Memory here for gradients of `chunk` that are about to arrive; waits for an update to have read those of
         another one. None if all places are those of chunks whose gradients have not all arrived."""
-        while not self.kept.has_room:
-            if not (self._frees_a_place() and self._traffic.pending.go_on()):
-                return None
-        return self.kept.keep(chunk)
+        return self.kept.keep(chunk) if self.find_place() else None
 
     def works_on(self, chunk: Chunk) -> bool:
         """Whether something of `chunk` is on the device for its update."""
         return any(one.job.chunk is chunk for one in self._running)
-
-    def pump(self) -> None:
-        """Begin what has a slot."""
-        while self._free and not self._closing and (job := self._next()) is not None:
-            self._queue.remove(job)
-            self._begin(job, self._free.pop())
-
-    def _next(self) -> Job | None:
-        """What can begin if there is a slot: what holds a place goes first, as others may wait for that."""
-        for job in self._queue:
-            if self.kept.holds(job.chunk):
-                return job
-        head = next(iter(self._queue), None)
-        if head is None or not self.kept.has_room or self._traffic.gradients.arriving(head.chunk):
-            return None
-        return head
-
-    def give_way(self) -> bool:
-        """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""
-        if self.kept.has_room or self._frees_a_place():
-            return False
-        waiting, self._queue = self._queue, deque()
-        for job in waiting:
-            self._to_host(job)
-        return bool(waiting)
-
-    def _frees_a_place(self) -> bool:
-        """Whether a place will be free that is not, whatever arrives."""
-        queued = any(self.kept.holds(job.chunk) for job in self._queue)
-        return queued or any(one.reads_gradients for one in self._running)
 
     def jobs(self) -> Iterator[Job]:
         """What is queued or under way."""

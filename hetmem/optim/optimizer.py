@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -26,12 +26,13 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.kernel_warmup import compile_ahead
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice, saves_nothing
 from hetmem.optim.owners import managed_again, no_longer_managed
-from hetmem.optim.progress import refuse_sparse
+from hetmem.optim.progress import on_host, refuse_sparse
 from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.states import Places, States, saved_homes
 from hetmem.optim.step import Stepper, Work
 from hetmem.optim.update_placement import check_room, check_staging, stays_on_device
+from hetmem.optim.whole_step import Whole, WholeGroup, WholeUpdate
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
@@ -88,6 +89,7 @@ class OffloadedOptimizer(Optimizer):
         self._steppers: dict[Interception, Stepper] = {}
         self.states = States()
         self._numbers: dict[int, int] = {}
+        self._whole: dict[int, tuple[Stepper, WholeGroup] | None] = {}
         self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
 
     # ---- what torch's optimizers have --------------------------------------------------------------------------
@@ -157,14 +159,17 @@ class OffloadedOptimizer(Optimizer):
             stepper.begin()
         for interception in self._steppers:
             interception.share.grow()
-        work = self._work()
-        grad_scale = self._grad_scale(work)
+        whole = self._whole_work()
+        work = self._work({id(update.group) for _, update in whole})
+        grad_scale = self._grad_scale(work, [update for _, update in whole])
         try:
             for stepper, chunks in work.items():
                 if grad_scale is None:
                     stepper.skip()
                 else:
                     stepper.update(chunks, grad_scale)
+            if grad_scale is not None:
+                self._update_whole(whole, grad_scale)  # last: such an update is not repeated
         except BaseException:
             for stepper in work:  # those that are done must know too that this step may be tried again
                 stepper.failed = True
@@ -376,9 +381,51 @@ class OffloadedOptimizer(Optimizer):
         stepper.ensure_homes(managed.chunk, roles)
         return managed, roles
 
-    def _work(self) -> dict[Stepper, Work]:
+    def _whole_work(self) -> list[tuple[Stepper, WholeUpdate]]:
+        """Groups whose parameters are whole on the device."""
+        if not isinstance(self.rule, Whole) or not any(each.updates_whole for each in self._steppers.values()):
+            return []
+        found = []
+        for group in self.param_groups:
+            known = self._whole.get(id(group))
+            if known is None or not (known[0].updates_whole and known[1].is_of(group["params"])):
+                known = self._whole[id(group)] = self._whole_group(group)
+            update = known and known[1].update(group, self.states.shown)
+            if known and update:
+                known[0].own_whole(update)
+                found.append((known[0], update))
+            else:
+                self._whole[id(group)] = None  # perhaps all has its states, and a place, in the next step
+        return found
+
+    def _whole_group(self, group: dict[str, Any]) -> tuple[Stepper, WholeGroup] | None:
+        """None if something of `group` is elsewhere."""
+        if any(registry.of_parameter(parameter) is None for parameter in group["params"]):
+            return None
+        managed = [self._managed(parameter) for parameter in group["params"]]
+        steppers = list(dict.fromkeys(stepper for stepper, _ in managed))
+        if len(steppers) != 1 or not steppers[0].updates_whole:
+            return None
+        roles = {self.rule.roles(group, each.chunk.dtype) for _, each in managed}
+        return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
+
+    def _update_whole(self, whole: list[tuple[Stepper, WholeUpdate]], grad_scale: float) -> None:
+        for stepper, update in whole:
+            if stepper.updates_whole:
+                assert isinstance(self.rule, Whole)
+                update.carry_out(self.rule, grad_scale)
+                continue
+            chunks: Work = {}
+            for managed in update.managed:  # other updates of this step had no room on the device
+                chunks.setdefault(managed.chunk, []).append((managed, update.group))
+            stepper.update(chunks, grad_scale)
+
+    def _work(self, but: Container[int]) -> dict[Stepper, Work]:
+        """What is to be updated of groups whose `id`s are not in `but`, by chunks."""
         work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}
         for group in self.param_groups:
+            if id(group) in but:
+                continue
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -389,11 +436,13 @@ class OffloadedOptimizer(Optimizer):
             stepper.own([managed for members in chunks.values() for managed, _ in members])
         return work
 
-    def _grad_scale(self, work: dict[Stepper, Work]) -> float | None:
+    def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:
         """The factor of all gradients; None if they are not all finite and the step is to be skipped."""
         if not self.needs_all_gradients:
             return 1.0
         sums = [sums for stepper, chunks in work.items() for sums in stepper.square_sums(chunks)]
+        assert self._workers is not None
+        sums += on_host([sums for update in whole for sums in update.square_sums(self._workers)])
         unscale = self.expected_scale()
         self.grad_norm = total(sums) ** 0.5 * unscale
         if self.loss_scale is not None and self.grad_norm - self.grad_norm != 0:

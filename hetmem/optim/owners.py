@@ -67,15 +67,34 @@ class Owners:
     def __init__(self) -> None:
         self._last: dict[int, weakref.ref[Owner] | None] = {}
         self._states: dict[tuple[int, Role], object] = {}
+        self._latest: object = None
+        """The `token` of the optimizer that took a parameter or a state last."""
+        self._settled: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def settled(self, parameters: object, owner: Owner) -> bool:
+        """Whether `settle` was called for these, and no other optimizer has taken anything since."""
+        return self._latest is owner.token and parameters in self._settled
+
+    def settle(self, parameters: object, owner: Owner) -> None:
+        """All of `parameters`, an object that stands for them, are the `owner`'s, with their states."""
+        self._taken_by(owner)
+        self._settled.add(parameters)
+
+    def _taken_by(self, owner: Owner) -> None:
+        if self._latest is not owner.token:
+            self._latest = owner.token
+            self._settled.clear()
 
     def made(self, managed: ManagedParameter, owner: Owner) -> None:
         """`owner` is going to step `managed`; if another one may too, it has to step it first."""
+        self._taken_by(owner)
         last = self._last.get(id(managed), weakref.ref(owner))
         alone = last is not None and last() in (None, owner)
         self._last[id(managed)] = weakref.ref(owner) if alone else None
 
     def steps(self, stepped: Iterable[ManagedParameter], owner: Owner, others: Iterable[Watcher]) -> None:
         """`owner` steps `stepped`. Raises RuntimeError if one of `others` has updated any of them in this step."""
+        self._taken_by(owner)
         begun = {managed for other in others for managed in other.begun()}
         for managed in stepped:
             if managed in begun:
@@ -105,6 +124,7 @@ class Owners:
 
     def give_states(self, managed: ManagedParameter, roles: Collection[Role], owner: Owner) -> None:
         """`roles` of `managed` are those of `owner`, whosever they were."""
+        self._taken_by(owner)
         self._states |= {(id(managed), role): owner.token for role in roles}
 
 

@@ -18,6 +18,7 @@ import torch
 
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradients import has_hooks_of_the_user, wait_for_staged_gradients
+from hetmem.engine.runtime import Runtime
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
@@ -40,6 +41,7 @@ from hetmem.optim.progress import Progress, Sums, on_host
 from hetmem.optim.update_pass import Members, Passes
 from hetmem.optim.update_placement import UpdatePlaces
 from hetmem.optim.update_queue import Updates
+from hetmem.optim.whole_step import WholeUpdate
 
 Work = dict[Chunk, Members]
 """Parameters that have a gradient, and their groups, by chunk."""
@@ -235,7 +237,7 @@ class Stepper:
                 self._passes.notice_before(progress)
             if not self._trails:
                 self._carry_out()
-        self._places.choose(self._optimizer.groups_by_parameter())
+        self._places.choose(self._optimizer.groups_by_parameter)
 
     def _refuse_edits(self) -> None:
         """The first step overlaps nothing, and shows whether the program edits gradients before it: then the next ones
@@ -256,6 +258,28 @@ class Stepper:
         others = (other for other in self._interception.gradients.watchers if other is not self)
         self.owners.steps(stepped, self._optimizer, others)
 
+    def own_whole(self, update: WholeUpdate) -> None:
+        """The same of `update`, and of the states that it writes."""
+        if self.owners.settled(update.of, self._optimizer):
+            return
+        self.own(update.managed)
+        for managed in update.managed:
+            self.owners.take_states(managed, update.of.roles, self._optimizer)
+        if len(update.managed) == len(update.of.parameters):
+            self.owners.settle(update.of, self._optimizer)
+
+    @property
+    def updates_whole(self) -> bool:
+        """Whether the model is whole on the device, and a step is updated at once, with nothing begun before it."""
+        memory = self._runtime.memory
+        early = self.begins_early and memory.streams
+        return memory.resident and not (early or self.failed or self._progress)
+
+    @property
+    def runtime(self) -> Runtime:
+        """Of the model."""
+        return self._runtime
+
     def begun(self) -> Iterable[ManagedParameter]:
         """See `Watcher`."""
         return (part.managed for progress in self._progress.values() if progress.begun for part in progress.parts)
@@ -275,14 +299,18 @@ class Stepper:
         """Update `chunks`; gradients count `grad_scale` times."""
         with self._remembering_a_failure():
             self._check_untouched()
-            for chunk in sorted(chunks, key=_INDEX):
-                progress = self._current(chunk, chunks[chunk])
+            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
+            for progress in wanted:
                 if progress.begun and progress.scale != grad_scale:
                     raise other_factor(progress)
                 if progress.left.ruined:
                     raise half_updated(progress)
+                self._take_states(progress)
+            for progress in wanted:
                 if not progress.begun or progress.left.places:
                     self._add_update(progress, grad_scale)
+                if not self._trails:  # else what the next forward uses first has its turn first
+                    self._updates.pump()
             if self._trails:
                 self._updates.pump()
                 for progress in self._progress.values():
@@ -406,10 +434,13 @@ class Stepper:
         self._updates.add(self._passes.sums_job(progress, partial(self._summed, progress)))
         progress.summing = True
 
-    def _add_update(self, progress: Progress, grad_scale: float) -> None:
-        self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+    def _take_states(self, progress: Progress) -> None:
         for part in progress.parts:
             self.owners.take_states(part.managed, part.roles, self._optimizer)
+
+    def _add_update(self, progress: Progress, grad_scale: float) -> None:
+        self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
+        self._take_states(progress)
         self.ensure_homes(progress.chunk, progress.roles)
         try:
             self._updates.add(self._passes.update_job(progress, grad_scale))

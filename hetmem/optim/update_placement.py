@@ -6,7 +6,7 @@ Which chunks go to the device is `schedule.update_split`'s to say; here are the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class UpdatePlaces:
         self._gradients_stay = gradients is Gradients.STREAMED
         self.share: StreamedShare | None = None
 
-    def choose(self, groups: Groups) -> None:
+    def choose(self, groups: Callable[[], Groups]) -> None:
         """Look at the step so far."""
         runtime = self._runtime
         if runtime.hardware is None or not runtime.tracer.knows_a_backward() or not isinstance(self._rule, Streamable):
@@ -56,7 +56,7 @@ class UpdatePlaces:
             self.share = StreamedShare(runtime.hardware, self._updates)
         sent = runtime.traffic.engine.links()[Link.DEVICE_TO_HOST].bytes - self._updates.sent_home_bytes
         sent += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
-        self.share.look(sent, runtime.memory.moved_bytes, lambda: self._facts(groups))
+        self.share.look(sent, runtime.memory.moved_bytes, lambda: self._facts(groups()))
 
     def same_on_device(self, groups: Groups) -> set[int]:
         """The `id`s of the parameters whose update has the same bits with their homes on the device."""

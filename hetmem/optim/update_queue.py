@@ -1,23 +1,12 @@
-"""Work on chunks under way: what it needs is brought to host memory, its tiles run on the workers, and all goes back.
+"""Updates of chunks by the workers of the host: what `schedule.updates` decides, carried out on threads.
 
-Reads for the next chunk and writes of the last one go on meanwhile, and so may a backward or a forward. Everything but
-the tiles happens on the thread that trains, in `pump`; what a tile computes is the job's own.
-
-    queued -> opening (its roles are on their way) -> running (tiles on the workers) -> done
-
-Jobs take turns by their chunks' places in the model, see `schedule.queues`, and not by when they were queued.
-
-Note "openings": jobs run in the order in which they open, and one opens only once all that opened before it have a
-place for each of their roles. So those need no more memory to be computed, and at most one job, the last, holds places
-while it waits for others: for those that the jobs before it will give back. Two jobs that each held what the other
-needs would wait for ever.
+Everything but the tiles happens on the thread that trains, in `pump`; what a tile computes is the job's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -34,25 +23,17 @@ from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.device_updates import StreamedUpdates
 from hetmem.optim.progress import Job
 from hetmem.optim.rule import HalfComputedError
-from hetmem.schedule.queues import AT_ONCE, Turns
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.updates import HostUpdates
 
 
-class Updates:
+class Updates(HostUpdates[Job]):
     """The jobs of one optimizer on one runtime. An error leaves a chunk as it was or updated, or says what is left."""
 
     def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients) -> None:
+        super().__init__(lambda job: job.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
-        self._queue: Turns[Job] = Turns(lambda job: job.chunk.spec.index)
-        self._opening: deque[Job] = deque()
-        self._running: list[Job] = []
-        self._pumping = False
-        self.streamed = StreamedUpdates(runtime, kept, self._queue.add, self._go_on)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
-        return not (self._queue or self._opening or self._running) and self.streamed.idle
+        self.streamed: StreamedUpdates = StreamedUpdates(runtime, kept, self._queue.add, self._go_on)
 
     def add(self, job: Job) -> None:
         """Queue `job`."""
@@ -64,20 +45,9 @@ class Updates:
             self.streamed.add(job)
         self._traffic.pending.keep(self)
 
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
-        if self._pumping:
-            return
-        self._pumping = True
-        try:
-            if not self.streamed.idle:
-                with self._runtime.unwatched(), without_graph():
-                    self.streamed.pump()
-            while (go_on := self._next()) is not None:
-                with self._runtime.unwatched(), without_graph():  # in the middle of whatever the user does
-                    go_on()
-        finally:
-            self._pumping = False
+    def _carry_out(self, command: Callable[[], None]) -> None:
+        with self._runtime.unwatched(), without_graph():
+            command()
 
     def finish(self) -> None:
         """Carry everything out, and lend a hand. Raises the error of a transfer or of a task; what could not be begun
@@ -111,17 +81,6 @@ class Updates:
         for job in [job for job in self._queue if job.chunk is chunk]:
             self._dismiss(self._queue.take(job))
         self.streamed.forget(chunk)
-
-    def give_way(self) -> bool:
-        """Let go of what is open but not computed with yet, for somebody who needs its memory; False if that is
-        nothing."""
-        gives = self.streamed.give_way() or bool(self._opening)
-        while self._opening:
-            job = self._opening.pop()
-            for role in job.roles:
-                self._traffic.unask_role(job.chunk, role)
-            self._queue.add(job)
-        return gives
 
     def hasten(self, chunk: Chunk) -> None:
         """Somebody waits for `chunk`: if it is queued it is next."""
@@ -168,27 +127,15 @@ class Updates:
             self._traffic.end_update(job.chunk)
         job.done(False)
 
-    def _next(self) -> Callable[[], None] | None:
-        """What can be done now: a job can open, or run; None if there is nothing."""
-        job = self._queue.next(self._is_free) if self._may_open() else None
-        if job is not None:
-            return partial(self._open, job)
-        return self._run if self._opening and self._is_open(self._opening[0]) else None
-
-    def _may_open(self) -> bool:
-        """Whether a job may open; see the note "openings"."""
-        if not self._queue or len(self._opening) + len(self._running) >= AT_ONCE:
-            return False
-        last = self._opening[-1] if self._opening else None  # those before it had places when it opened
-        return last is None or all(self._traffic.role_has_place(last.chunk, role) for role in last.roles)
-
     def _is_free(self, job: Job) -> bool:
         """Whether nothing else is under way with the chunk of `job`."""
         under_way = any(other.chunk is job.chunk for other in (*self._opening, *self._running))
         return not under_way and not self._traffic.gradients.arriving(job.chunk)
 
-    def _open(self, job: Job) -> None:
-        self._queue.take(job)
+    def _has_places(self, job: Job) -> bool:
+        return all(self._traffic.role_has_place(job.chunk, role) for role in job.roles)
+
+    def _ask(self, job: Job) -> None:
         asked: list[Role] = []
         try:
             for role, load in job.roles.items():
@@ -197,15 +144,16 @@ class Updates:
         except BaseException:
             for role in asked:
                 self._traffic.unask_role(job.chunk, role)
-            self._queue.add(job)
             raise
-        self._opening.append(job)
+
+    def _unask(self, job: Job) -> None:
+        for role in job.roles:
+            self._traffic.unask_role(job.chunk, role)
 
     def _is_open(self, job: Job) -> bool:
         return all(self._traffic.role_is_there(job.chunk, role) for role in job.roles)
 
-    def _run(self) -> None:
-        job = self._opening.popleft()
+    def _run(self, job: Job) -> None:
         job.opened = {role: self._traffic.asked_role(job.chunk, role) for role in job.roles}
         try:
             job.copy = self._traffic.hold_copy(job.chunk) if job.keeps_copy else None

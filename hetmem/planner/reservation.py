@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import Workload
+from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import used_ends
 from hetmem.schedule.placement import (
     MOMENTS,
@@ -25,7 +26,6 @@ from hetmem.schedule.placement import (
     place_copies,
     survey,
 )
-from hetmem.schedule.queues import set_aside
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Candidate, choose
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Container, Mapping
 from functools import partial
 
 from hetmem.planner.reservation import Arrangement, with_own_gradients
-from hetmem.planner.simulated_device_updates import StreamedUpdates
 from hetmem.planner.simulated_trace import Notes
+from hetmem.planner.simulated_updates import SimulatedDeviceUpdates
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.queues import Complete, Lending
+from hetmem.schedule.gradients import Lending
 from hetmem.schedule.trace import Tier
 
 
-class GradientSink:
+class SimulatedGradients:
     """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step.
 
     Chunks that are lent homes of gradients have one from the first arrival to their update; those of which
@@ -30,15 +30,16 @@ class GradientSink:
         self,
         traffic: SimulatedTraffic,
         notes: Notes,
-        streamed: StreamedUpdates,
+        streamed: SimulatedDeviceUpdates,
         blocks: Mapping[tuple[str, int], int],
         comes_there: Callable[[int], bool],
         set_aside: tuple[int, ...],
         awaited: Callable[[int], Collection[int]] | None,
     ) -> None:
+        self._arrangement: Arrangement
         self._traffic, self._notes, self._streamed, self._blocks = traffic, notes, streamed, blocks
+        self._kept = streamed.kept
         self._comes_there, self._awaited = comes_there, awaited
-        self._complete: Complete[int] = Complete()
         self.arrivals: Counter[int] = Counter()
         self.stayed_bytes = 0
         self.new_bytes: Counter[Tier] = Counter()
@@ -47,7 +48,6 @@ class GradientSink:
         """The bytes of the homes in host memory that gradients were lent, by chunk."""
         self._stayed: Counter[int] = Counter()
         """Bytes that have arrived in chunks whose gradients stay on the device."""
-        self._arriving: Counter[int] = Counter()
 
     def begin_step(self) -> None:
         """No gradient has arrived."""
@@ -56,85 +56,73 @@ class GradientSink:
 
     def begin_backward(self) -> None:
         """Of the backward that begins no gradient has arrived."""
-        self._complete.begin()
+        self._traffic.gradients.complete.begin()
 
     def send(self, arrangement: Arrangement, parameter: int, device_bytes: int) -> Arrangement:
         """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Returns `arrangement`, where its chunk
         has got a home of its own for that if there was no other. Raises `NoRoom` if there is none at all."""
-        chunk = arrangement.chunk_of[parameter]
-        if chunk in arrangement.lent and not self.waits(chunk) and not self._lend(arrangement, chunk):
-            arrangement = self._give(arrangement, chunk)
+        self._arrangement = arrangement
+        chunk, sends = arrangement.chunk_of[parameter], self._traffic.gradients
+        if chunk in arrangement.lent and not self.waits(chunk):
+            sends.find_place(chunk, self)
+            arrangement = self._arrangement
         spec = arrangement.ground.chunks[chunk]
         nbytes = arrangement.elements[parameter] * spec.itemsize
         tier = arrangement.homes["grad"][chunk]
         if tier is Tier.DEVICE:
             return arrangement
-        if self._streamed.keeps(chunk):
+        if self._kept.holds(chunk):
             self._stayed[chunk] += nbytes
             self.stayed_bytes += nbytes
             return arrangement
-        self._arriving[chunk] += 1
         if tier is Tier.HOST:
-            self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, None))
+            self._traffic.send_gradient(chunk, nbytes, device_bytes)
             return arrangement
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
-            self._complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
+            sends.complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
         load = any(other in self.arrivals for other in spec.parameters)
         self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)
-        self._traffic.send_gradient(nbytes, device_bytes, partial(self._home, chunk, block))
+        self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
         return arrangement
 
-    def _home(self, chunk: int, staged: int | None) -> None:
-        """A gradient of `chunk` is at home, or in the `staged` block of it."""
-        self._arriving[chunk] -= 1
-        if staged is not None:
-            self._traffic.release(staged, Tier.HOST, dirty=True)
-            if chunk in self._complete and not self.arriving(chunk):
-                self._traffic.execute(self._traffic.residency.settle(staged))
+    def _staged(self, chunk: int, block: int) -> None:
+        """A gradient of `chunk` is in staging, in `block`."""
+        self._traffic.release(block, Tier.HOST, dirty=True)
+        if self._traffic.gradients.to_be_written(chunk):
+            self._traffic.execute(self._traffic.residency.settle(block))
 
-    def arriving(self, chunk: int) -> bool:
-        """Whether gradients of `chunk` are on their way."""
-        return bool(self._arriving[chunk])
+    # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
 
-    # ---- homes that are lent -----------------------------------------------------------------------------------
-
-    def _lend(self, arrangement: Arrangement, chunk: int) -> bool:
-        """A home for gradients of `chunk` until their update has read them; False if there is none."""
-        self._traffic.poll()
-        if self._comes_there(chunk) and self._streamed.keep(chunk):
-            return True
-        return self._lend_home(arrangement, chunk)
-
-    def _lend_home(self, arrangement: Arrangement, chunk: int) -> bool:
-        """One in host memory: waits for it as long as anything is under way."""
-        nbytes, traffic, made_way = arrangement.ground.home_bytes(chunk, "grad"), self._traffic, False
-        while (place := self._lending.take(nbytes)) is None:
-            if not self._lending.lends(nbytes):
-                return False
-            traffic.pump()
-            if traffic.busy():
-                traffic.wait_for_one()
-                made_way = False
-            elif made_way or not traffic.make_way():
-                return False
-            else:
-                made_way = True
-        self._lent[chunk] = place
+    def keep(self, chunk: int) -> bool:
+        """Keep gradients of `chunk` on the device, where their update reads them; False if they go home."""
+        if not (self._comes_there(chunk) and self._streamed.find_place()):
+            return False
+        self._kept.take(chunk)
         return True
 
-    def _give(self, arrangement: Arrangement, chunk: int) -> Arrangement:
-        """Gradients of `chunk` get a home of their own, for good."""
-        arrangement = with_own_gradients(arrangement, chunk)
+    def lend(self, chunk: int) -> bool:
+        """Give gradients of `chunk` a place that was set aside; False if all that are large enough are lent."""
+        place = self._lending.take(self._arrangement.ground.home_bytes(chunk, "grad"))
+        if place is not None:
+            self._lent[chunk] = place
+        return place is not None
+
+    def may_lend(self, chunk: int) -> bool:
+        """Whether a place for gradients of `chunk` was set aside, lent or not."""
+        return self._lending.lends(self._arrangement.ground.home_bytes(chunk, "grad"))
+
+    def give_own(self, chunk: int) -> None:
+        """Give gradients of `chunk` a home for good. Raises `NoRoom` if there is none."""
+        self._arrangement = arrangement = with_own_gradients(self._arrangement, chunk)
         tier = arrangement.homes["grad"][chunk]
         self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
         self._traffic.rehome(self._blocks["grad", chunk], tier)
-        return arrangement
 
     def waits(self, chunk: int) -> bool:
         """Whether gradients of `chunk` have a home that was lent for them."""
-        return chunk in self._lent or self._streamed.keeps(chunk)
+        return chunk in self._lent or self._kept.holds(chunk)
 
     def retire(self, chunk: int) -> None:
         """The update of `chunk` has read its gradients."""
@@ -144,11 +132,12 @@ class GradientSink:
     def bring_home(self, arrangement: Arrangement, but: Container[int]) -> Arrangement:
         """The backward is over: what has stayed on the device goes home, except gradients of chunks in `but`. Returns
         `arrangement` as `send` does."""
-        for chunk in self._streamed.kept():
+        self._arrangement = arrangement
+        for chunk in self._kept.chunks:
             if chunk not in but:
-                if not self._lend_home(arrangement, chunk):
-                    arrangement = self._give(arrangement, chunk)
-                self._traffic.send_home(arrangement.role_bytes(chunk, "grad"))
+                if not self._traffic.gradients.lend(chunk, self):
+                    self.give_own(chunk)
+                self._traffic.send_home(self._arrangement.role_bytes(chunk, "grad"))
                 self.stayed_bytes -= self._stayed[chunk]
-                self._streamed.give_up(chunk)
-        return arrangement
+                self._kept.leave(chunk)
+        return self._arrangement

@@ -161,7 +161,7 @@ class Notes:
         live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
         self._set_limit(live)
         while self.chunk_bytes() + live > self._capacities.device_bytes and (
-            traffic.residency.in_flight() or traffic.gradients_under_way
+            traffic.residency.in_flight() or traffic.gradients.under_way
         ):
             traffic.wait_for_one()
             live = live_bytes + traffic.gradient_bytes() + self.kept_bytes

@@ -1,22 +1,24 @@
-"""Updates of chunks under way on the simulator's clock: the counterpart of `optim.update_queue`.
+"""Updates on the simulator's clock: what `schedule.updates` decides, carried out by workers and links that are numbers.
 
-What an update needs from NVMe is brought to host memory, the host's workers compute it, and all goes back; reads for
-the next one and writes of the last one go on meanwhile, and so may a backward. Pure. It knows blocks and seconds, and
-neither chunks nor gradients. Those on the device with states brought there are `planner.simulated_device_updates`'s.
+Those on the device have their states brought to a slot on one link, are made behind that, and go home on the other;
+then a copy for operators is made from the slot. Gradients are brought to a place beside the slots, or stay in one as
+they arrive. Pure.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
+from hetmem.planner.reservation import Arrangement
+from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.workload import Workload
 from hetmem.schedule.blocks import PLACED, CopyState
-from hetmem.schedule.queues import AT_ONCE, Turns
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.update_split import SLOTS, Facts, Fitting
+from hetmem.schedule.updates import DeviceUpdates, GradientPlaces, HostUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +59,102 @@ class Update:
     done: Callable[[], None] = lambda: None
     crossing: Crossing | None = None
     had_copy: bool = False
+    borrows: bool = False
+    """Whether its gradients were brought to a place, and did not arrive in one."""
 
 
-class Opened(Protocol):
-    """Is told what is used in host memory: `Notes.staged`."""
+class SimulatedDeviceUpdates(DeviceUpdates[int, Update, None, None]):
+    """Those updates that run on the device. `begun` are the numbers of the chunks. `updates` has the others."""
 
-    def __call__(self, block: int, *, reads: bool) -> None:
-        """See there."""
-        ...
+    updates: SimulatedUpdates
 
+    def __init__(self, traffic: SimulatedTraffic, notes: Notes) -> None:
+        super().__init__(GradientPlaces())
+        self._traffic, self._notes = traffic, notes
+        self._reading = 0
+        self.begun: set[int] = set()
+        self.slot_bytes = 0
+        self.sent_home_bytes = 0
 
-class Elsewhere(Protocol):
-    """Makes updates that are not made here; see `planner.simulated_device_updates`. It calls `ended`
-    after each one, and `to_host` with one that must be made here."""
+    # ---- slots -------------------------------------------------------------------------------------------------
 
-    ended: Callable[[], None]
-    to_host: Callable[[Update], None]
+    def idle_bytes(self) -> int:
+        """See `schedule.update_split`; what slots take is not idle."""
+        return self._notes.idle_bytes()
+
+    def take_slots(self, nbytes: int) -> bool:
+        """Have slots of `nbytes` each. Call it with nothing under way."""
+        self.give_slots_back()
+        self.slot_bytes, self._free = nbytes, [None] * SLOTS
+        self.kept.open([None] * SLOTS)
+        self._notes.home_bytes += SLOTS * nbytes
+        return True
+
+    def give_slots_back(self) -> None:
+        """Their memory is the device's again, once updates that trail are over (a run leaves those of them that are
+        queued to the host)."""
+        self.pump()
+        while not self.idle:
+            self._traffic.wait_for_one()
+            self.pump()
+        assert not self.kept.chunks, "gradients that stay belong to an update"
+        self.kept.give_up()
+        self._free.clear()
+        self._notes.home_bytes -= SLOTS * self.slot_bytes
+        self.slot_bytes = 0
+
+    # ---- updates -----------------------------------------------------------------------------------------------
+
+    def _chunk(self, update: Update) -> int:
+        return update.number
+
+    def _is_ready(self, update: Update) -> bool:
+        return update.ready()
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
-        ...
+    def _reads_gradients(self) -> bool:
+        return bool(self._reading)
 
-    def add(self, update: Update) -> None:
-        """Queue `update`."""
+    def _leave_to_host(self, update: Update) -> None:
+        update.crossing, update.device_seconds = None, 0.0
+        self.updates.add_here(update)
 
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
+    def _wait(self) -> bool:
+        return self._traffic.go_on()
 
-    def give_way(self) -> bool:
-        """Leave to the host what could wait for ever; False if nothing could."""
-        ...
+    def _begin(self, update: Update, slot: None) -> None:
+        """The host tells the link what to bring, which is updated there."""
+        assert update.crossing is not None
+        self._running.append(update)
+        self._reading += 1
+        update.borrows = not self.kept.holds(update.number)
+        if update.borrows:
+            self.kept.borrow()
+        self.begun.add(update.number)
+        traffic = self._traffic
+        traffic.now += update.thread_seconds
+        brought = partial(self._brought, update, update.crossing.home_bytes)
+        traffic.copy_beside(traffic.host_to_device, update.crossing.there_bytes, brought, update.device_seconds)
+
+    def _brought(self, update: Update, home_bytes: int) -> None:
+        """The gradients have been read."""
+        self._reading -= 1
+        if update.borrows:
+            self.kept.put_back(None)
+        else:
+            self.kept.leave(update.number)
+        self.sent_home_bytes += home_bytes
+        self._traffic.copy_beside(self._traffic.device_to_host, home_bytes, partial(self._home, update))
+
+    def _home(self, update: Update) -> None:
+        self._traffic.end_update(update.operand, renew=update.had_copy, near=True)
+        self._running.remove(update)
+        self._free.append(None)
+        update.done()
+        self.updates.pump()
 
 
-class Updates:
+class SimulatedUpdates(HostUpdates[Update]):
     """The updates of one optimizer, by the workers of `cores` cores; `opened` is told what it uses in host
     memory. `streamed` has those with a `crossing`.
 
@@ -99,77 +163,42 @@ class Updates:
     `streamed`.
     """
 
-    def __init__(
-        self,
-        traffic: SimulatedTraffic,
-        cores: int,
-        opened: Opened,
-        streamed: Elsewhere | None = None,
-    ) -> None:
-        self._traffic, self._cores, self._opened, self._streamed = traffic, cores, opened, streamed
-        if streamed is not None:
-            streamed.ended = self.pump
-            streamed.to_host = lambda update: self._queue.add(update)
-        self._queue: Turns[Update] = Turns(lambda update: update.number)
-        self._opening: deque[Update] = deque()
-        self._running = 0
+    def __init__(self, traffic: SimulatedTraffic, cores: int, notes: Notes) -> None:
+        super().__init__(lambda update: update.number)
+        self._traffic, self._cores, self._notes = traffic, cores, notes
+        self.streamed: SimulatedDeviceUpdates = SimulatedDeviceUpdates(traffic, notes)
+        self.streamed.updates = self
         self._free_at = self._busy_until = 0.0
         self._waiting = False
-        self._pumping = False
         self.seconds = 0.0
         traffic.worker = self
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
-        here = not (self._queue or self._opening or self._running)
-        return here and (self._streamed is None or self._streamed.idle)
 
     def add(self, update: Update) -> None:
         """Queue `update`; until it is over nothing fetches its operand."""
         update.had_copy = self._traffic.begin_update(update.operand, keep_copy=update.keeps_copy)
         if update.crossing is None:
-            self._queue.add(update)
+            self.add_here(update)
         else:
-            assert self._streamed is not None
-            self._streamed.add(update)
+            self.streamed.add(update)
 
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
-        if self._pumping or self.idle:
-            return
-        self._pumping = True
-        if self._streamed is not None:
-            self._streamed.pump()
-        while (go_on := self._next()) is not None:
-            go_on()
-        self._pumping = False
+    def add_here(self, update: Update) -> None:
+        """Queue `update` for the host."""
+        self._queue.add(update)
 
     def finish(self) -> None:
         """Carry everything out; the thread that trains lends a hand. Raises `CapacityError` if something cannot be
         opened."""
         self._waiting = True
         while not self.idle:
-            if self._streamed is not None:
-                self._streamed.give_way()
+            self.streamed.give_way()
             self.pump()
             if self.idle:
                 break
             if not self._traffic.busy():
-                stuck = [part.block for part in self._opening[0].staged if not self._is_open(part.block)]
+                stuck = [part.block for part in self._opening[0].staged if not self._is_there(part.block)]
                 raise self._traffic.residency.withdraw(stuck[0], Tier.HOST)
             self._traffic.wait_for_one()
         self._waiting = False
-
-    def give_way(self) -> bool:
-        """Let go of what is open but not computed with yet; False if that is nothing."""
-        gives = bool(self._opening) or (self._streamed is not None and self._streamed.give_way())
-        while self._opening:
-            update = self._opening.pop()
-            for part in update.staged:
-                self._traffic.unask(part.block)
-            self._queue.add(update)
-        return gives
 
     def hasten(self, block: int) -> None:
         """`block` is waited for: if it is the operand of an update that is queued, that is next."""
@@ -177,43 +206,37 @@ class Updates:
             if update.operand == block:
                 self._queue.hasten(update.number)
 
-    def _next(self) -> Callable[[], None] | None:
-        """What can be done now: an update can open, or run; None if there is nothing."""
-        update = self._queue.next(lambda queued: queued.ready()) if self._may_open() else None
-        if update is not None:
-            return partial(self._open, update)
-        if self._opening and all(self._is_open(part.block) for part in self._opening[0].staged):
-            return self._run
-        return None
+    def _is_free(self, update: Update) -> bool:
+        return update.ready()
 
-    def _may_open(self) -> bool:
-        """Whether an update may open: all that opened before it have places; see note "openings" in
-        `optim.update_queue`."""
-        if not self._queue or len(self._opening) + self._running >= AT_ONCE:
-            return False
+    def _has_places(self, update: Update) -> bool:
         state = self._traffic.residency.state
-        last = self._opening[-1].staged if self._opening else ()
-        return all(state(part.block, Tier.HOST) in PLACED for part in last)
+        return all(state(part.block, Tier.HOST) in PLACED for part in update.staged)
 
-    def _open(self, update: Update) -> None:
-        self._opening.append(self._queue.take(update))
-        for part in update.staged:
-            self._opened(part.block, reads=part.load)
-            self._traffic.ask(part.block, load=part.load)
+    def _is_open(self, update: Update) -> bool:
+        return all(self._is_there(part.block) for part in update.staged)
 
-    def _is_open(self, block: int) -> bool:
+    def _is_there(self, block: int) -> bool:
         residency = self._traffic.residency
         return residency.state(block, Tier.HOST) is CopyState.VALID and not residency.writing(block)
 
-    def _run(self) -> None:
-        update = self._opening.popleft()
+    def _ask(self, update: Update) -> None:
+        for part in update.staged:
+            self._notes.staged(part.block, reads=part.load)
+            self._traffic.ask(part.block, load=part.load)
+
+    def _unask(self, update: Update) -> None:
+        for part in update.staged:
+            self._traffic.unask(part.block)
+
+    def _run(self, update: Update) -> None:
         traffic, seconds = self._traffic, update.host_seconds
         if not self._waiting:  # all but one of the workers: that one is the thread that trains
             seconds *= self._cores / max(1, self._cores - 1)
         else:  # which lends no hand to the update before while it prepares this one
             seconds += max(0.0, min(update.thread_seconds, self._free_at - traffic.now)) / self._cores
         traffic.now += update.thread_seconds
-        self._running += 1
+        self._running.append(update)
         if update.device_seconds:
             self._computes(traffic.now + update.device_seconds)
             traffic.now += update.device_seconds
@@ -229,7 +252,7 @@ class Updates:
         self._busy_until = max(self._busy_until, end)
 
     def _ended(self, update: Update) -> None:
-        self._running -= 1
+        self._running.remove(update)
         traffic = self._traffic
         for part in update.staged:
             traffic.release(part.block, Tier.HOST, dirty=part.changes)
@@ -239,3 +262,44 @@ class Updates:
                 traffic.execute(traffic.residency.settle(part.block))
         update.done()
         self.pump()
+
+
+def fits(arrangement: Arrangement, workload: Workload, chunk: int) -> bool:
+    """Whether all of `chunk` can be updated on the device: float32, all of it trained, its homes in host memory."""
+    spec = arrangement.ground.chunks[chunk]
+    if (
+        chunk not in arrangement.homes["exp_avg"]
+        or spec.itemsize != 4
+        or not workload.trainable.issuperset(spec.parameters)
+    ):
+        return False
+    return all(homes[chunk] is Tier.HOST for homes in arrangement.homes.values() if chunk in homes)
+
+
+def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bool = False) -> Facts:
+    """What the choice of `schedule.update_split` depends on, as `optim.update_placement` sees it."""
+    homes, chunks = arrangement.homes, [chunk.index for chunk in arrangement.ground.chunks]
+    fitting = [chunk for chunk in chunks if fits(arrangement, workload, chunk)]
+    copy_bytes = 0
+    if fitting:
+        copy_bytes = workload.compute_itemsizes[arrangement.ground.chunks[fitting[0]].parameters[0]]
+    return Facts(
+        [Fitting(chunk, arrangement.numels[chunk], _bytes(arrangement, chunk)) for chunk in fitting],
+        sum(arrangement.numels[chunk] for chunk in chunks if homes["param"][chunk] is Tier.DEVICE),
+        copy_bytes,
+        copy_bytes if fitting and fitting[0] in homes.get("compute", {}) else 0,
+        gradients_stay,
+    )
+
+
+def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> Crossing:
+    """All of `chunk` comes to the device but the 16-bit copy, which is made there, and a gradient that is `kept` there;
+    all but the gradient goes home."""
+    made_there = ("compute", "grad") if kept else ("compute",)
+    return Crossing(_bytes(arrangement, chunk, *made_there), _bytes(arrangement, chunk, "grad"))
+
+
+def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:
+    """Of all roles of `chunk` together, without those named."""
+    roles = (role for role, homes in arrangement.homes.items() if chunk in homes and role not in but)
+    return sum(arrangement.role_bytes(chunk, role) for role in roles)

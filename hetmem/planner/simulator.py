@@ -21,9 +21,7 @@ from typing import Protocol
 
 from hetmem.planner.link_queue import LinkQueue
 from hetmem.schedule.blocks import (
-    GRADIENTS_IN_FLIGHT,
     LOADING,
-    SMALL_BYTES,
     STALE,
     VALID,
     WAITING,
@@ -33,8 +31,10 @@ from hetmem.schedule.blocks import (
     Fetch,
     Link,
     Write,
+    in_flight_bytes,
 )
 from hetmem.schedule.eviction import EvictionPolicy
+from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.residency import Residency
@@ -67,6 +67,7 @@ class SimulatedTraffic:
         hardware: HardwareProfile,
         policy: EvictionPolicy | None = None,
         prefetch: Prefetch | None = None,
+        device_bytes: int = 1 << 40,
     ) -> None:
         ahead = prefetch or Prefetch()
         self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
@@ -90,7 +91,7 @@ class SimulatedTraffic:
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
         self.worker: Worker | None = None
-        self._gradients = 0
+        self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
         self._commands: deque[tuple[Fetch | Write, bool]] = deque()
@@ -255,23 +256,25 @@ class SimulatedTraffic:
         self.device_to_host.load.seconds += seconds
         self.now += seconds
 
-    def send_gradient(self, nbytes: int, device_bytes: int, arrived: Callable[[], None] = lambda: None) -> None:
-        """A gradient goes home behind the backward; until then it takes `device_bytes`, and then it has `arrived`."""
-        if nbytes < SMALL_BYTES and not self._gradients and self.device_to_host.rate.by_the_caller:
+    def send_gradient(
+        self, chunk: int, nbytes: int, device_bytes: int, arrived: Callable[[], None] = lambda: None
+    ) -> None:
+        """A gradient of `chunk` goes home behind the backward; until then it takes `device_bytes`, and then it has
+        `arrived`."""
+        if self.device_to_host.rate.by_the_caller and self.gradients.at_once(nbytes):
             self.send_home(nbytes)
             arrived()
             return
-        self._gradients += 1
+        send = self.gradients.send(chunk, nbytes)
         self.now += self._transfer_seconds
         end = self.device_to_host.send(self.now, nbytes)
         self._gradient_ends.append((end, device_bytes))
         self._gradient_bytes += device_bytes
-        self.later(end, partial(self._gradient_arrived, arrived))
-        while self._gradients > GRADIENTS_IN_FLIGHT:
-            self.wait_for_one()
+        self.later(end, partial(self._gradient_arrived, chunk, send, arrived))
+        self.gradients.wait_for_room()
 
-    def _gradient_arrived(self, arrived: Callable[[], None]) -> None:
-        self._gradients -= 1
+    def _gradient_arrived(self, chunk: int, send: Send, arrived: Callable[[], None]) -> None:
+        self.gradients.arrived(chunk, send)
         arrived()
 
     def gradient_bytes(self) -> int:
@@ -280,14 +283,9 @@ class SimulatedTraffic:
             self._gradient_bytes -= self._gradient_ends.popleft()[1]
         return self._gradient_bytes
 
-    @property
-    def gradients_under_way(self) -> bool:
-        """Whether any gradient is on its way."""
-        return self._gradients > 0
-
     def wait_for_gradients(self) -> None:
         """Every gradient is at home."""
-        while self._gradients:
+        while self.gradients.under_way:
             self.wait_for_one()
 
     # ---- carrying commands out ---------------------------------------------------------------------------------

@@ -13,10 +13,16 @@ from operator import sub
 from hetmem.errors import CapacityError
 from hetmem.planner.repetition import micro_batches, reading_of
 from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
-from hetmem.planner.simulated_device_updates import StreamedUpdates, crossing, facts_of, fits
-from hetmem.planner.simulated_gradients import GradientSink
+from hetmem.planner.simulated_gradients import SimulatedGradients
 from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
-from hetmem.planner.simulated_updates import Staged, Update, Updates
+from hetmem.planner.simulated_updates import (
+    SimulatedUpdates,
+    Staged,
+    Update,
+    crossing,
+    facts_of,
+    fits,
+)
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block
@@ -48,7 +54,10 @@ class Rehearsal:
         self._hardware, self._micro_batches = hardware, micro_batches
         ground = arrangement.ground
         self._traffic = SimulatedTraffic(
-            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots}, hardware, prefetch=prefetch
+            {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots},
+            hardware,
+            prefetch=prefetch,
+            device_bytes=capacities.device_bytes,
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
@@ -65,12 +74,12 @@ class Rehearsal:
         self._usual = {number: micro_batches * count for number, count in self._gradients.items()}
         self._how = updating or Updating()
         self._begun: set[int] = set()
-        self._streamed = StreamedUpdates(self._traffic, self._notes)
+        self._updates = SimulatedUpdates(self._traffic, hardware.host.cores, self._notes)
+        self._streamed = self._updates.streamed
         awaited = None if self._how.overlapped else self._members
-        self._sink = GradientSink(
+        self._sink = SimulatedGradients(
             self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, arrangement.set_aside, awaited
         )
-        self._updates = Updates(self._traffic, hardware.host.cores, self._notes.staged, self._streamed)
         able = self._how.streamed_states and not (ground.resident or ground.uses_nvme)
         self._share = StreamedShare(hardware, self._streamed) if able else None
         self._costs = hardware.thread if self._blocks else ThreadCosts()
@@ -353,9 +362,9 @@ class Rehearsal:
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
             nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
             keeps_copy=cast and here and not streams,
-            ready=lambda: not self._sink.arriving(chunk),
+            ready=lambda: not self._traffic.gradients.arriving(chunk),
             done=lambda: self._sink.retire(chunk),
-            crossing=crossing(self._arrangement, chunk, kept=self._streamed.keeps(chunk)) if streams else None,
+            crossing=crossing(self._arrangement, chunk, kept=self._streamed.kept.holds(chunk)) if streams else None,
         )
         self._updates.add(update)
 

@@ -98,9 +98,6 @@ class Counts:
     writes: int = 0
 
 
-GRADIENTS_IN_FLIGHT = 4
-"""On their way home before the thread that trains waits for one."""
-
 SMALL_BYTES = 1 << 20
 """Below this, handing a copy to a thread costs more than the copy."""
 
@@ -122,3 +119,13 @@ class LinkUse:
 
     bytes: int = 0
     seconds: float = 0.0
+
+
+_IN_FLIGHT_BYTES = 256 << 20
+_IN_FLIGHT_PART = 16
+
+
+def in_flight_bytes(device_bytes: int) -> int:
+    """Return how many bytes of gradients may be on their way home, and of copies to a tier, at one time: enough to keep
+    a link busy, and no noticeable part of a device of `device_bytes`, which holds both meanwhile."""
+    return min(_IN_FLIGHT_BYTES, device_bytes // _IN_FLIGHT_PART)

@@ -17,8 +17,8 @@ _FURTHER = 32  # uses that are looked at behind those that matter: where all is 
 class Cache:
     """The copies on `tier`, by block number. `limit` of the `slots` may be taken, those of loads in flight included.
 
-    `nearer` is the next faster tier, which is fed from here: see `needed`. Whoever changes a copy in a way that an
-    eviction or a policy may know of says so with `touch(block)`.
+    `nearer` is the next faster tier, which is fed from here: see `needed`. Call `touch(block)` after a change of a
+    copy that an eviction or a policy may know of.
 
     Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again
     at every use would take longer than all else. So what a look came to stands until what is missing has changed
@@ -319,7 +319,7 @@ class Cache:
         return max((schedule.next_use(block, needed_at) for block in before if block in copies), default=0)
 
     def _pass_on(self) -> None:
-        """Tell whoever rests, and the orders, of what has changed since an order was asked."""
+        """Tell waiting tiers, and the orders, of what has changed since an order was asked."""
         changed, ranked = self._changed, self._ranked
         if changed:
             for resting in self._resting_here:

@@ -72,7 +72,7 @@ Rank = tuple[int, ...]
 class Order:
     """The blocks of `copies` by `rank(block)`; those without one (None) may not be given up.
 
-    Whoever changes what `rank` depends on must say so with `touch`. A question costs O(log blocks) comparisons for each
+    Call `touch` after a change of what `rank` depends on. A question costs O(log blocks) comparisons for each
     block that was touched since the last one.
     """
 

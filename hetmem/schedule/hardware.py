@@ -24,7 +24,7 @@ class ProfileError(HetmemError, ValueError):
 class Rate:
     """A link or a disk in one direction: a transfer of n bytes takes `latency_seconds + n / bytes_per_second`.
 
-    `by_the_caller`: there is no engine that copies; whoever needs a copy at once makes it (a simulated device).
+    `by_the_caller`: there is no engine that copies; the thread that needs a copy makes it (a simulated device).
     """
 
     bytes_per_second: float
@@ -75,7 +75,7 @@ class ThreadCosts:
     for each operator that uses streamed parameters; `gradient_seconds`: for each weight that autograd asks for, and for
     each gradient; `transfer_seconds`: for handing a copy to what carries it out; `queue_seconds`: for each parameter
     whose update is queued, which a step does with all before it goes on with the first; `update_seconds`: for each that
-    is updated, and `chunk_seconds` for each chunk of them. Zero where nobody measured it. On a GPU that thread runs
+    is updated, and `chunk_seconds` for each chunk of them. Zero where it was not measured. On a GPU that thread runs
     ahead of the device, which hides most of it.
     """
 
@@ -103,7 +103,7 @@ class HardwareProfile:
     """One machine. `both_ways_bytes_per_second` is what the two directions of the device's link reach together.
 
     `nvme_both_ways_bytes_per_second`: what a disk that reads as many bytes as it writes reaches in all; zero where
-    nobody measured it: then it reads at full speed while it writes. `sources` says for each figure (or group of
+    it was not measured: then it reads at full speed while it writes. `sources` says for each figure (or group of
     figures) where it comes from. `disk_samples` are what a probe saw.
     """
 

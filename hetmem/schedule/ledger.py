@@ -57,7 +57,7 @@ class Ledger:
         self.caches[tier].slots.take(slot, self.blocks[block].span, block)
 
     def let_overwrite(self, copy: Copy) -> None:
-        """`copy`, which has a place, is VALID for users who will overwrite what is there."""
+        """`copy`, which has a place, becomes VALID for uses that overwrite it as a whole."""
         copy.fetched = self.tick
         copy.waiting = 0
         copy.state = VALID

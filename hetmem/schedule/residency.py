@@ -97,7 +97,7 @@ class Residency:
         return copy is not None and copy.writing
 
     def free_slots(self, tier: Tier) -> list[int]:
-        """The slots, or the first ones of places, of `tier` that nobody has."""
+        """The slots, or the first ones of places, of `tier` that are free."""
         return self._caches[tier].slots.free()
 
     def allowed_slots(self, tier: Tier) -> int:
@@ -263,7 +263,7 @@ class Residency:
         self._supply.hold(block)
 
     def lift(self, blocks: Iterable[int | None] | None = None) -> None:
-        """Nobody but the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they
+        """Only the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they
         may be prefetched."""
         self._supply.lift(blocks)
 
@@ -289,7 +289,7 @@ class Residency:
 
     def failed(self, command: Fetch | Write) -> list[Command]:
         """`command` failed: the source is as it was, and a failed write leaves its copy dirty. A failed fetch leaves
-        no copy, or a STALE one until its uses are released (somebody may look at the slot)."""
+        no copy, or a STALE one until its uses are released (the slot may still be read)."""
         commands: list[Command] = []
         self._ledger.failed(command, commands)
         if isinstance(command, Fetch):

@@ -345,7 +345,7 @@ def _times(chain: Sequence[SegmentTrace]) -> tuple[list[int], list[int], int]:
     """When each use of `chain` comes: those on the device, those in host staging; and how long one round takes.
 
     The clock counts blocks that are used anew, on either tier, which is about how many have to be moved till then. In a
-    segment that uses both tiers each is spread evenly over it: nobody knows how the two will be interleaved.
+    segment that uses both tiers each is spread evenly over it: how the two will be interleaved is not known.
     """
     device: list[int] = []
     host: list[int] = []

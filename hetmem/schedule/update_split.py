@@ -230,7 +230,7 @@ class Slots(Protocol):
         ...
 
     def idle_bytes(self) -> int:
-        """What nobody would ever use of the device, slots counted as used."""
+        """The bytes of the device that are never used, slots counted as used."""
         ...
 
     def take_slots(self, nbytes: int) -> bool:
@@ -337,7 +337,7 @@ class Candidate:
 
 
 def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, chunk_bytes: int) -> int:
-    """What nobody would ever use of a device of `usable_bytes`; below zero if that is less than nothing.
+    """The bytes that are never used of a device of `usable_bytes`; below zero if that is less than nothing.
 
     `chunk_cap_bytes`: the most that chunks may take; `non_model_bytes`: the most that everything else has taken at one
     time; `chunk_bytes`: homes that are on the device, and a copy of each chunk: where not all copies fit, nothing is

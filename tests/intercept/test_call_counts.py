@@ -10,21 +10,21 @@ import torch
 import hetmem
 from benchmarks.call_cost import CELLS, Experts, cell, counted
 
-MOST: dict[str, tuple[int, int]] = {
-    "whole on the device, float32": (4_320, 200),
-    "whole on the device, bfloat16": (28_800, 26_000),
-    "homes on the host, all copies": (32_100, 24_100),
-    "homes on the host, a third of the copies": (34_700, 32_600),
+MOST: dict[str, tuple[int, int, int]] = {
+    "whole on the device, float32": (4_320, 200, 1_300),
+    "whole on the device, bfloat16": (28_800, 26_000, 4_750),
+    "homes on the host, all copies": (32_100, 24_100, 45_800),
+    "homes on the host, a third of the copies": (34_700, 32_600, 45_800),
 }
-"""Of forward and backward, of a model of 147 weights: what was measured, and three in a hundred more, as a transfer may
-be over a moment earlier or later."""
+"""Of forward, backward and step, of a model of 147 weights: what was measured, and three in a hundred more, as a
+transfer may be over a moment earlier or later."""
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_step_takes_no_more_calls_than_it_did(name: str) -> None:
     assert name in CELLS
     found = cell(name, steps=1)
-    assert (found["forward"].calls <= MOST[name][0], found["backward"].calls <= MOST[name][1]) == (True, True), found
+    assert all(cost.calls <= most for cost, most in zip(found.values(), MOST[name], strict=True)), found
 
 
 def manage(model: torch.nn.Module) -> Any:

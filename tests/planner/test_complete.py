@@ -8,14 +8,16 @@ from hetmem.base.units import MIB
 from hetmem.planner.search import Setting, arranged
 from hetmem.planner.step_program import Rehearsal
 from hetmem.planner.workload import Event, Updating
-from hetmem.schedule.blocks import GRADIENTS_IN_FLIGHT, CopyState
+from hetmem.schedule.blocks import CopyState
+from hetmem.schedule.gradients import Complete
 from hetmem.schedule.hardware import Rate
 from hetmem.schedule.placement import Capacities
-from hetmem.schedule.queues import Complete
 from hetmem.schedule.trace import Tier
 from tests.planner.test_planner import HARDWARE, workload
 
 LAYERS = 30
+IN_FLIGHT = 4
+"""Gradients of a layer, of a MiB, that are on their way in a sixteenth of the device."""
 
 
 def two(chunk: str) -> tuple[int, int]:
@@ -96,7 +98,7 @@ def test_gradients_are_on_their_way_to_nvme_when_the_backward_ends() -> None:
     run = Watched(Updating())
     for _ in range(3):
         run.step()
-        assert len(run.left) <= GRADIENTS_IN_FLIGHT  # those that come last
+        assert len(run.left) <= IN_FLIGHT  # those that come last
     assert len(run.on_nvme) > LAYERS // 2
 
 
@@ -114,7 +116,7 @@ def test_gradients_are_written_once_all_of_their_chunk_have_arrived() -> None:
 def test_gradients_that_an_update_follows_at_once_stay_for_it() -> None:
     run = Watched(Updating(overlapped=True))
     run.step()  # of which no update begins in the backward: nobody knows yet which gradient is the last
-    assert len(run.left) > GRADIENTS_IN_FLIGHT
+    assert len(run.left) > IN_FLIGHT
 
 
 def test_no_gradient_is_read_from_nvme_to_be_overwritten() -> None:

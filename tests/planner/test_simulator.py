@@ -140,7 +140,7 @@ def test_gradients_on_their_way_leave_before_there_is_no_room() -> None:
     notes.moment("mm", (0,), 100)
     simulated.acquire(0, Tier.DEVICE)
     for _ in range(3):
-        simulated.send_gradient(100, 60)
+        simulated.send_gradient(0, 100, 60)
     began = simulated.now
     notes.grew(120)
     assert (simulated.now, simulated.gradient_bytes()) == (began + 2.0, 60), "one has room beside it"
@@ -157,7 +157,7 @@ def test_a_copy_gets_the_room_that_gradients_leave_on_their_way(on_its_way: int,
     ground: Any = SimpleNamespace(slot_bytes=100, device_slots=2, chunks=[SimpleNamespace(span=1)] * 2)
     notes = Notes(simulated, Capacities(300, 300), ground, 0)
     notes.begin(("backward",))
-    simulated.send_gradient(100, on_its_way)
+    simulated.send_gradient(0, 100, on_its_way)
     notes.moment("mm", (0, 1), 100 + left)
     assert simulated.residency.allowed_slots(Tier.DEVICE) == 1
     notes.acquire(0, 100 + left)
@@ -179,12 +179,13 @@ def test_what_a_segment_needs_before_its_first_moment_has_room_when_it_comes_aga
         notes.end()
 
 
-def test_at_most_four_gradients_are_on_their_way() -> None:
-    simulated = traffic(1, [Tier.HOST])
-    for _ in range(5):
-        simulated.send_gradient(100, 60)
-    assert simulated.now == 1.0
-    assert simulated.gradient_bytes() == 4 * 60
+@pytest.mark.parametrize(("bytes_in_flight", "sent"), [(400, 4), (150, 1), (0, 1)])
+def test_gradients_are_on_their_way_up_to_so_many_bytes_and_at_least_one(bytes_in_flight: int, sent: int) -> None:
+    simulated = SimulatedTraffic({Tier.DEVICE: 1, Tier.HOST: 0}, machine(), device_bytes=16 * bytes_in_flight)
+    for chunk in range(5):
+        simulated.send_gradient(chunk, 100, 60)
+    assert simulated.now == 5.0 - sent
+    assert simulated.gradient_bytes() == sent * 60
     simulated.wait_for_gradients()
     assert (simulated.now, simulated.gradient_bytes()) == (5.0, 0)
 

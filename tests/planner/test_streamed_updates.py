@@ -12,9 +12,8 @@ from hetmem.planner.decide import Decision, decide
 from hetmem.planner.link_queue import LinkQueue
 from hetmem.planner.reservation import arrange
 from hetmem.planner.search import Setting, Streaming, judge
-from hetmem.planner.simulated_device_updates import StreamedUpdates, fits
 from hetmem.planner.simulated_trace import Notes
-from hetmem.planner.simulated_updates import Crossing, Update, Updates
+from hetmem.planner.simulated_updates import Crossing, SimulatedDeviceUpdates, SimulatedUpdates, Update, fits
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import StepResult, Workload
 from hetmem.schedule.hardware import HardwareProfile, Rate
@@ -28,11 +27,11 @@ ROOM = Capacities(64 * MIB, 64 * MIB, 0, 16 * MIB)
 """Eight copies of a MiB, and two slots of four."""
 
 
-def streaming(simulated: SimulatedTraffic, slots: int = 100) -> tuple[StreamedUpdates, Updates]:
+def streaming(simulated: SimulatedTraffic, slots: int = 100) -> tuple[SimulatedDeviceUpdates, SimulatedUpdates]:
     made = arrange(workload(), ROOM, MIB)
-    streamed = StreamedUpdates(simulated, Notes(simulated, ROOM, made.ground, 0))
-    streamed.take_slots(slots)
-    return streamed, Updates(simulated, 4, lambda block: None, streamed)
+    updates = SimulatedUpdates(simulated, 4, Notes(simulated, ROOM, made.ground, 0))
+    updates.streamed.take_slots(slots)
+    return updates.streamed, updates
 
 
 def sent(

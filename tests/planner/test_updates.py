@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from hetmem.base.units import MIB
 from hetmem.errors import CapacityError
 from hetmem.planner.reservation import arrange
 from hetmem.planner.search import Setting, judge
-from hetmem.planner.simulated_updates import Staged, Update, Updates
+from hetmem.planner.simulated_updates import SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.workload import StepResult, Updating
@@ -24,8 +26,9 @@ from tests.planner.test_simulator import traffic, use
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
-def updates(simulated: SimulatedTraffic, cores: int = 4) -> Updates:
-    return Updates(simulated, cores, lambda block, *, reads: None)
+def updates(simulated: SimulatedTraffic, cores: int = 4) -> SimulatedUpdates:
+    notes: Any = SimpleNamespace(staged=lambda block, *, reads: None)
+    return SimulatedUpdates(simulated, cores, notes)
 
 
 def update(

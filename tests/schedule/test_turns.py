@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetmem.schedule.queues import Turns
+from hetmem.schedule.updates import Turns
 
 
 def mostly(*waiting: tuple[int, str]) -> Turns[tuple[int, str]]:

@@ -237,8 +237,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 }  // namespace
 
-extern "C" void cudalike_limit(int64_t bytes) { limit = bytes; }
-extern "C" void cudalike_observe(void (*told)(int64_t)) { refused = told; }
-extern "C" int64_t cudalike_allocated() { return allocated; }
-extern "C" int64_t cudalike_peak() { return peak; }
-extern "C" void cudalike_reset_peak() { peak = allocated.load(); }
+extern "C" void faked_limit(int64_t bytes) { limit = bytes; }
+extern "C" void faked_observe(void (*told)(int64_t)) { refused = told; }
+extern "C" int64_t faked_allocated() { return allocated; }
+extern "C" int64_t faked_peak() { return peak; }
+extern "C" void faked_reset_peak() { peak = allocated.load(); }

@@ -32,4 +32,4 @@ def environment() -> dict[str, str]:
     with ThreadPoolExecutor() as pool:
         device = pool.submit(library)
         kernels = {source: str(path) for source, path in shim.build_all(shim.cuda_sources()).items()}
-    return {**os.environ, "LD_PRELOAD": str(device.result()), "CUDALIKE_KERNELS": json.dumps(kernels)}
+    return {**os.environ, "LD_PRELOAD": str(device.result()), "FAKED_KERNELS": json.dumps(kernels)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cuda.shim import GPP, ROOT
-from tests.cudalike.building import environment
+from tests.faked_driver.building import environment
 
 pytestmark = [
     pytest.mark.skipif(GPP is None, reason="g++ is not installed"),
@@ -24,9 +24,9 @@ ALSO = (
 
 
 def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own() -> None:
-    options = ["-p", "tests.cudalike.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
+    options = ["-p", "tests.faked_driver.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/cudalike/test_training.py", *ALSO],
+        [sys.executable, "-m", "pytest", *options, "tests/faked_driver/test_training.py", *ALSO],
         env={**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -24,7 +24,7 @@ from tests.engine.parts import Scale
 from tests.gpu.test_managed import Model, Step, assert_trains_alike, batches, steps_of
 
 pytestmark = [
-    pytest.mark.skipif("CUDALIKE_KERNELS" not in os.environ, reason="another process runs these"),
+    pytest.mark.skipif("FAKED_KERNELS" not in os.environ, reason="another process runs these"),
     pytest.mark.filterwarnings("default"),
 ]
 PLACEMENTS = {
@@ -278,12 +278,12 @@ def test_homes_leave_a_device_that_has_not_a_byte_left(whole: bool, tmp_path: Pa
     go_on(managed, optimizer, expected[0], clip=False)
     assert testing.of(managed).memory().resident == whole
     there = sum(parameter.is_cuda for parameter in managed.parameters())
-    library.cudalike_limit(ctypes.c_int64(torch.cuda.memory_allocated()))
+    library.faked_limit(ctypes.c_int64(torch.cuda.memory_allocated()))
     try:
         with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
             managed(batch)
     finally:
-        library.cudalike_limit(ctypes.c_int64(torch.cuda.mem_get_info()[0]))
+        library.faked_limit(ctypes.c_int64(torch.cuda.mem_get_info()[0]))
     assert sum(parameter.is_cuda for parameter in managed.parameters()) < there
     for step in expected[1:]:
         go_on(managed, optimizer, step, clip=False)

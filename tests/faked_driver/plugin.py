@@ -1,6 +1,6 @@
 """A pytest plugin: `torch.cuda` for a whole run of tests, on the device that `device.cpp` adds to torch.
 
-    LD_PRELOAD=<what `building.library` gives> python -m pytest -p tests.cudalike.plugin tests/gpu
+    LD_PRELOAD=<what `building.library` gives> python -m pytest -p tests.faked_driver.plugin tests/gpu
 
 Streams are those of `fake_cuda`, kernels are compiled by g++. What is not sure to be on a machine with a GPU is not
 here either, so that no test that is to run there asks for it.
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-for _absent in os.environ.get("CUDALIKE_ABSENT", "hypothesis transformers playwright ruff mypy").split():
+for _absent in os.environ.get("FAKED_ABSENT", "hypothesis transformers playwright ruff mypy").split():
     sys.modules[_absent] = None  # type: ignore[assignment]
 
 import torch  # noqa: E402
@@ -34,7 +34,7 @@ class Kernels(LateKernels):
     reason = "g++"
 
     def __init__(self, cache_directory: Path) -> None:
-        kernels: dict[str, str] = json.loads(os.environ["CUDALIKE_KERNELS"])
+        kernels: dict[str, str] = json.loads(os.environ["FAKED_KERNELS"])
         super().__init__({source: Path(path) for source, path in kernels.items()})
 
     def address(self, tensor: torch.Tensor, what: str) -> Any:
@@ -51,23 +51,23 @@ class Kernels(LateKernels):
 def pytest_configure() -> None:
     """Before anything asks whether there is a GPU."""
     library = ctypes.CDLL(None)
-    for name in ("cudalike_allocated", "cudalike_peak"):
+    for name in ("faked_allocated", "faked_peak"):
         getattr(library, name).restype = ctypes.c_int64
-    library.cudalike_limit(ctypes.c_int64(MEMORY_BYTES))
+    library.faked_limit(ctypes.c_int64(MEMORY_BYTES))
     fake = FakeCuda()
     fake.free_bytes = MEMORY_BYTES
-    fake.peak, fake.reset_peak = library.cudalike_peak, library.cudalike_reset_peak
+    fake.peak, fake.reset_peak = library.faked_peak, library.faked_reset_peak
     install(fake, _put)
     told = _Refused(lambda asked: [observer(0, asked, MEMORY_BYTES, 0) for observer in fake.observers] and None)
-    library.cudalike_observe(told)
+    library.faked_observe(told)
     extra: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "init": lambda: None,
-        "memory_allocated": lambda device=None: library.cudalike_allocated(),
-        "memory_reserved": lambda device=None: library.cudalike_allocated(),
+        "memory_allocated": lambda device=None: library.faked_allocated(),
+        "memory_reserved": lambda device=None: library.faked_allocated(),
         "memory_stats": lambda device=None: {
-            "allocation.all.allocated": library.cudalike_allocated(),
-            "allocated_bytes.all.peak": library.cudalike_peak(),
+            "allocation.all.allocated": library.faked_allocated(),
+            "allocated_bytes.all.peak": library.faked_peak(),
         },
         "empty_cache": lambda: None,
         "_sleep": lambda cycles: current_stream().ask(lambda: None),

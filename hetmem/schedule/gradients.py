@@ -1,0 +1,220 @@
+"""Gradients on their way home, for run and plan alike: which place they get, which go, who waits, which are written.
+
+Pure: numbers and bytes only. Events come in (a backward begins, a gradient is made, one has arrived), commands go out;
+threads and streams carry them out in a run, a clock in a plan.
+
+Note "order": gradients are sent in the order in which autograd makes them. The end of one frees bytes and wakes the
+thread that waits for them; it sends none.
+
+Note "writes of gradients": users find gradients at home when a backward is over, so each is written by then. Written
+only where their place is wanted, and at the end, they leave the drive idle while the device computes. A write of
+a chunk that gets more is made again, so the last one is waited for. Where updates begin in the backward nothing is
+written early: what is written may go, and an update that comes later has to read it again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable
+from itertools import count
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from hetmem.schedule.blocks import SMALL_BYTES
+
+ChunkT = TypeVar("ChunkT", bound=Hashable)
+OfChunkT = TypeVar("OfChunkT", contravariant=True)
+
+_CHUNKS = 6
+"""Chunks whose streamed gradients have a home at a time: some arrive, two are computed with, some wait for that."""
+
+
+class Waiting(Protocol):
+    """What a thread that needs memory can do, on threads or on a clock."""
+
+    def poll(self) -> None:
+        """Take note of what has ended meanwhile."""
+
+    def pump(self) -> None:
+        """Have updates go on as far as that needs no waiting."""
+
+    def busy(self) -> bool:
+        """Whether anything is under way that `wait_for_one` can wait for."""
+        ...
+
+    def wait_for_one(self) -> None:
+        """Wait until one transfer, or update, has ended."""
+
+    def make_way(self) -> bool:
+        """Have updates let go of memory that they hold and do not use yet; False if there is none."""
+        ...
+
+
+class Places(Protocol[OfChunkT]):
+    """Memory for the gradients of a chunk."""
+
+    def keep(self, chunk: OfChunkT) -> bool:
+        """Keep them on the device, where their update reads them; False if they go home."""
+        ...
+
+    def lend(self, chunk: OfChunkT) -> bool:
+        """Give them a place that was set aside in host memory; False if all that are large enough are lent."""
+        ...
+
+    def may_lend(self, chunk: OfChunkT) -> bool:
+        """Whether a place that was set aside is large enough, lent or not."""
+        ...
+
+    def give_own(self, chunk: OfChunkT) -> None:
+        """Give them a home for good."""
+
+
+class Send(NamedTuple):
+    """Command: take a gradient, `nbytes` at home, there. The `number` says which in the order of issue."""
+
+    number: int
+    nbytes: int
+
+
+class GradientSends(Generic[ChunkT]):
+    """Decides for the gradients of one model. At most `most_bytes` are on their way home, or one gradient."""
+
+    def __init__(self, waiting: Waiting, most_bytes: int) -> None:
+        self._waiting, self._most_bytes = waiting, most_bytes
+        self._numbers = count()
+        self._on_their_way: Counter[ChunkT] = Counter()
+        self._bytes = 0
+        self.complete: Complete[ChunkT] = Complete()
+
+    def send(self, chunk: ChunkT, nbytes: int) -> Send:
+        """A gradient of `chunk` was made, of `nbytes` at home."""
+        self._on_their_way[chunk] += 1
+        self._bytes += nbytes
+        return Send(next(self._numbers), nbytes)
+
+    def at_once(self, nbytes: int) -> bool:
+        """Whether the thread that made a gradient of `nbytes` copies it itself, if it can: a small one, behind none."""
+        return nbytes < SMALL_BYTES and not self._on_their_way
+
+    def arrived(self, chunk: ChunkT, send: Send) -> None:
+        """`send`, of a gradient of `chunk`, is over."""
+        self._bytes -= send.nbytes
+        self._on_their_way[chunk] -= 1
+        if not self._on_their_way[chunk]:
+            del self._on_their_way[chunk]
+
+    def arriving(self, chunk: ChunkT) -> bool:
+        """Whether gradients of `chunk` are on their way."""
+        return chunk in self._on_their_way
+
+    def to_be_written(self, chunk: ChunkT) -> bool:
+        """Whether all gradients of `chunk` that this backward has are in staging: then they are written to NVMe."""
+        return chunk in self.complete and chunk not in self._on_their_way
+
+    @property
+    def under_way(self) -> bool:
+        """Whether any gradient is on its way."""
+        return bool(self._on_their_way)
+
+    def wait_for_room(self) -> None:
+        """Wait while too many bytes are on their way."""
+        while self._bytes > self._most_bytes and self._on_their_way.total() > 1:
+            self._waiting.wait_for_one()
+
+    # ---- places ------------------------------------------------------------------------------------------------
+
+    def find_place(self, chunk: ChunkT, places: Places[ChunkT]) -> None:
+        """Gradients of `chunk`, which have no home of their own, begin to arrive: on the device if their update reads
+        them there, else in memory that was set aside, else in a home of their own."""
+        self._waiting.poll()
+        if not (places.keep(chunk) or self.lend(chunk, places)):
+            places.give_own(chunk)
+
+    def lend(self, chunk: ChunkT, places: Places[ChunkT]) -> bool:
+        """Memory that was set aside, and that gradients of another chunk do not need any more: wait for that as long as
+        anything is under way. False where no update will end (gradients of many chunks wait for their last one)."""
+        waiting, made_way = self._waiting, False
+        while not places.lend(chunk):
+            if not places.may_lend(chunk):
+                return False
+            waiting.pump()  # an update that has all it needs must run, and not give that up again and again
+            if waiting.busy():
+                waiting.wait_for_one()
+                made_way = False
+            elif made_way or not waiting.make_way():
+                return False
+            else:
+                made_way = True
+        return True
+
+
+def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:
+    """The bytes of each place for gradients of chunks of `sizes`: those of the largest ones, as far as `free_bytes` of
+    host memory go."""
+    found: list[int] = []
+    for nbytes in sorted(sizes, reverse=True)[:_CHUNKS]:
+        if sum(found) + nbytes <= free_bytes:
+            found.append(nbytes)
+    return tuple(found)
+
+
+class Lending:
+    """Places of so many bytes each. Whoever asks gets the smallest one that is large enough and that nobody has."""
+
+    def __init__(self, sizes: Iterable[int] = ()) -> None:
+        self._free = sorted(sizes)
+        self._largest = max(self._free, default=0)
+
+    def add(self, nbytes: int) -> None:
+        """There is one more place, of `nbytes`."""
+        self._largest = max(self._largest, nbytes)
+        self.give(nbytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """Of all places that nobody has."""
+        return sum(self._free)
+
+    def lends(self, nbytes: int) -> bool:
+        """Whether there is a place for `nbytes` at all, whoever has it."""
+        return nbytes <= self._largest
+
+    def take(self, nbytes: int) -> int | None:
+        """A place for `nbytes`: its own bytes; None if all that are large enough are taken."""
+        at = bisect_left(self._free, nbytes)
+        return self._free.pop(at) if at < len(self._free) else None
+
+    def give(self, nbytes: int) -> None:
+        """Nobody has a place of `nbytes` any more."""
+        insort(self._free, nbytes)
+
+
+class Complete(Generic[ChunkT]):
+    """The chunks of a backward to which no more gradients come."""
+
+    def __init__(self) -> None:
+        self._missing: dict[ChunkT, set[int]] = {}
+        self._came_again: set[ChunkT] = set()
+        self._added_to: set[ChunkT] = set()
+
+    def begin(self) -> None:
+        """A backward begins: none has come."""
+        self._missing.clear()
+
+    def comes(self, chunk: ChunkT, parameter: int, awaited: Callable[[ChunkT], Collection[int]], *, adds: bool) -> None:
+        """A gradient of `parameter` is on its way to `chunk`, where one of each that is `awaited` comes, by whatever
+        numbers; it `adds` to what an earlier backward has left."""
+        if adds:
+            self._added_to.add(chunk)
+        elif chunk in self._added_to:
+            return  # the next backward will want what this one leaves
+        missing = self._missing.get(chunk)
+        if missing is None:
+            missing = self._missing[chunk] = set(awaited(chunk))
+        elif not missing:
+            self._came_again.add(chunk)  # a backward has several of a parameter, and nobody knows how many
+        missing.discard(parameter)
+
+    def __contains__(self, chunk: ChunkT) -> bool:
+        """Whether no other gradient of `chunk` is expected in this backward."""
+        return chunk in self._missing and not self._missing[chunk] and chunk not in self._came_again

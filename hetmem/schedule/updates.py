@@ -1,0 +1,311 @@
+"""Updates of chunks under way, for run and plan alike: whose turn it is, on the host and on the device. Pure.
+
+What an update needs is brought to host memory, its tiles run on the workers, and all goes back; or its states are
+brought to the device, are updated there and go home. Reads for the next update and writes of the last one go on
+meanwhile, and so may a backward or a forward. The classes here decide which update is next; how one is carried out, on
+threads and streams or on a clock, is in those derived from them.
+
+    queued -> opening (its roles are on their way) -> running -> over
+
+Note "turns": updates of chunks that were queued go in the order in which the next forward wants their weights, and not
+in that of their gradients, which is the opposite. What a step leaves undone is wanted late then, and a forward does not
+wait for all of it at its first layer. The order changes no bits: each update is of its chunk alone.
+
+Note "openings": updates run in the order in which they open, and one opens only once all that opened before it have a
+place for each of their roles. So those need no more memory to be computed, and at most one, the last, holds places
+while it waits for others: for those that the updates before it will give back. Two that each held what the other needs
+would wait for ever.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import insort_left
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+ChunkT = TypeVar("ChunkT", bound=Hashable)
+PlaceT = TypeVar("PlaceT")
+SlotT = TypeVar("SlotT")
+
+AT_ONCE = 3
+"""Updates opening or running together: while one is computed, the next ones are brought."""
+
+
+class Turns(Generic[T]):
+    """What waits, the lowest `number` first, and of equal ones the first that came. One that is waited for goes before
+    all others."""
+
+    def __init__(self, number: Callable[[T], int]) -> None:
+        self._number = number
+        self._waiting: list[T] = []  # the next one last
+        self._hastened: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[T]:
+        """In the order of their numbers."""
+        return reversed(self._waiting)
+
+    def add(self, one: T) -> None:
+        """`one` waits. O(number of those that do)."""
+        insort_left(self._waiting, one, key=lambda other: -self._number(other))
+
+    def hasten(self, number: int) -> None:
+        """Somebody waits for those with `number`: if any wait here, they are next, as soon as they are ready."""
+        if any(self._number(one) == number for one in self._waiting):
+            self._hastened = number
+
+    def next(self, ready: Callable[[T], bool]) -> T | None:
+        """Whose turn it is among those that are `ready`; None if none is."""
+        first = None
+        for one in self:
+            hastened = self._number(one) == self._hastened
+            if (first is None or hastened) and ready(one):
+                first = one
+                if hastened or self._hastened is None:
+                    break
+        return first
+
+    def take(self, one: T) -> T:
+        """`one` waits no more; returns it."""
+        self._waiting.remove(one)
+        if self._number(one) == self._hastened:
+            self._hastened = None
+        return one
+
+    def pop(self) -> T:
+        """Whichever waits no more. Raises `IndexError` if none does."""
+        return self._waiting.pop()
+
+
+class GradientPlaces(Generic[ChunkT, PlaceT]):
+    """Places on the device for gradients of a chunk each, beside the slots: free, borrowed, or that of a chunk.
+
+    Note "kept": a chunk whose states come to the device for their update needs its gradients there too, and nobody else
+    ever sees them if they are streamed. So their home, from the arrival of the first to the end of the kernel that
+    reads them, is a place here, and nothing of them crosses the link. There are as many places as slots; an update
+    whose gradients are in host memory borrows one to bring them to.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[PlaceT] = []
+        self._places: dict[ChunkT, PlaceT] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a place is free."""
+        return bool(self._free)
+
+    def holds(self, chunk: ChunkT) -> bool:
+        """Whether gradients of `chunk` are, or arrive, here."""
+        return chunk in self._places
+
+    @property
+    def chunks(self) -> list[ChunkT]:
+        """Those of which gradients are here."""
+        return list(self._places)
+
+    def open(self, places: Iterable[PlaceT]) -> None:
+        """Have `places`, each large enough for the gradients of any chunk."""
+        self._free.extend(places)
+
+    def give_up(self) -> None:
+        """Have no places any more. None may be borrowed or a chunk's."""
+        self._free.clear()
+
+    def take(self, chunk: ChunkT) -> PlaceT:
+        """Make a free place that of `chunk`, and return it."""
+        place = self._places[chunk] = self._free.pop()
+        return place
+
+    def leave(self, chunk: ChunkT) -> None:
+        """End `take`: the gradients of `chunk` have been read, or went home."""
+        self._free.append(self._places.pop(chunk))
+
+    def borrow(self) -> PlaceT:
+        """Return a free place, to be put back."""
+        return self._free.pop()
+
+    def put_back(self, place: PlaceT) -> None:
+        """End `borrow`."""
+        self._free.append(place)
+
+
+class DeviceUpdates(ABC, Generic[ChunkT, T, SlotT, PlaceT]):
+    """Updates on the device of chunks that live in host memory: each takes a slot for its states, and a place for its
+    gradients until its kernel has read them."""
+
+    def __init__(self, places: GradientPlaces[ChunkT, PlaceT]) -> None:
+        self.kept = places
+        self._queue: deque[T] = deque()
+        self._running: list[Any] = []
+        self._free: list[SlotT] = []
+        self._closing = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or under way."""
+        return not (self._queue or self._running)
+
+    @abstractmethod
+    def _chunk(self, update: T) -> ChunkT:
+        """Return the chunk that `update` is of."""
+
+    @abstractmethod
+    def _is_ready(self, update: T) -> bool:
+        """Whether the gradients of `update` have arrived."""
+
+    @property
+    @abstractmethod
+    def _reads_gradients(self) -> bool:
+        """Whether a kernel is under way that reads gradients in a place."""
+
+    @abstractmethod
+    def _begin(self, update: T, slot: SlotT) -> None:
+        """Command: bring the states of `update` to `slot`."""
+
+    @abstractmethod
+    def _leave_to_host(self, update: T) -> None:
+        """Command: make `update` on the host."""
+
+    @abstractmethod
+    def _wait(self) -> bool:
+        """Wait for something that is under way; False if nothing is."""
+
+    def add(self, update: T) -> None:
+        """Queue `update`, of a chunk all of whose roles have homes in host memory, but for gradients that are kept."""
+        self._queue.append(update)
+
+    def pump(self) -> None:
+        """Begin what has a slot."""
+        while self._free and not self._closing and (update := self._next()) is not None:
+            self._queue.remove(update)
+            self._begin(update, self._free.pop())
+
+    def _next(self) -> T | None:
+        """What can begin if there is a slot: what holds a place goes first, as others may wait for that."""
+        for update in self._queue:
+            if self.kept.holds(self._chunk(update)):
+                return update
+        head = next(iter(self._queue), None)
+        return head if head is not None and self.kept.has_room and self._is_ready(head) else None
+
+    def find_place(self) -> bool:
+        """Wait until a place is free; False if all are those of chunks whose gradients have not all arrived."""
+        while not self.kept.has_room:
+            if not (self._frees_a_place() and self._wait()):
+                return False
+        return True
+
+    def give_way(self) -> bool:
+        """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""
+        if self.kept.has_room or self._frees_a_place():
+            return False
+        return self._leave_all_to_host()
+
+    def _leave_all_to_host(self) -> bool:
+        waiting, self._queue = self._queue, deque()
+        for update in waiting:
+            self._leave_to_host(update)
+        return bool(waiting)
+
+    def _frees_a_place(self) -> bool:
+        """Whether a place will be free that is not, whatever arrives."""
+        return self._reads_gradients or any(self.kept.holds(self._chunk(update)) for update in self._queue)
+
+
+class HostUpdates(ABC, Generic[T]):
+    """Updates by the workers of the host, and the queue of those on the device, `streamed`."""
+
+    streamed: DeviceUpdates[Any, T, Any, Any]
+
+    def __init__(self, number: Callable[[T], int]) -> None:
+        self._queue: Turns[T] = Turns(number)
+        self._opening: deque[T] = deque()
+        self._running: list[T] = []
+        self._pumping = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or under way, here or on the device."""
+        return not (self._queue or self._opening or self._running) and self.streamed.idle
+
+    @abstractmethod
+    def _is_free(self, update: T) -> bool:
+        """Whether the gradients of `update` have arrived, and nothing else is under way with its chunk."""
+
+    @abstractmethod
+    def _has_places(self, update: T) -> bool:
+        """Whether each role of `update`, which is opening, has a place in staging."""
+
+    @abstractmethod
+    def _is_open(self, update: T) -> bool:
+        """Whether all roles of `update`, which is opening, are there."""
+
+    @abstractmethod
+    def _ask(self, update: T) -> None:
+        """Command: bring the roles of `update` to host memory. Nothing is asked for if this raises."""
+
+    @abstractmethod
+    def _unask(self, update: T) -> None:
+        """Command: take `_ask` back."""
+
+    @abstractmethod
+    def _run(self, update: T) -> None:
+        """Command: compute `update`, which is open."""
+
+    def _carry_out(self, command: Callable[[], None]) -> None:
+        """Carry `command` out, in the middle of whatever the thread that trains does."""
+        command()
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+        if self._pumping or self.idle:
+            return
+        self._pumping = True
+        try:
+            if not self.streamed.idle:
+                self._carry_out(self.streamed.pump)
+            while (command := self._next()) is not None:
+                self._carry_out(command)
+        finally:
+            self._pumping = False
+
+    def _next(self) -> Callable[[], None] | None:
+        """What can be done now: an update can open, or run; None if there is nothing."""
+        update = self._queue.next(self._is_free) if self._may_open() else None
+        if update is not None:
+            return partial(self._open, update)
+        return self._run_first if self._opening and self._is_open(self._opening[0]) else None
+
+    def _may_open(self) -> bool:
+        """Whether an update may open; see the note "openings"."""
+        if not self._queue or len(self._opening) + len(self._running) >= AT_ONCE:
+            return False
+        return not self._opening or self._has_places(self._opening[-1])  # those before had places when it opened
+
+    def _open(self, update: T) -> None:
+        self._queue.take(update)
+        try:
+            self._ask(update)
+        except BaseException:
+            self._queue.add(update)
+            raise
+        self._opening.append(update)
+
+    def _run_first(self) -> None:
+        self._run(self._opening.popleft())
+
+    def give_way(self) -> bool:
+        """Let go of what is open but not computed with yet, for who needs its memory; False if that is nothing."""
+        gives = self.streamed.give_way() or bool(self._opening)
+        while self._opening:
+            update = self._opening.pop()
+            self._unask(update)
+            self._queue.add(update)
+        return gives

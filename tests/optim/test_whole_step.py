@@ -1,0 +1,153 @@
+"""A model whole on the device is updated in one call of torch's kernel, with the bits that torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem.memory.chunk import Role
+from hetmem.optim.update_pass import Passes
+from hetmem.schedule.trace import Tier
+from tests.engine.harness import assert_same_states, assert_same_weights, loss_of, mlp, pair, precisions, vector_batches
+
+KERNEL, UPDATE_JOB = torch._fused_adamw_, Passes.update_job
+Side = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def nothing(side: Side) -> None:
+    """Nobody has touched anything."""
+
+
+def other_data(side: Side) -> None:
+    weight = side[0].get_parameter("2.weight")
+    weight.data = weight.detach().clone().mul_(2)
+
+
+def written(side: Side) -> None:
+    with torch.no_grad():
+        side[0].get_parameter("0.bias").add_(1)
+
+
+def without_a_gradient(side: Side) -> None:
+    side[0].get_parameter("2.weight").grad = None
+
+
+def turned_gradient(side: Side) -> None:
+    """Of which torch's kernel takes no note."""
+    weight = side[0].get_parameter("2.weight")
+    if isinstance(side[1], hetmem.AdamW):
+        weight.grad = weight.grad.t().contiguous().t()
+
+
+def other_state(side: Side) -> None:
+    state = side[1].state[side[0].get_parameter("2.weight")]
+    state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+def counted_back(side: Side) -> None:
+    side[1].state[side[0].get_parameter("2.weight")]["step"].fill_(1)
+
+
+def no_state(side: Side) -> None:
+    side[1].state[side[0].get_parameter("0.weight")] = {}
+
+
+def loaded(side: Side) -> None:
+    side[1].load_state_dict(side[1].state_dict())
+
+
+def other_rate(side: Side) -> None:
+    side[1].param_groups[0]["lr"], side[1].param_groups[1]["betas"] = torch.tensor(3e-2), (0.8, 0.9)
+
+
+ACTS = [
+    nothing, other_data, written, without_a_gradient, turned_gradient, other_state, counted_back, no_state, loaded,
+    other_rate,
+]  # fmt: skip
+
+
+def optimizers(plain: nn.Module, managed: nn.Module, **options: Any) -> tuple[Side, Side]:
+    """Over two groups."""
+
+    def groups(module: nn.Module) -> Any:
+        first, *rest = module.parameters()
+        return [{"params": [first], "lr": 1e-2}, {"params": rest, "weight_decay": 0.3}]
+
+    fused = torch.optim.AdamW(groups(plain), maximize=True, fused=True)
+    return (plain, fused), (managed, hetmem.AdamW(groups(managed), maximize=True, **options))
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_a_step_has_the_bits_of_torch_whatever_was_done_before_it(act: Callable[[Side], None], tmp_path: Path) -> None:
+    sides = optimizers(*pair(mlp, "resident", tmp_path))
+    for index, batch in enumerate(vector_batches(5, 8, 64)):
+        for module, optimizer in sides:
+            loss_of(module, batch).backward()
+            if index in (2, 3):
+                act((module, optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(sides[0][0], sides[1][0], f"{index}")
+    assert_same_states(sides[0][1], sides[1][1])
+
+
+@precisions
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e-3}, {"loss_scale": 8.0}], ids=["", "clipped", "scaled"])
+def test_it_is_one_call_for_each_group(
+    options: dict[str, Any], mixed: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a model in host memory."""
+    _, managed = pair(mlp, "resident", tmp_path, mixed_precision=mixed)
+    _, on_host = pair(mlp, "host", tmp_path, mixed_precision=mixed)
+    whole, chunks = (optimizers(mlp(), module, **options)[1] for module in (managed, on_host))
+    calls: list[int] = []
+    for index, (x,) in enumerate(vector_batches(4, 8, 64)):
+        for module, optimizer in (whole, chunks):
+            scale = optimizer.scale
+            scale(loss_of(module, (x if mixed is None else x.to(mixed),))).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_fused_adamw_", lambda *args, **more: (calls.append(1), KERNEL(*args, **more)))
+            whole[1].step()
+        chunks[1].step()
+        for _, optimizer in (whole, chunks):
+            optimizer.zero_grad()
+        assert_same_weights(managed, on_host, f"{index}")
+        assert len(calls) == 2 or index == 0
+        calls.clear()
+    assert_same_states(whole[1], chunks[1])
+
+
+def test_it_is_made_once_where_the_step_of_another_model_fails_and_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models have one optimizer."""
+    pairs = [pair(mlp, placement, tmp_path) for placement in ("resident", "host")]
+    plain, managed = (nn.ModuleList(modules) for modules in zip(*pairs, strict=True))
+    left = torch.optim.AdamW([{"params": module.parameters()} for module in plain], lr=1e-2, fused=True)
+    right = hetmem.AdamW([{"params": module.parameters()} for module in managed], lr=1e-2)
+    for index, batch in enumerate(vector_batches(4, 8, 64)):
+        for modules in (plain, managed):
+            torch.stack([loss_of(module, batch) for module in modules]).sum().backward()
+        left.step()
+        if index in (0, 2):  # without states, and with them
+            with monkeypatch.context() as patch:
+                patch.setattr(Passes, "update_job", _fails_in_host_memory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    right.step()
+        right.step()
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed, f"{index}")
+
+
+def _fails_in_host_memory(passes: Passes, progress: Any, scale: float) -> Any:
+    if progress.chunk.homes[Role.PARAM].tier is Tier.HOST:
+        raise torch.OutOfMemoryError("none")
+    return UPDATE_JOB(passes, progress, scale)
