@@ -121,7 +121,7 @@ def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users()
     assert said["join"] == 1
     assert plan.activation_bytes["with checkpointing"] < plan.activation_bytes["as written"]
     for other in plan.alternatives:
-        assert other["advice"] in str(plan)
+        assert other["advice"] in " ".join(str(plan).split())
 
 
 def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None
     assert plan.step_seconds == pytest.approx(own.step_seconds, rel=0.01)
     assert plan.activation_bytes["as written"] > plan.role_bytes["device"]["activations"]
     assert "every layer checkpointed" in str(plan)
-    assert "have the model checkpoint every layer" in str(plan)
+    assert "checkpoint every layer" in plan.code()
     assert not any("checkpoint" in other["advice"] for other in plan.alternatives)
     roomy = replace(STREAMED, device=16 * MIB)
     light, whole = (
