@@ -83,7 +83,7 @@ class Shortage:
             f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too. "
             f"In all {known} needs {format_size(most)} of the device; before a run, hetmem plan MODULE:FUNCTION "
             f"--input … --device-memory {self._memory.device_bytes} --host-memory "
-            f"{self._memory.host_pool.capacity_bytes} says what the whole step needs and which chunk_bytes fits"
+            f"{self._memory.host_pool.capacity_bytes} says what the whole step needs"
         )
 
     def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:
