@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.planner.plan import MARGIN_SHARE
+from hetmem.planner.checks import MARGIN_SHARE
 from hetmem.planner.reservation import Arrangement
 from hetmem.planner.search import Candidate, Setting, arranged, judged
 from hetmem.planner.workload import Workload

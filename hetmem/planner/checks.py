@@ -10,6 +10,8 @@ from typing import Any
 
 from hetmem.schedule.prefetch import Prefetch
 
+MARGIN_SHARE = 0.05
+"""Of the planned peak of a tier: so much more a run is given."""
 TIERS = ("device", "host", "nvme")
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),

@@ -15,8 +15,6 @@ from hetmem.errors import BudgetError, HetmemError
 from hetmem.planner.checks import TUPLES, expected
 
 PLAN_VERSION = 5
-MARGIN_SHARE = 0.05
-"""Of the planned peak of a tier: so much more a run is given."""
 _WIDTH = 76
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""

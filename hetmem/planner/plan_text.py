@@ -8,11 +8,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.planner.checks import TIERS
-from hetmem.planner.plan import MARGIN_SHARE, Plan
+from hetmem.planner.checks import MARGIN_SHARE, TIERS
 from hetmem.schedule.prefetch import Prefetch
+
+Plan = Any
+"""`planner.plan.Plan`, which asks for its text here."""
 
 _WIDTH = 80
 _SHOWN = 4
