@@ -29,6 +29,7 @@ ORDER = (
     "api",  # what users call
     "__init__",
     "tools testing",  # measures, and looks inside for tests
+    "plan_command",
     "cli",
     "__main__",
 )
