@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.checks import MARGIN_SHARE
-from hetmem.planner.reservation import Arrangement
+from hetmem.planner.reservation import Arrangement, arrange
 from hetmem.planner.search import Candidate, Setting, arranged, judged
 from hetmem.planner.workload import Workload
 from hetmem.schedule.hardware import HardwareProfile
@@ -44,6 +44,7 @@ def needed(
             setting = replace(best.setting, capacities=given, chunk_bytes=chunk_bytes)
             try:
                 same = _lies_as(arranged(workload, setting), best.arrangement)
+                same = same and _stays_as(workload, given, chunk_bytes) == ground.staying
             except NoRoom:
                 continue
             if same and (
@@ -61,6 +62,15 @@ def _rounded(nbytes: float) -> int:
 _MANY_GIB = 16 * GIB
 
 
+def _stays_as(workload: Workload, capacities: Capacities, chunk_bytes: int | None) -> frozenset[int]:
+    """The chunks that a run puts on the device, which knows nothing yet of an optimizer that keeps less."""
+    try:
+        ground = arrange(workload, capacities, chunk_bytes).ground
+    except NoRoom:
+        return frozenset()
+    return ground.staying
+
+
 def _lies_as(one: Arrangement, other: Arrangement) -> bool:
     """Whether all homes are the same."""
     a, b = one.ground, other.ground
@@ -76,8 +86,9 @@ def _runs_as(
     found = judged(workload, setting, hardware, micro_batches)
     if not isinstance(found, Candidate) or found.result.seconds > _AS_FAST * best.result.seconds:
         return False
-    shares = (found.result.device_updates, found.result.streamed_updates)
-    return shares == (best.result.device_updates, best.result.streamed_updates)
+    one, other = found.result, best.result
+    moved = one.moved_bytes == other.moved_bytes and one.new_bytes == other.new_bytes
+    return moved and (one.streamed_updates, one.update_slot_bytes) == (other.streamed_updates, other.update_slot_bytes)
 
 
 _AS_FAST = 1.01
