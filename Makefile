@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+STAGES ?=
+FAKE_OUT := .fake-gpu
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -12,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all gpu lint typecheck docs site bench clean
+.PHONY: help demo test test-all gpu fake-gpu lint typecheck docs site bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,16 +48,17 @@ site: $(STAMP)  ## build the documentation as a site in build/site
 	$(RUN) -m pip install --quiet --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
-gpu:  ## on a machine with a GPU: its tests and benchmarks, in one command; installs nothing
-	$(PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
-	    { echo '$(PYTHON) sees no GPU through torch: name another interpreter (make gpu PYTHON=…)' >&2; exit 1; }
-	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu --tests --seconds 500 $(ARGS)
+gpu:  ## on a machine with a GPU: what it shows in nine minutes, into $OUT; STAGES=facts,links; installs nothing
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu --stages "$(STAGES)" $(ARGS)
+
+fake-gpu: $(STAMP)  ## the same in small sizes on a device that stands for a GPU: shows that it runs, and no number
+	OUT=$${OUT:-$(FAKE_OUT)} $(RUN) -m tests.faked_driver --stages "$(STAGES)" $(ARGS)
 
 bench: $(STAMP)  ## measure what importing hetmem costs
 	$(RUN) benchmarks/import_cost.py
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FAKE_OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted installation is begun anew (--clear) and never half used.

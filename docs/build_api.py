@@ -36,6 +36,8 @@ ELSEWHERE = (
     "hetmem.schedule.hardware:HardwareProfile",
     "hetmem.schedule.hardware:ProfileError",
     "hetmem.report.live:top",
+    "hetmem.integrations.scalars:scalars",
+    "hetmem.integrations.scalars:write",
     "hetmem.checkpoint.weights:LoadedWeights",
 )
 """What public names take, return or raise."""

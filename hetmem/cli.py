@@ -30,7 +30,8 @@ class Subcommand:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr; 130: Ctrl-C."""
+    """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr; 130: Ctrl-C;
+    141: who reads the output went away."""
     parser = argparse.ArgumentParser(prog="hetmem", description="Train models larger than the accelerator.")
     parser.add_argument("--version", action="version", version=f"hetmem {hetmem.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -42,8 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_output(getattr(options, "output", None))
         status: int = options.run(options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `hetmem … | head` has seen enough; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (HetmemError, OSError, ValueError) as error:
         print(f"hetmem {options.command}: {error}", file=sys.stderr)
         return 2
@@ -77,7 +82,10 @@ def _probe(options: argparse.Namespace) -> int:
 
     from hetmem.tools.probe import probe
 
-    text = probe(options.nvme_dir, quick=options.quick).to_json()
+    def say(what: str) -> None:
+        print(f"hetmem probe: {what}", file=sys.stderr, flush=True)
+
+    text = probe(options.nvme_dir, quick=options.quick, say=say).to_json()
     if options.output:
         try:
             write_whole(Path(options.output), text)
@@ -127,7 +135,7 @@ def _doctor(options: argparse.Namespace) -> int:
     findings = examine(options.nvme_dir)
     for finding in findings:
         print(finding)
-    return 0 if all(finding.well for finding in findings) else 1
+    return 0 if all(finding.well is not False for finding in findings) else 1
 
 
 # ---- report and top ----------------------------------------------------------------------------------------------
@@ -158,9 +166,12 @@ def _top_arguments(parser: argparse.ArgumentParser) -> None:
 def _top(options: argparse.Namespace) -> int:
     from hetmem.report import live
 
-    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
+    in_place = sys.stdout.isatty() and not options.once
     while True:
-        print(f"{clear}{live.top()}", flush=True)
+        text = live.top()
+        if in_place:  # over what it showed, whose lines are cleared to their ends: a cleared screen flickers
+            text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
+        print(text, flush=True)
         if options.once:
             return 0
         time.sleep(1)

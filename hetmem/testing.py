@@ -18,13 +18,15 @@ from weakref import ref
 
 import torch
 
+from hetmem.cpu import square_sum
+from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.consumed_gradients import UsedUp
-from hetmem.engine.tracer import segment_name
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.tracer import segment_name
 
 POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",
@@ -251,7 +253,7 @@ class Inside:
     def prefetch_distance(self) -> tuple[int, int]:
         """Return how many uses prefetching looks ahead, and how many fetches it has in flight."""
         supply = self._traffic.residency._supply
-        return supply._lookahead, supply._at_once
+        return supply._lookahead, supply._at_once[Tier.DEVICE]
 
     def expected_peaks(self, segment: str) -> list[int]:
         """Return the most bytes beside chunks that each trace of `segment` ("forward", …) expects."""
@@ -446,6 +448,11 @@ def updates_begun(module: torch.nn.Module) -> list[str]:
 def is_used_up(gradient: torch.Tensor | None) -> bool:
     """Whether `gradient` stands for one that its update has used up (`gradients="streamed"`)."""
     return isinstance(gradient, UsedUp)
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    """Return the norm that clipping computes of one-dimensional `tensors`."""
+    return float(square_sum(WorkerPool(1), tensors) ** 0.5)
 
 
 def _facts(chunk: Chunk) -> ChunkFacts:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,7 +94,7 @@ def test_top_takes_the_place_of_what_it_showed_in_a_terminal_only(
     assert "\x1b" not in capsys.readouterr().out
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     main(["top"])
-    assert capsys.readouterr().out.startswith("\x1b[H\x1b[2J")
+    assert re.fullmatch(r"\x1b\[H([^\x1b]*\x1b\[K\n)+\x1b\[J\n", capsys.readouterr().out)
 
 
 def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +162,7 @@ def test_bad_input_is_one_line_and_status_two(
 
 
 def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetmem.tools.probe.measure", partial(measure, 1))
+    monkeypatch.setattr("hetmem.tools.probe.measure", lambda rounds: measure(1))
     target = tmp_path / "here.json"
     assert main(["probe", "--quick", "--nvme-dir", str(tmp_path), "-o", str(target)]) == 0
     assert HardwareProfile.from_json(target.read_text()).disk_samples
@@ -182,6 +182,13 @@ def test_the_module_runs() -> None:
     assert "probe" in done.stdout
 
 
+def test_output_that_nobody_reads_to_the_end_is_no_error() -> None:
+    """As in `hetmem doctor | head -1`."""
+    command = f"{sys.executable} -m hetmem top --once"
+    done = subprocess.run(["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) in (("141\n", ""), ("0\n", ""))  # 0: `true` has ended after the command
+
+
 def saved_report(path: Path) -> None:
     model = hetmem.manage(torch.nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="4MiB", device_chunks="64KiB"))
     optimizer = hetmem.AdamW(model.parameters())
@@ -199,8 +206,13 @@ def test_a_saved_report_is_shown_rendered_and_compared(tmp_path: Path, capsys: p
     assert "3 steps" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.html")]) == 0
     assert "<html" in (tmp_path / "a.html").read_text()
+    twice = json.loads((tmp_path / "b.json").read_text())
+    once = json.loads((tmp_path / "a.json").read_text())["step"]
+    twice["step"] = once | {"seconds": 2 * once["seconds"], "stall_seconds": once["stall_seconds"] + once["seconds"]}
+    (tmp_path / "b.json").write_text(json.dumps(twice))
     assert main(["report", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert "a.json" in capsys.readouterr().out
+    verdict = " ".join(capsys.readouterr().out.split("\n\n")[-1].split())
+    assert verdict.startswith("Verdict: a.json is 2.00 times as fast as b.json; most of that in Stalls, ")
     (tmp_path / "broken.json").write_text("{}")
     assert main(["report", str(tmp_path / "broken.json")]) == 2
     assert "broken.json" in capsys.readouterr().err
@@ -217,11 +229,17 @@ def test_the_doctor_says_what_works_and_how_to_mend_the_rest(
 ) -> None:
     assert main(["doctor", "--nvme-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    for what in ("versions", "GPU", "GPU kernels", "host update", "host", "drive"):
+    for what in ("versions", "host update", "host", "drive"):
         assert f"ok   {what} " in said
+    for what in ("GPU", "GPU kernels"):
+        assert f"{'ok  ' if torch.cuda.is_available() else '--  '} {what} " in said
+    assert max(map(len, said.splitlines())) <= 79
     assert list(tmp_path.iterdir()) == [], "nothing is left on the drive"
     assert main(["doctor", "--nvme-dir", str(tmp_path / "missing")]) == 1
     assert "FAIL drive" in capsys.readouterr().out
+    if Path("/dev/shm").is_mount():
+        assert main(["doctor", "--nvme-dir", "/dev/shm"]) == 1
+        assert "tmpfs" in capsys.readouterr().out
 
 
 def test_top_without_a_training_process_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,277 +1,258 @@
-"""`make gpu`'s benchmark does not fail for a silly reason: its parts run here on a fake GPU, at the least sizes."""
+"""`make gpu` leaves its numbers behind whatever becomes of a stage. What stages measure runs by `make fake-gpu`."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_processes, gpu_results, gpu_sizes
-from hetmem.tools import bench_device
-from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
+from benchmarks import peers
+from benchmarks.gpu import page, processes, stages, suites
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.models import Llama, sizes_of
+from benchmarks.gpu.notes import COMPLETE, Notes, append, lines_of
+from tests.cuda.shim import GPP
 
-__all__ = ["cuda"]  # a fixture
+PRETENDED = """
+import json, os, pathlib, signal, sys, tempfile, time
+module, *words = sys.argv[1:]
+if module.endswith("machine"):
+    pathlib.Path(words[0]).write_text(json.dumps({"GPU": "RTX <1>/2", "date": "2000-01-01"}))
+    sys.exit()
+name, folder, seconds = words[:3]
+def tell(text): open(f"{folder}/{name}.jsonl", "a").write(text)
+def number(what): tell(json.dumps({"stage": name, "name": what, "value": 5.0, "unit": "GB/s", "ceiling": 10.0}) + "\\n")
+places = [tempfile.gettempdir(), os.environ["XDG_CACHE_HOME"], os.getcwd()]
+tell(json.dumps({"stage": name, "name": "places", "text": " ".join(places)}) + "\\n")
+pathlib.Path(tempfile.gettempdir(), "left").touch()
+number("before")
+if name == "calls":
+    os.kill(os.getpid(), signal.SIGKILL)
+if name == "links":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(60)
+if name == "ways":
+    tell('{"stage": "ways", "value')
+    raise ValueError("the first of " + "many " * 100 + "words")
+if name == "smoke":
+    time.sleep(60)
+if name == "resident":
+    time.sleep(float(os.environ.get("RESIDENT", "0")))
+    open(os.environ["HOME"] + "/outlived", "w") if "RESIDENT" in os.environ else None
+number("after")
+tell(json.dumps({"stage": name, "ended": "complete"}) + "\\n")
+"""
 
 
 @pytest.fixture
-def small(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake GPU; sentences of eight words; a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gpu, "DEVICE", CpuCuda())
-    monkeypatch.setattr("hetmem.memory.cuda_device.CudaDevice", CpuCuda)
-    monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
-    monkeypatch.setattr(bench_device, "backend", CpuCuda()._kernels)
-    monkeypatch.setattr(bench_device, "DEVICE", "cpu")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(gpu, "VOCABULARY", 512)
-    monkeypatch.setattr(gpu, "SMALL_VOCABULARY", 1024)  # with width 128 to a block as in the real one
-    monkeypatch.setattr(gpu.GPT.__init__, "__defaults__", (1024, 512))
-    monkeypatch.setattr(gpu.parameters_of, "__defaults__", (512,))
-    monkeypatch.setattr(gpu, "tokens", lambda batch, **_: torch.randint(0, 512, (1, 8), generator=generator))
-    monkeypatch.setattr(gpu, "timed", lambda step, rounds, warm_up=0: [(step(), 1e-3)[1] for _ in range(2)])
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`OUT`, beside an empty home; processes of stages run `PRETENDED`."""
+    for name in ("out", "home", "code"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "code" / "pretended.py").write_text(PRETENDED)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    return tmp_path / "out"
 
 
-@pytest.mark.usefixtures("small")
-def test_every_part_runs_and_its_result_is_json() -> None:
-    found = {
-        "rates": gpu.rates(1 << 16),
-        "transfers": gpu.transfers(1 << 12),
-        "resident": gpu.resident(128, 1),
-        "streamed": gpu.streamed(128, 16, "256MiB"),
-        "largest": gpu.largest(0.0067, "1GiB", "1GiB", 128),
-    }
-    found = json.loads(json.dumps(found))
-    assert len(found["streamed"]["rows"]) == 3 and found["largest"]["parameters"] == gpu.parameters_of(128, 1)
-    assert found["rates"]["ways"].startswith("ways across the link")
-    assert all(loss == loss for loss in found["largest"]["losses"])
-    environment = {"device": "a fake GPU 1.5", "date": "2000-01-01"}
-    text = gpu_results.markdown({"environment": environment, **found})
-    assert all(f"\n## {part}\n" in text for part in gpu.SECONDS)
-    assert "\n| device to host | float32 to bfloat16 | cast then copy | pinned | " in text
-    steps = [found["resident"]["step"], found["largest"]["step"], *(row["step"] for row in found["streamed"]["rows"])]
-    assert all(0 < step["overlap"] == max(step["terms"].values()) / step["seconds"] for step in steps)
-
-
-def test_each_share_of_the_weights_holds_the_largest_of_them_beside_another() -> None:
-    """Sizes that no run here has: a budget below the largest chunk would be refused on the GPU, minutes later."""
-    with torch.device("meta"):
-        model = gpu.GPT(2048, 16, vocabulary=gpu.SMALL_VOCABULARY)
-    sizes = sorted(2 * parameter.numel() for parameter in model.parameters())
-    assert 0.1 * sum(sizes) > 1.2 * (sizes[-1] + sizes[-2])
-
-
-def options(directory: Path, seconds: float, only: str, *, tests: bool = False) -> argparse.Namespace:
-    return argparse.Namespace(
-        only=only, largest=1.0, host="1GiB", nvme="1GiB", directory=directory, seconds=seconds, part=None, tests=tests
-    )
-
-
-def test_what_was_found_is_written_whatever_becomes_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-    so_far: list[dict[str, Any]] = []
-
-    def process(
-        command: list[str], seconds: float, seen: Callable[[str], None] = lambda _: None
-    ) -> tuple[int | None, str, str]:
-        limits.append(seconds)
-        if "pytest" in command:
-            return (None if "managed" in command[-1] else 1), ".F\n1 failed, 1 passed in 2.00s\n", "an error"
-        part = command[command.index("--part") + 1]
-        seen('RESULT {"ms": 8}\nRESULT {"ms": ')
-        so_far.append(json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text()))
-        code = {"rates": 0, "resident": 1, "streamed": None}[part]
-        return code, "" if part == "resident" else 'RESULT {"ms": 9}\nnoise\nRESULT {"ms": 1.5}\n', "no memory"
-
-    monkeypatch.setattr(gpu, "environment", lambda: {"device": "a fake/GPU 1.5", "date": "2000-01-01"})
-    monkeypatch.setattr(gpu, "in_a_process", process)
-    monkeypatch.setattr(gpu_processes, "in_a_process", process)
-    assert gpu.measure(options(tmp_path, 90.0, "rates,resident,streamed", tests=True)) == 1
-    found = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
-    assert found["rates"] == {"ms": 1.5} and found["resident"] == {"failed": "no memory"}
-    assert found["streamed"]["ms"] == 1.5 and found["streamed"]["cut off"].startswith("longer than ")
-    assert found["streamed"]["said"] == "no memory"
-    under_way = [then[part] for then, part in zip(so_far, ("rates", "resident", "streamed"), strict=False)]
-    assert under_way == [{"ms": 8, "cut off": "nobody knows when: it was under way"}] * 3
-    passed = "1 failed, 1 passed in 2.00s"
-    assert found["tests/gpu/test_moves.py"] == {"pytest": passed, "failed": f".F\n{passed}\nan error"}
-    managed = found["tests/gpu/test_managed.py"]
-    assert managed["cut off"].startswith("longer than ") and managed["said"] == f".F\n{passed}\nan error"
-    text = (tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.md").read_text()
-    assert "## streamed" in text and "## tests/gpu/test_moves.py" in text
-    assert limits[len(gpu_processes.TESTS)] == gpu.SECONDS["rates"] and all(limit <= 90.0 for limit in limits), (
-        "no more than is left for all"
-    )
-    assert gpu.measure(options(tmp_path / "none", 0.0, "rates", tests=True)) == 1
-    assert (tmp_path / "none" / "gpu-a-fake-GPU-1.5-2000-01-01.json").exists()
-    assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0
-    again = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
-    assert again["resident"] == {"failed": "no memory"}, "a part that is run again leaves what the others found"
-    monkeypatch.setattr(
-        gpu, "environment", lambda: {"device": "a fake/GPU 1.5", "date": "2000-01-01", "commit": "another"}
-    )
-    assert gpu.measure(options(tmp_path, 90.0, "rates")) == 0
-    again = json.loads((tmp_path / "gpu-a-fake-GPU-1.5-2000-01-01.json").read_text())
-    assert again.keys() == {"environment", "rates"}
-
-
-def test_the_largest_model_and_the_sanitizer_have_time_whatever_hangs_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_stage_leaves_its_numbers_whatever_becomes_of_those_before(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, limits = [0.0], {}
-
-    def hang(part: str, seconds: float) -> dict[str, Any]:
-        limits[part] = seconds
-        now[0] += seconds
-        return {"cut off": "it hung"}
-
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(gpu, "environment", lambda: {"device": "a fake GPU", "date": "2000-01-01"})
-    monkeypatch.setattr(gpu, "tested", hang)
-    monkeypatch.setattr(gpu, "sanitized", lambda seconds: hang("sanitizer", seconds))
-    monkeypatch.setattr(gpu, "_measured", lambda part, options, seconds, keep: hang(part, seconds))
-    assert gpu.measure(options(tmp_path, 500.0, ",".join(gpu.SECONDS), tests=True)) == 1
-    assert limits["largest"] == 150
-    assert limits["sanitizer"] == 45
-    assert now[0] <= 500.0
-    assert list(limits)[-2:] == ["largest", "sanitizer"]
-
-
-@pytest.mark.parametrize(("status", "key"), [(0, None), (86, "failed")])
-def test_the_kernel_tests_run_under_the_sanitizer_where_there_is_one(
-    status: int, key: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checker = tmp_path / "bin" / "compute-sanitizer"
-    checker.parent.mkdir()
-    checker.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
-    checker.chmod(0o755)
-    monkeypatch.setattr(gpu_processes, "_TOOLKITS", ())
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert gpu_processes.sanitized(60.0).keys() == {"skipped"}
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    found = gpu_processes.sanitized(60.0)
-    assert found["said"].startswith(
-        f"--tool=memcheck --report-api-errors=no --error-exitcode=86 {sys.executable} -m pytest"
-    )
-    assert "tests/cuda/test_on_gpu.py" in found["said"]
-    assert found.keys() - {"said"} == ({key} if key else set())
+    short = {"links": 5.5, "smoke": 5.5}
+    changed = [replace(stage, seconds=short.get(stage.name, 30)) for stage in stages.STAGES]
+    monkeypatch.setattr(stages, "STAGES", tuple(changed))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--seconds", "100"], through="pretended", remark="not a GPU") == 1
+    signal.signal(signal.SIGTERM, before)
+    folder = out / "gpu-RTX-1-2-2000-01-01"
+    found = lines_of(folder, [stage.name for stage in stages.STAGES])
+    assert list(found) == [stage.name for stage in stages.STAGES]
+    numbers = {name: [line["name"] for line in lines if "value" in line] for name, lines in found.items()}
+    cut = {"calls", "links", "ways", "smoke"}
+    assert numbers == {name: ["before"] if name in cut else ["before", "after"] for name in found}
+    ended = {name: lines[-1]["ended"] for name, lines in found.items()}
+    assert ended["calls"] == "ended with status -9" and ended["ways"] == "ended with status 1"
+    assert ended["links"] == ended["smoke"] == "cut off: it took longer than 6 s"
+    assert all(ended[name] == COMPLETE for name in found.keys() - cut)
+    assert found["ways"][-1]["traceback"].endswith("the first of " + "many " * 100 + "words\n")
+    assert "KeyboardInterrupt" in found["smoke"][-1]["traceback"], "what is interrupted says where it was"
+    assert "Fatal Python error: Aborted" in found["links"][-1]["traceback"], "so does what ignores interrupts"
+    for ending in (".md", ".html"):
+        text = (out / f"gpu-RTX-1-2-2000-01-01{ending}").read_text()
+        assert "0.50" in text and "not a GPU" in text and "many words" in text
+    places = [place for lines in found.values() for place in lines[0]["text"].split()]
+    assert len(places) == 3 * len(found) and all(Path(place).is_relative_to(out) for place in places)
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["gpu-RTX-1-2-2000-01-01", "gpu-RTX-1-2-2000-01-01.html", "gpu-RTX-1-2-2000-01-01.md"]
+    ), "what is temporary is gone"
+    assert not list((tmp_path / "home").iterdir())
 
 
-def test_a_process_that_hangs_is_interrupted_and_then_killed_and_what_it_said_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    polite = "import time\nprint('begun', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('ended')"
-    rude = (
-        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun', flush=True)\ntime.sleep(60)"
-    )
-    monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 5.0)
-    assert gpu_processes.in_a_process(["-c", polite], 12.0) == (None, "begun\nended\n", "")
-    monkeypatch.setattr(gpu_processes, "_GRACE_SECONDS", 0.2)
-    code, out, errors = gpu_processes.in_a_process(["-c", rude], 2.4)
-    assert (code, out) == (None, "begun\n")
-    assert "Aborted" in errors and 'File "<string>", line 4' in errors, "where it hung"
-    assert gpu_processes.in_a_process(["-c", "raise SystemExit(3)"], 60.0) == (3, "", "")
+def test_some_stages_run_again_and_the_others_keep_their_numbers(out: Path) -> None:
+    folder = out / "gpu-RTX-1-2-2000-01-01"
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["--stages", "peers,facts"], through="pretended") == 0
+    first = (folder / "facts.jsonl").stat().st_mtime_ns
+    assert main(["--stages", "peers"], through="pretended") == 0
+    assert main(["--stages", "largest", "--seconds", "1"], through="pretended") == 1
+    signal.signal(signal.SIGTERM, before)
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == ["facts.jsonl", "largest.jsonl", "peers.jsonl"]
+    assert (folder / "facts.jsonl").stat().st_mtime_ns == first
+    assert lines_of(folder, ["largest"])["largest"][-1]["ended"] == "not begun: no time was left"
+    assert len(lines_of(folder, ["peers"])["peers"]) == 4
+    assert main(["--stages", "fact"]) == 2
 
 
-def test_what_a_process_has_said_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_processes, "_LOOK_SECONDS", 0.3)
-    seen: list[str] = []
-    slow = "import time\nfor part in 'ab':\n    print(part, flush=True)\n    time.sleep(2)"
-    assert gpu_processes.in_a_process(["-c", slow], 60.0, seen.append) == (0, "a\nb\n", "")
-    assert "a\n" in seen and seen[-1] == "a\nb\n"
-
-
-def test_who_ends_the_benchmark_ends_the_part_that_runs(tmp_path: Path) -> None:
+def test_who_ends_the_run_ends_the_stage_that_is_under_way(out: Path, tmp_path: Path) -> None:
     """By SIGTERM, as `timeout` and batch systems do."""
-    child = f"import pathlib, time\npathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(3)\n"
-    child += f"pathlib.Path({str(tmp_path / 'outlived')!r}).touch()"
-    code = f"""
-import sys
-from unittest import mock
-from benchmarks import gpu, gpu_processes
-sys.argv = ["gpu"]
-with mock.patch.object(gpu.torch.cuda, "is_available", lambda: True), \\
-     mock.patch.object(gpu, "measure", lambda _: gpu_processes.in_a_process(["-c", {child!r}], 60.0)):
-    gpu.main()
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=gpu.ROOT)
-    while not (tmp_path / "begun").exists():
+    code = "import sys; from benchmarks.gpu.__main__ import main; "
+    code += "sys.exit(main(['--stages', 'resident'], through='pretended'))"
+    path = os.pathsep.join((str(processes.ROOT), os.environ["PYTHONPATH"]))
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RESIDENT": "3", "PYTHONPATH": path})
+    while not list(out.glob("*/resident.jsonl")):
         time.sleep(0.05)
     process.terminate()
     assert process.wait(30) == 1
-    time.sleep(4)
-    assert not (tmp_path / "outlived").exists()
+    time.sleep(3.5)
+    assert not (tmp_path / "home" / "outlived").exists()
+    assert not (out / ".scratch").exists()
 
 
-def test_a_part_finds_what_the_user_s_path_leads_to_behind_this_hetmem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch may be there: it is on machines where software comes in modules."""
-    for path, expected in (("/elsewhere", f"{gpu.ROOT}:/elsewhere"), ("", str(gpu.ROOT))):
-        monkeypatch.setenv("PYTHONPATH", path)
-        told = gpu_processes.in_a_process(["-c", "import os; print(os.environ['PYTHONPATH'])"], 60.0)
-        assert told == (0, f"{expected}\n", "")
+def test_all_stages_have_nine_minutes_and_a_dry_run_says_how_many_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n{stage.name} " in said and stage.about in said for stage in stages.STAGES)
+    assert sum(stage.seconds for stage in stages.STAGES) <= stages.TOTAL_SECONDS == 540
 
 
-def test_the_largest_model_is_as_large_as_memory_disk_and_time_allow() -> None:
-    gib = gpu_sizes.GIB
-    whole = gpu_sizes.largest(1e6, 100 * gib, 1000 * gib)
-    assert (whole.host_bytes, whole.nvme_bytes) == (80 * gib, 40 * gib)
-    assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).host_bytes == 50 * gib
-    assert gpu_sizes.largest(100, 1000 * gib, 1000 * gib).nvme_bytes == 10 * gib
-    assert gpu_sizes.largest(70, 1000 * gib, 1000 * gib, gib).nvme_bytes == 5 * gib
-    assert gpu_sizes.largest(1e6, 100 * gib, 5 * gib).nvme_bytes == 4 * gib
-    for seconds in (80, 300, 1e6):
-        size = gpu_sizes.largest(seconds, 100 * gib, 60 * gib)
-        assert 0 < gpu_sizes.STATE_BYTES * size.parameters < 0.9 * (size.host_bytes + size.nvme_bytes)
-
-
-def test_the_largest_model_of_a_large_gpu_does_not_fit_there_as_a_whole() -> None:
-    """Else nothing of it would leave that: 139 GiB of an H200 beside 125 of a host and a disk of 2 GB a second."""
-    gib = gpu_sizes.GIB
-    size = gpu_sizes.largest(260, 125 * gib, 64 * gib, 2e9)
-    assert size.parameters > 9.7e9
-    assert 16 * size.parameters > 139 * gib
-
-
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    assert gpu_sizes.measured_rate(tmp_path, 16 << 20) not in (0, gpu_sizes._DISK_RATE)
-    assert not list(tmp_path.iterdir())
-    assert gpu_sizes.measured_rate(tmp_path / "none", 16 << 20) == gpu_sizes._DISK_RATE
-
-
-@pytest.mark.parametrize(("filesystem", "there"), [("tmpfs", False), ("ext4", True)])
-def test_files_of_the_benchmark_are_not_in_memory(
-    filesystem: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_ends_its_measurement_and_a_dead_device_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=tmp_path, fstype=filesystem)]
-    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "inner"))
-    assert gpu_sizes.disk() == (tmp_path / "inner" if there else gpu.ROOT)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    notes = Notes(tmp_path, "calls", 60)
+    assert notes.attempt("bad", lambda: 1 // 0) is None
+    assert notes.attempt("good", lambda: 7) == 7
+    assert notes.attempt("long", lambda: 7, needs=61) is None
+
+    def dead() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    with pytest.raises(SystemExit):
+        notes.attempt("worse", lambda: 1 // 0)
+    lines = lines_of(tmp_path, ["calls"])["calls"]
+    assert [next(key for key in ("failed", "skipped", "ended") if key in line) for line in lines] == [
+        "failed",
+        "skipped",
+        "failed",
+        "ended",
+    ]
+    assert lines[0]["traceback"].startswith("Traceback") and "1 // 0" in lines[0]["traceback"]
+    assert 'after "worse": RuntimeError: CUDA error' in lines[-1]["ended"]
 
 
-def test_an_environment_without_git_or_driver_tools_is_said_to_be_unknown(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+def test_the_page_shows_each_number_beside_its_ceiling_and_its_plan(tmp_path: Path) -> None:
+    notes = Notes(tmp_path / "gpu", "links", 60)
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "machine.json").write_text(json.dumps({"GPU": "a <GPU>", "date": "today"}))
+    notes.number("up", 40.0, "GB/s", ceiling=50.0)
+    notes.number("step", 200.0, "ms", ceiling=150.0, planned=180.0, faults=3)
+    notes.number("step", 100.0, "ms", ceiling=50.0, planned=110.0, faults=0, says="a | b")
+    append(tmp_path / "gpu", {"stage": "links", "ended": COMPLETE})
+    page.write(tmp_path / "gpu")
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| up | 40 GB/s | 50 | 0.80 | - | - |  |" in text
+    assert "| step | 100 ms | 50 | 0.50 | 110 | +10 % | faults 0, says a \\| b |" in text and "| step | 200" not in text
+    assert "<h1>a &lt;GPU&gt;, today</h1>" in (tmp_path / "gpu.html").read_text()
+
+
+def test_a_tenth_of_the_copies_holds_the_largest_weight() -> None:
+    """A size that no run here has: a budget below the largest chunk would be refused on the GPU, minutes later."""
+    sizes = sizes_of(lambda: Llama(4))
+    assert 0.1 * sum(sizes) > 1.2 * max(sizes)
+
+
+ANSWERS = """
+import json, sys, time
+name = sys.argv[sys.argv.index("--peer") + 1]
+for at, line in enumerate(sys.stdin):
+    if name == "deepspeed": print(json.dumps({"failed": "no | compiler"}), flush=True); continue
+    if name == "torchao": sys.exit(3)
+    if name == "fsdp2" and at == 2: time.sleep(60)
+    step = {"wall": 2.0, "cpu": 3.0 if name == "plain" else 6.0, "thread": 1.0, "loss": 0.25, "host_bytes": 1 << 30}
+    print(json.dumps({"built": True} if line == "build\\n" else step), flush=True)
+"""
+
+
+def test_peers_take_turns_and_one_that_fails_or_hangs_leaves_the_others_their_numbers() -> None:
+    told: list[tuple[int, int]] = []
+    names = ["plain", "hetmem-host", "fsdp2", "deepspeed", "torchao"]
+    program = [sys.executable, "-c", ANSWERS]
+
+    def tell(found: list[peers.Peer]) -> None:
+        told.append((sum(peer.counts for peer in found), sum(peer.process.poll() is None for peer in found)))
+
+    found = peers.compare(names, peers.Shape(), 2, 20.0, tell, program, patience=1.0)
+    assert told == [(0, 3), (0, 2), (2, 2), (2, 2)], "what hangs does not go on beside the others"
+    assert [len(peer.steps) for peer in found] == [4, 4, 1, 0, 0]
+    table = peers.table(found)
+    assert table[2].startswith("| plain torch, all on the device | 1.00 | 1.00 to 1.00 | 1.00 | 1.00 | 1.00 GiB | -")
+    assert " | 2.00 | 2.00 to 2.00 | 1.00 | 1.00 | " in table[3]
+    assert [row.split(" | ")[1] for row in table[4:7]] == ["no answer in 1 s", "no \\| compiler", "it ended"]
+
+
+def test_tests_count_as_far_as_they_came_and_what_they_said_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", "")
-    cuda.properties.total_memory = 1 << 30
-    said = gpu.environment()
-    assert said["driver"] == said["commit"] == "unknown (FileNotFoundError)" and said["device"] == "a fake GPU"
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch" / "tmp"))
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    notes = Notes(tmp_path, "tests", 60)
+    said = "t.py::a PASSED\nt.py::b[x y] FAILED [ 50%]\nt.py::c PASSED\nE   Error: 7 != 8\nFAILED t.py::b[x y]\n"
+    for ending in ("import sys; sys.exit(1)", "import time; time.sleep(60)"):
+        suites.run(notes, "t.py", [sys.executable, "-c", f"print({said!r}, flush=True); {ending}"], 10.5)
+    lines = lines_of(tmp_path, ["tests"])["tests"]
+    numbers = [(line["value"], line["details"]["failed"]) for line in lines if "value" in line]
+    assert numbers == [(2, 1), (2, 1)]
+    failures = [line for line in lines if "failed" in line]
+    assert [line["failed"] for line in failures] == ["exit status 1", "cut off: longer than 10 s"]
+    assert all(line["traceback"].startswith(said) for line in failures)
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_peers_lose_what_plain_torch_does() -> None:
+    shape = peers.Shape(width=32, depth=2, vocabulary=64, batch=2, context=8)
+    found = peers.compare(["plain", "hetmem-resident", "hetmem-overlap", "fsdp2"], shape, 1, 300.0)
+    losses = [[step["loss"] for step in peer.steps] for peer in found]
+    assert len(losses[0]) == 3 and all(one == losses[0] for one in losses[1:])
+
+
+def test_without_a_gpu_it_says_so_in_one_line_and_writes_nothing(out: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = [sys.executable, "-m", "benchmarks.gpu", "--directory", str(tmp_path / "results")]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=gpu.ROOT)
-    assert ended.returncode == 1 and "torch sees no GPU here" in ended.stderr
-    assert not (tmp_path / "results").exists()
+    environment = {**os.environ, "PYTHONPATH": str(processes.ROOT)}
+    ended = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 1 and not ended.stdout
+    assert ended.stderr == f"{sys.executable} sees no GPU through torch: nothing was measured\n"
+    assert not list(out.iterdir())
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(GPP is None, reason="g++ is not installed")
+@pytest.mark.parametrize("stage", ["calls", "smoke", "streamed"])
+def test_stages_run_on_a_device_that_stands_for_a_gpu(stage: str, tmp_path: Path) -> None:
+    environment: dict[str, Any] = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(processes.ROOT)}
+    command = [sys.executable, "-m", "tests.faked_driver", "--stages", stage]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    (folder,) = tmp_path.glob("gpu-*/")
+    assert ended.returncode == 0, (folder / f"{stage}.jsonl").read_text()

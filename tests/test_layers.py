@@ -28,7 +28,7 @@ ORDER = (
     "checkpoint report planner distributed",  # saves, tells, plans
     "api",  # what users call
     "__init__",
-    "tools testing",  # measures, and looks inside for tests
+    "tools testing integrations",  # measures, looks inside for tests, lets frameworks call
     "plan_command",
     "cli",
     "__main__",

@@ -271,7 +271,26 @@ MUTATIONS = {
         "engine/traffic.py",
         " and not residency.writing(home.block)",
         "",
-        "tests/optim/test_late_writes.py",
+        "tests/optim/test_update_queue.py",
+    ),
+    "bind a module's weights for one function instead of its call": Mutation(
+        "intercept/module_leases.py",
+        "        for managed in used:\n            managed.bound += 1\n        call.used += used\n",
+        "        self._runtime.end_call(used)\n",
+        "tests/intercept/test_pointers.py::test_a_function_that_reads_a_weight_through_its_address_finds_it[fp32-host]",
+    ),
+    "manage a model that keeps a view of a weight": Mutation(
+        "engine/early_views.py",
+        "> len(names) + 1 and",
+        "> len(names) + 99 and",
+        "tests/intercept/test_kept_views.py::test_a_view_from_before_manage_is_refused_by_name[kept]",
+    ),
+    "look at every weight in each call of a module": Mutation(
+        "intercept/module_leases.py",
+        "        by_id, used = self._by_id, call.used\n",
+        "        by_id, used = self._by_id, call.used\n"
+        "        for each in self._runtime.parameters:\n            id(each)\n",
+        "tests/intercept/test_call_counts.py::test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is",
     ),
     "carry commands out before those given earlier": Mutation(
         "engine/executor.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,18 @@ from hetmem.tools.probe import probe
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs its thread is measured in test_overheads; here it is enough that it is asked for."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", partial(measure, 1))
+    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds: measure(1))
 
 
 def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it keep how to ask the disk: so few bytes say little."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    profile = probe(tmp_path, quick=True)
+    monkeypatch.setattr(hetmem.tools.probe.psutil, "cpu_percent", lambda seconds: 80.0)
+    said: list[str] = []
+    profile = probe(tmp_path, quick=True, say=said.append)
+    assert said[0].startswith("warning: the machine was busy, its cores to 80%")
+    assert [line[:3] for line in said[1:]] == ["1/4", "2/4", "3/4", "4/4"]
+    assert "busy" in profile.sources["all"]
     assert HardwareProfile.from_json(profile.to_json()) == profile
     assert list(tmp_path.iterdir()) == []
     assert profile.host.memory_bytes > 0

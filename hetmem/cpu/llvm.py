@@ -17,8 +17,8 @@ _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatT
 def _has_f16c() -> bool:
     """Whether code is made for CPUs with F16C.
 
-    Without it LLVM's casts to and from float16 become calls of library functions that nothing links. With a target set
-    by hand cannot be told.
+    Without it LLVM's casts to and from float16 become calls of library functions that nothing links. With a target
+    set by hand this is unknown.
     """
     from llvmlite.binding import get_host_cpu_features
     from numba import config

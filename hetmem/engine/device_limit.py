@@ -17,10 +17,10 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.engine.out_of_memory import Shortage
 from hetmem.engine.statistics import Statistics
-from hetmem.engine.tracer import StepTracer
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.weak import weakly
 from hetmem.schedule.trace import Moment, Tier
+from hetmem.schedule.tracer import StepTracer
 
 
 class DeviceRoom:
@@ -83,38 +83,43 @@ class DeviceRoom:
     def _room_seen(self) -> int:
         return max(self._most_non_model, self.refusals.room_bytes)
 
+    @property
+    def _room_wanted(self) -> int:
+        """For the segment that runs, whose inputs may be larger than any that were seen."""
+        return min(int(self._room_seen * self._tracer.unseen_growth), self._memory.usable_bytes)
+
     def _least_room(self) -> int:
         """What a GPU must leave beside chunks: the most that was ever seen, so that slots stay where they are, or what
         would have been enough when its allocator refused memory.
 
-        While a segment is measured nobody knows what is coming, so chunks keep to a quarter of the device; if they
+        In a segment unlike any before nobody knows what is coming, so chunks keep to a quarter of the device; if they
         need more than that at once, `widen` takes it.
         """
-        return max(self._room_seen, self._guess) if self._tracer.measured else self._room_seen
+        return max(self._room_seen, self._guess) if self._tracer.is_unseen else self._room_wanted
 
     # ---- when it changes ---------------------------------------------------------------------------------------
 
     def before_segment(self) -> None:
         """A segment has begun, and nothing of it has run."""
-        if self._tracer.measured and self._tracer.known is None and not self._memory.device.watched:
+        if self._tracer.is_unseen and self._tracer.known is None and not self._memory.device.watched:
             self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
         if self.refusals.room_bytes:
             self._leave_device(self.refusals.room_bytes)
         known = self._tracer.known
         if self._memory.device.watched and known is not None and known.opening.non_model_bytes:
-            self.before_moment(known.opening)
+            self.before_moment(known.opening.times(self._tracer.growth))
 
     def is_as_left(self, expected: Moment) -> bool:
         """Whether `before_moment` would find that chunks may have all that they may ever have, as they did before."""
         if self._left != self._memory.device_home_bytes:
             return False
-        return (expected.non_model_bytes if self._memory.device.watched else self._room_seen) <= self._harmless
+        return (expected.non_model_bytes if self._memory.device.watched else self._room_wanted) <= self._harmless
 
     def before_moment(self, expected: Moment) -> None:
         """Anything but chunks is expected to need what it says in the moment that begins."""
         watched = self._memory.device.watched
-        needed = expected.non_model_bytes if watched else self._room_seen
-        self._let_homes_go(expected.non_model_bytes if watched else self._room_seen)
+        needed = expected.non_model_bytes if watched else self._room_wanted
+        self._let_homes_go(needed)
         self._set_limit(expected.non_model_bytes if watched else self._least_room())
         self._wait_for_gradients()
         if needed <= self._harmless and not self._tracer.measured:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
+
+import torch
 
 from hetmem.schedule.blocks import Link
 
@@ -75,7 +77,18 @@ class EventLog:
         self.stalls: deque[Span] = deque(maxlen=entries)
         self.updates: deque[Span] = deque(maxlen=entries)
         self.segments: deque[Span] = deque(maxlen=entries)
+        self.fed: deque[tuple[float, int]] = deque(maxlen=entries)
+        """When each forward of the whole model began, and of how many tokens."""
+        self.tokens = 0
         self._segment: tuple[str, float] | None = None
+
+    def feed(self, inputs: Iterable[object]) -> None:
+        """A forward of the whole model begins; tokens are the elements of its largest integer input."""
+        tensors = (each for each in inputs if isinstance(each, torch.Tensor))
+        with torch._C.DisableTorchFunction():  # questions of hetmem's are no functions of the program
+            tokens = max((each.numel() for each in tensors if not each.dtype.is_floating_point), default=0)
+        self.fed.append((time.perf_counter(), tokens))
+        self.tokens += tokens
 
     def begin_segment(self, what: str) -> None:
         """`what` begins, and what ran before is over."""

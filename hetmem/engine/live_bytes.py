@@ -37,6 +37,13 @@ class DeviceMonitor(TorchDispatchMode):
     with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`, unless the model has `left`.
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch compiles under it, as `torch.cond` does by itself; what is compiled runs under it."""
+        return True
+
     def __init__(
         self,
         is_home_memory: Callable[[int], bool],
@@ -96,6 +103,10 @@ class DeviceMonitor(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or _accumulates():
             return func(*args, **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # with functions among its arguments
+            result = func(*args, **kwargs)
+            self.count(str(func), tree_leaves(result))
+            return result
         if self._strict and not (self.transformed or self.left or _only_views(func)):
             self._check(func, tree_leaves((args, kwargs)))
         if torch.is_inference_mode_enabled() and _is_of_several(func):

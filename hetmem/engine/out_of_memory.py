@@ -8,10 +8,10 @@ from __future__ import annotations
 from hetmem.base.units import format_size
 from hetmem.engine.homes import Memory
 from hetmem.engine.remedies import Needs, remedies
-from hetmem.engine.tracer import StepTracer, segment_name
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.tracer import StepTracer, segment_name
 
 _NAMED = 3
 

@@ -60,9 +60,10 @@ class Bindings:
 
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
-        if tensor.layout is not torch.strided or tensor._is_zerotensor() or _is_of_a_transform(tensor):
+        try:
+            return self.by_address.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # it has no memory: sparse, of a transform, of code that is being traced
             return None
-        return self.by_address.get(tensor.untyped_storage().data_ptr())
 
     def open_device(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> torch.Tensor:
         """The view of `managed` in device slot `slot`, made at its first use in this residence."""
@@ -196,7 +197,6 @@ class Bindings:
 
 
 references: Any = torch._C._storage_Use_Count
-_is_of_a_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # it has no storage that can be asked for
 
 
 def storage_references(tensor: torch.Tensor) -> int:

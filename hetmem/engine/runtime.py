@@ -19,7 +19,6 @@ from hetmem.engine.events import EventLog, MomentSeen
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.statistics import Statistics
-from hetmem.engine.tracer import StepTracer, segment_name
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import Writes
@@ -32,6 +31,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import STEP, Tier
+from hetmem.schedule.tracer import StepTracer, segment_name
 
 _functions_around: Any = torch._C._len_torch_function_stack
 
@@ -82,12 +82,13 @@ class Runtime:
 
     # ---- segments and moments ----------------------------------------------------------------------------------
 
-    def begin_segment(self, key: Hashable, *, measured: bool) -> None:
-        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again."""
+    def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
+        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
+        bytes of its inputs."""
         before = self.tracer.key if self.tracer.key is not None else self._ended
         self._ended = None
         self.room.look_at_allocator()
-        self.tracer.begin(key, measured=measured)
+        self.tracer.begin(key, measured=measured, size=size)
         self.room.before_segment()
         self.events.begin_segment(segment_name(key))
         if before is not None:
@@ -110,6 +111,8 @@ class Runtime:
         if measured or leaving_bytes or not room.is_as_left(moment):
             room.before_moment(moment)
         expected = moment.non_model_bytes
+        if not memory.device.watched:  # whose allocator tells what it was in the end
+            expected = int(expected / self.tracer.growth)
         residency.reach(blocks, Tier.DEVICE)
         chunk_bytes = room.chunk_bytes()
         self.statistics.device_in_use(chunk_bytes, expected)
@@ -291,6 +294,7 @@ class Runtime:
         """A forward is over: what it wrote last to views goes home before anybody reads that."""
         with self.unwatched():
             self._let_go()
+        self.writes.refuse_ties()
 
     def notice_writes_by_hooks(self) -> None:
         """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""

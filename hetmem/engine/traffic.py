@@ -19,13 +19,13 @@ from hetmem.engine.leases import Uses
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.pending import Pending
 from hetmem.engine.statistics import Statistics
-from hetmem.engine.tracer import StepTracer
 from hetmem.errors import StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
+from hetmem.schedule.tracer import StepTracer
 
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
 

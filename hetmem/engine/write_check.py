@@ -45,6 +45,8 @@ class Writes:
         self.noticed: set[int] = set()
         """By `id`, those that somebody has written to since `notice_counted` looked at their chunk, as was seen."""
         self.home_copies = HomeCopies()
+        self._ties: dict[ManagedParameter, ManagedParameter] = {}
+        """Those whose `.data` was last set to that of another one, within the forward that runs."""
         self.stepped = True
         """Whether an optimizer has stepped since the last forward, so that the user may have written to weights."""
         self._gradients_wanted: bool | None = None
@@ -180,6 +182,9 @@ class Writes:
         if _is_replaced(managed) and not resting:
             new = parameter.data
             _refuse_another_kind(managed, new, managed.home.dtype)
+            source = self._bindings.of_storage(new)
+            if source not in (None, managed) and not _is_replaced(source):
+                raise _shared(managed, source)
             self._leave_home_to_holders(managed, hetmem_holds=2)
             managed.home.copy_(new)
             parameter.data = managed.home
@@ -190,6 +195,10 @@ class Writes:
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
         _refuse_another_kind(managed, value, value.dtype)
+        source = self._bindings.of_storage(value)
+        self._ties.pop(managed, None)
+        if source not in (None, managed):
+            self._ties[managed] = source
         self._bindings.leave_to_holders(managed)
         at_home = managed.parameter.data_ptr() == managed.home.data_ptr()
         self._leave_home_to_holders(managed, hetmem_holds=2 + at_home)
@@ -197,6 +206,13 @@ class Writes:
         managed.data_sets += 1
         self.noticed.add(id(managed))
         self._supersede(managed)
+
+    def refuse_ties(self) -> None:
+        """A forward is over. Raises `ManageError` if it has left a weight the memory of another one."""
+        if self._ties:
+            managed, source = self._ties.popitem()
+            self._ties.clear()
+            raise _shared(managed, source)
 
     def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
         """The home of `managed` becomes another tensor's values. Who holds more than the `hetmem_holds` references to
@@ -274,6 +290,13 @@ def _is_replaced(managed: ManagedParameter) -> bool:
     parameter = managed.parameter
     at_home = parameter.data_ptr() == managed.home_address
     return not at_home or parameter.stride() != managed.stride or parameter.shape != managed.shape
+
+
+def _shared(managed: ManagedParameter, source: ManagedParameter) -> ManageError:
+    return ManageError(
+        f"{managed.name}.data was set to the memory of {source.name}, in which torch would train both from now on: make"
+        f" them one parameter before hetmem.manage, or set .data to a clone"
+    )
 
 
 def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: torch.dtype) -> None:

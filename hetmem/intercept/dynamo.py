@@ -77,7 +77,7 @@ def has_compiled_forward(module: torch.nn.Module) -> bool:
 
 
 def can_compile() -> bool:
-    """Whether torch compiles here: where a dispatch mode sees operators it never does, and remembers that for good."""
+    """Whether modules are to be compiled here: a dispatch mode would see nothing of what their code does."""
     return not _get_current_dispatch_mode_stack()
 
 

@@ -18,6 +18,7 @@ import torch
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
+from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
@@ -138,8 +139,10 @@ class Faults:
         if managed is None:
             _SET_DATA(parameter, value)
             return
+        if value is parameter:  # as `Module.to` sets it, which is no write
+            return
         with HELD_BACK, torch.no_grad():
-            value = torch.clone(value) if isinstance(value, _Unbound) else value
+            value = value.data if isinstance(value, _Unbound) else value
             self._runtime.set_bound(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -240,10 +243,21 @@ class Faults:
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""
+        if value is managed.parameter:  # as `Module.to` sets it, which is no write
+            return
         with torch.no_grad():
             if isinstance(value, _Unbound):  # which may have no values now
-                value = torch.clone(value)
+                value = value.data
             self._runtime.data_set(managed, value)
+
+
+def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
+    """Raise `ManageError` for `other.data = weight`, at which torch asks nobody: `other` would be what rests."""
+    if func == _SET_DATA and isinstance(args[1], _Unbound) and not isinstance(args[0], (_Unbound, _Bound)):
+        raise ManageError(
+            "a tensor's .data was set to a weight itself within a forward, where that is on the device only for "
+            "functions that use it: write other.data = weight.data, or other = weight.detach()"
+        )
 
 
 def run_again(runtime: Runtime, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -254,6 +254,13 @@ class _Functions(TorchFunctionMode):
 class _Operators(TorchDispatchMode):
     """What is on torch's stack of dispatch modes for a `Compute`."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch compiles under it, as `torch.cond` does by itself, and what is compiled runs under it."""
+        return True
+
     def __init__(self, compute: Compute) -> None:
         super().__init__()
         self._compute = weakref.ref(compute)

@@ -25,7 +25,7 @@ from hetmem.engine.turns import Section
 from hetmem.errors import ManageError
 from hetmem.intercept.compile_regions import Regions
 from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
-from hetmem.intercept.faults import Faults, run_again
+from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
 from hetmem.intercept.forward_scope import (
     CALLS,
     Call,
@@ -222,7 +222,8 @@ class Interception:
             for managed in runtime.parameters if runtime.memory.streams else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
-            measured = self.segments.begin_forward(signature(module, args, kwargs))
+            measured = self.segments.begin_forward(*signature(module, args, kwargs))
+            runtime.events.feed(tree_leaves((args, kwargs)))
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()
             with runtime.unwatched():
@@ -231,7 +232,8 @@ class Interception:
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
-        self._enter_modes(compute, watched=measured)
+        more = runtime.tracer.unseen_growth > 1 and not runtime.memory.device.watched
+        self._enter_modes(compute, watched=measured or more)
 
     def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
         """`watched`: the device may refuse memory that nobody knows of yet."""
@@ -268,12 +270,13 @@ class Interception:
         return (
             runtime.memory.streams
             and not runtime.memory.device.watched
-            and (runtime.sanitize or runtime.tracer.measured)
+            and (runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1)
         )
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
         device until there is no memory for this."""
+        refuse_to_hand_out(func, args)
         try:
             return run_again(self.runtime, func, args, kwargs)
         finally:
@@ -485,9 +488,17 @@ class Interception:
         device for operators. Raises `ManageError` where they would get another dtype, or strides."""
         with self.runtime.turn.held("a conversion"):
             self._forget_interrupted()
-        for dtype in {managed.chunk.dtype for managed in self.runtime.parameters}:
+        computes = bool(self._here())
+        chunks = {managed.chunk for managed in self.runtime.parameters}
+        for dtype in {chunk.compute_dtype if computes else chunk.dtype for chunk in chunks}:
             with self.runtime.unwatched(), torch.no_grad():
                 asked = convert(torch.empty(0, dtype=dtype, device=self.runtime.memory.device.torch_device)).dtype
+            if asked != dtype and computes and self.runtime.memory.mixed_precision:
+                raise ManageError(
+                    f"a module casts its weights in forward, from {dtype}, which mixed_precision computes in, to "
+                    f"{asked}: cast what it computes with in their place (self.weight.to({asked})), or leave "
+                    f"mixed_precision out and compute under torch.autocast"
+                )
             if asked != dtype:
                 raise ManageError(
                     f"parameters of {dtype} that are managed cannot become {asked}: call hetmem.release(model) first, "

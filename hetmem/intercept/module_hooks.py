@@ -1,10 +1,12 @@
-"""Hooks of a module that survive pickling and copying, as hooks of nothing."""
+"""Hooks of a module. In a copy of the module, and where it is pickled, torch's and Python's own things take their
+place that do nothing: who reads the file needs no hetmem."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
@@ -38,12 +40,18 @@ class Hooked(Protocol):
         """What stays as it is where a module is asked to `convert` its parameters, their gradients and its buffers."""
 
 
-class BeforeForward:
+class _OfThisModule:
+    """A hook of a module, which its copies do not have."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, and returns None
+
+
+class BeforeForward(_OfThisModule):
     """A forward pre-hook. Code that is compiled with it within goes by what `tracing` says, see `dynamo`."""
 
-    def __init__(self, hooked: Hooked | None = None, tracing: Tracing | None = None) -> None:
-        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
-        self._tracing = tracing or Tracing()
+    def __init__(self, hooked: Hooked, tracing: Tracing) -> None:
+        self._hooked, self._tracing = weakref.ref(hooked), tracing
 
     @skipped
     def __call__(
@@ -66,16 +74,12 @@ class BeforeForward:
             return hooked.before_forward(module, args, kwargs)
         return None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), ())
 
-
-class AfterForward:
+class AfterForward(_OfThisModule):
     """The forward hook beside it."""
 
-    def __init__(self, hooked: Hooked | None = None, tracing: Tracing | None = None) -> None:
-        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
-        self._tracing = tracing or Tracing()
+    def __init__(self, hooked: Hooked, tracing: Tracing) -> None:
+        self._hooked, self._tracing = weakref.ref(hooked), tracing
 
     @skipped
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -90,15 +94,12 @@ class AfterForward:
         if hooked is not None:
             hooked.after_forward(module, output)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), ())
 
-
-class BeforeStateDict:
+class BeforeStateDict(_OfThisModule):
     """A pre-hook of state dicts, and of loading them, beside these."""
 
-    def __init__(self, hooked: Hooked | None = None) -> None:
-        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+    def __init__(self, hooked: Hooked) -> None:
+        self._hooked = weakref.ref(hooked)
 
     @HELD_BACK
     def __call__(self, *args: Any) -> None:
@@ -108,17 +109,14 @@ class BeforeStateDict:
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
                 hooked.before_assignment()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), ())
-
 
 class Conversions:
-    """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. In a
-    copy of the module it is as if it were not there."""
+    """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. A
+    copy of the module has that of its class there."""
 
-    def __init__(self, module: torch.nn.Module | None, hooked: Hooked | None = None) -> None:
-        self._module = _nothing if module is None else weakref.ref(module)
-        self._hooked = _nothing if hooked is None else weakref.ref(hooked)
+    def __init__(self, module: torch.nn.Module, hooked: Hooked | None) -> None:
+        self._module = weakref.ref(module)
+        self._hooked = _nobody if hooked is None else weakref.ref(hooked)
 
     def __call__(self, convert: Convert, recurse: bool = True) -> torch.nn.Module:
         module, hooked = self._module(), self._hooked()
@@ -140,10 +138,10 @@ class Conversions:
             del module._apply
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversions:
-        return type(self)(memo.get(id(self._module())))
+        return type(self)(memo[id(self._module())], None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self._module(),))
+        return getattr, (self._module(), "_apply")  # of a copy that has nothing yet but its class
 
 
 class _AllBut:
@@ -171,10 +169,11 @@ def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iter
     """Tell `hooked` of conversions of `modules`, but of those of which somebody else is told; one after the other."""
     for module in modules:
         found = vars(module).get("_apply")
-        if found is None or (isinstance(found, Conversions) and found.is_over()):
+        of_class = getattr(found, "__func__", None) is type(module)._apply
+        if found is None or of_class or (isinstance(found, Conversions) and found.is_over()):
             module._apply = Conversions(module, hooked)  # type: ignore[method-assign]
             yield vars(module)["_apply"]
 
 
-def _nothing() -> None:
+def _nobody() -> None:
     return None

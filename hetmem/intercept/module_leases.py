@@ -29,6 +29,7 @@ class Leases:
         self._by_id = runtime.bindings.by_id
         self._bound: list[Call] = []
         """Calls that have weights bound, outermost first."""
+        self._device_type = runtime.memory.device.torch_device.type
         runtime.give_leases_up = self._give_up
 
     def begin(self, call: Call, module: torch.nn.Module) -> None:
@@ -59,6 +60,8 @@ class Leases:
         """Bind `used` until `end(call)`; they are called `name` together."""
         if self._gradients.within_step or in_backward():
             self._gradients.use_again(used)
+        if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(self._device_type):
+            torch.set_autocast_cache_enabled(False)  # of one entered in the forward, whose exit puts this right
         fresh = used
         for managed in used:
             if managed.bound or used[1:]:

@@ -28,11 +28,14 @@ _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
 
-def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What makes two forwards alike: the module, its mode, and the shapes and dtypes of its inputs."""
+def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, int]:
+    """What makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and not
+    their shapes), and the bytes of its inputs, which its memory grows with."""
     leaves = tree_leaves((args, kwargs))
-    shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
-    return ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), shapes)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    kinds = tuple((leaf.dim(), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), kinds)
+    return key, sum(leaf.numel() * leaf.itemsize for leaf in tensors)
 
 
 class _Ended:
@@ -109,6 +112,8 @@ class Segments:
         """The backwards that the last one may be."""
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
+        self._size = 0
+        """Bytes of the largest inputs of the forwards that a backward now may be of."""
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
 
@@ -117,8 +122,9 @@ class Segments:
         """Whether a backward now may be of several forwards."""
         return len(self._pending) > 1
 
-    def begin_forward(self, key: Hashable) -> bool:
-        """A forward begins (not one that recomputes within a backward); whether it has to be measured."""
+    def begin_forward(self, key: Hashable, size: int) -> bool:
+        """A forward of inputs of `size` bytes begins (not one that recomputes within a backward); whether it has to be
+        measured."""
         self.settle()
         self.thread = threading.get_ident()
         tracer = self._runtime.tracer
@@ -126,13 +132,14 @@ class Segments:
             self._pending = ()
         if torch.is_grad_enabled() and len(self._pending) <= _FORWARDS:
             self._pending = (*self._pending, key)
-        measured = tracer.must_measure(key) or self._runtime.sanitize
+        self._size = max(size, self._size) if self.several else size
+        measured = tracer.must_measure(key, size) or self._runtime.sanitize
         backward = self._backward_key()
-        if torch.is_grad_enabled() and tracer.must_measure(backward):
+        if torch.is_grad_enabled() and tracer.must_measure(backward, self._size):
             self._attempts[backward] = self._attempts.get(backward, 0) + 1
             measured = measured or self._attempts[backward] <= _MEASUREMENTS
         self._watched = measured
-        self._runtime.begin_segment(key, measured=measured)
+        self._runtime.begin_segment(key, measured=measured, size=size)
         return measured
 
     def on_backward(self) -> None:
@@ -147,7 +154,7 @@ class Segments:
         self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
-            self._runtime.begin_segment(key, measured=self._watched)
+            self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:
             self._runtime.events.begin_segment("backward")  # one more of the same trace
         with self._runtime.unwatched():

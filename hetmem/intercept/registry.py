@@ -187,6 +187,12 @@ def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParamete
     return None if found is None else (found, found.runtime.bindings.by_id[id(parameter)])
 
 
+def added_as(parameter: torch.Tensor) -> str | None:
+    """How a model that is managed calls `parameter`, which it has got since; None if none has it."""
+    parts = (part.named_parameters() for part in _modules)
+    return next((name for names in parts for name, each in names if each is parameter), None)
+
+
 @contextmanager
 def turn_with(parameters: Iterable[torch.Tensor], what: str) -> Iterator[None]:
     """No other thread computes with what manages any of `parameters`, or is between a backward that has begun to update

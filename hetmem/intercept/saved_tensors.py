@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.dynamo import called_by_autograd, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
@@ -18,6 +19,17 @@ from hetmem.memory.chunk import ManagedParameter
 _AUTOGRAD: Any = torch._C._autograd
 _STRIDED = torch.strided
 _functions_around: Any = torch._C._len_torch_function_stack
+
+
+def _nodes_of_casts() -> tuple[type, type]:
+    """The classes of autograd's nodes of a cast, and of a matrix turned, as a linear layer saves it."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        cast = torch.zeros(1, 1, device="cpu", requires_grad=True).to(torch.bfloat16)
+        return type(cast.grad_fn), type(cast.t().grad_fn)
+
+
+_CASTS = _nodes_of_casts()
+_CAST: Any = _CASTS[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +47,17 @@ class Saved:
     version: int
     data_sets: int | None
     """None for the parameter itself: torch too keeps that, and not the memory it had."""
+    is_cast: bool = False
+    """Whether it is a view of all of the weight in `dtype`, as autocast makes one at each use."""
 
 
 class SavedTensors:
     """The hooks for what autograd saves in the forwards of one model: weights are saved by name, and fetched again.
 
-    Note "hooks of others": a checkpoint, or whoever else has hooks of its own on top, gets to see what is saved in
-    its place. It may keep the very tensor, and a parameter is its home again once its module is over; so it gets an
-    alias of the memory that the parameter is bound to, which stays on the device for as long as that is kept. For that
+    Note "hooks of others": a checkpoint, or hooks of the user's, on top see what is saved in hetmem's place. Of a
+    weight they get an alias of its copy on the device. If they keep that tensor it becomes one of the home behind their
+    backs, as all weights that they keep may not fit; what they give back is brought to the device again. Memory that
+    they keep through another tensor (`weight.detach()`), or of what is computed once more, stays there. For that
     hetmem's own hooks are in the place of theirs for as long as something is bound, and those take theirs away in ours
     where an interrupt ends it.
     """
@@ -74,8 +89,8 @@ class SavedTensors:
         if top is None or _is_ours(top) or (isinstance(top[0], _Over) and top[0].is_of(self)):
             return None
         _AUTOGRAD._pop_saved_tensors_default_hooks()
-        over = _Over(self, top[0])
-        _AUTOGRAD._push_saved_tensors_default_hooks(over, top[1])
+        over = _Over(self, *top)
+        _AUTOGRAD._push_saved_tensors_default_hooks(over, over.unpack)
         return over, top
 
     @staticmethod
@@ -88,16 +103,32 @@ class SavedTensors:
             _AUTOGRAD._pop_saved_tensors_default_hooks()
             _AUTOGRAD._push_saved_tensors_default_hooks(*displaced[1])
 
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What others get in the place of `tensor`: of a weight, one of its copy on the device."""
-        managed = self._by_id.get(id(tensor))
-        if managed is None or not self._runtime.bindings.away:
-            return tensor
+    def pack_by(self, others: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """What `others` keep instead of `tensor`. They see a weight as operators do, and keep its home."""
         with torch._C.DisableTorchFunction():
-            bound = managed.device is not None and tensor.data_ptr() == managed.device.data_ptr()
+            place = self.pack(tensor)
+            if not isinstance(place, Saved) or place.dtype is not place.managed.chunk.compute_dtype:
+                return others(tensor)
+            managed = place.managed
             with self._runtime.unwatched():
-                there = tensor if bound else self._runtime.saved(managed)
-            return torch.nn.Parameter(there.detach(), tensor.requires_grad)
+                bound = tensor.untyped_storage().data_ptr() == managed.device_address
+                there = tensor.detach() if bound and managed.device is not None else self.unpack(place)
+                given = torch.nn.Parameter(there, False) if tensor is managed.parameter else there
+                given.requires_grad_(tensor.requires_grad)
+        packed = others(given)
+        if in_backward():  # a checkpoint compares what it keeps there with what it was given before
+            return packed
+        with torch._C.DisableTorchFunction(), self._runtime.unwatched():
+            given.data = managed.home.as_strided(place.size, place.stride, place.offset)
+        return _OfWeight(place, packed)
+
+    @called_by_autograd
+    def bring(self, kept: torch.Tensor, place: Saved) -> torch.Tensor:
+        """What autograd gets back of the weight at `place`, of which others have kept `kept`."""
+        if self._runtime.bindings.of_storage(kept) is place.managed:
+            return self.unpack(place)
+        with self._runtime.unwatched():
+            return kept.to(self._runtime.memory.device.torch_device, place.dtype)
 
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """What autograd is to keep instead of `tensor`."""
@@ -105,6 +136,20 @@ class SavedTensors:
         if managed is None or (managed.data_sets and _is_view_of_copy(tensor, managed)):
             return _kept(tensor)
         return self._place_of(managed, tensor)
+
+    def of_cast(self, tensor: torch.Tensor) -> Saved | None:
+        """Which weight `tensor`, or what it is a view of, is cast from; None if from none. A graph that kept the casts
+        of autocast would hold a copy of the whole model."""
+        base = tensor if tensor._base is None else tensor._base
+        cast: Any = base.grad_fn
+        if cast is None or cast.__class__ is not _CAST or tensor._version or not self._runtime.memory.streams:
+            return None
+        managed = self._by_id.get(id(getattr(cast.next_functions[0][0], "variable", None)))
+        if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
+            return None
+        saved = _place_of(managed, tensor, tensor.stride())
+        saved.is_cast = True
+        return saved
 
     def enter_node(self) -> None:
         """Until the node that runs is over: autograd takes away what was entered within."""
@@ -130,9 +175,13 @@ class SavedTensors:
                 raise RuntimeError(_modified(managed.name, managed.version_now, packed.version))
             if packed.data_sets not in (None, managed.data_sets):
                 raise RuntimeError(_set_since(managed.name))
-            if packed.size == managed.shape and packed.stride == managed.stride and packed.dtype == device.dtype:
+            as_it_is = packed.size == managed.shape and packed.stride == managed.stride
+            if as_it_is and packed.dtype == device.dtype and not packed.is_cast:
                 return device
-            base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
+            if packed.is_cast:
+                base = device.to(packed.dtype)
+            else:
+                base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
             tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
             tensor = torch.conj(tensor) if packed.conj else tensor
             return torch._neg_view(tensor) if packed.neg else tensor
@@ -156,7 +205,12 @@ class Pack(Hook):
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
         if address not in saved.by_address:
-            return self._saved, (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+            node = tensor.grad_fn
+            if node is None:
+                return self._saved, tensor, tensor._version
+            if node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
+                return saved, cast, 0
+            return self._saved, tensor.detach(), tensor._version
         managed = saved.by_address[address]
         if managed.bound and not managed.data_sets and address == managed.device_address:
             return saved, _place_of(managed, tensor, tensor.stride()), 0
@@ -172,11 +226,21 @@ class Pack(Hook):
             return None, _kept(tensor), tensor._version
 
 
+@dataclass(slots=True, eq=False)
+class _OfWeight:
+    """What others have `packed` of the weight at `place`."""
+
+    place: Saved
+    packed: Any
+
+
 class _Over:
     """In the place of somebody else's hooks, which they take away in its place: it may outlive the forward."""
 
-    def __init__(self, saved: SavedTensors, pack: Callable[[torch.Tensor], Any]) -> None:
-        self._saved, self._pack = weakref.ref(saved), pack
+    def __init__(
+        self, saved: SavedTensors, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> None:
+        self._saved, self._pack, self._unpack = weakref.ref(saved), pack, unpack
 
     def is_of(self, saved: SavedTensors) -> bool:
         """Whether it is there for `saved`."""
@@ -185,7 +249,15 @@ class _Over:
     @called_by_autograd
     def __call__(self, tensor: torch.Tensor) -> Any:
         saved = self._saved()
-        return self._pack(tensor if saved is None else saved.alias(tensor))
+        return self._pack(tensor) if saved is None else saved.pack_by(self._pack, tensor)
+
+    @skipped
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """What autograd gets back."""
+        if not isinstance(packed, _OfWeight):
+            return self._unpack(packed)
+        kept, saved = self._unpack(packed.packed), self._saved()
+        return kept if saved is None else saved.bring(kept, packed.place)
 
 
 _Packed = tuple[Any, Saved | torch.Tensor, int]

@@ -18,6 +18,16 @@ from hetmem.memory.chunk import ManagedParameter
 _SHOWN = 5
 """Names in a message."""
 _KNOWN = "The model has parameters that were not there when hetmem.manage was called"
+_EXCHANGED = (
+    "Other tensors are in the place of managed weights, as torch.func.functional_call puts them there, and these are "
+    "used as they are: hand over copies that are where operators compute, in the dtype in which they do, as in "
+    "{name: p.detach().to(device,"
+)
+_BRANCHES = (
+    "torch.cond, while_loop and the like trace their branches, in which weights that hetmem manages cannot be brought "
+    "to the device: compile the module that calls them (module.compile()), whose weights are there for all of its "
+    "call, or hand weights over as operands (self.weight.view_as(self.weight))"
+)
 _BUFFERS = "With mixed_precision buffers keep their dtype, and an operator may want that of its weights"
 
 
@@ -26,13 +36,20 @@ def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, M
 
     Once: the hooks of all modules that it leaves ask for it.
     """
+    if type(error).__name__ == "UncapturedHigherOrderOpError" and _BRANCHES not in str(error):
+        error.args = (f"{error}\n{_BRANCHES}",)
     _explain_buffers(error, model, managed)
     strangers = [
         f"{name} ({parameter.dtype}, {parameter.device})"
         for name, parameter in model.named_parameters()
         if id(parameter) not in managed and parameter.is_floating_point()
     ]
-    if not strangers or _KNOWN in str(error):
+    if not strangers or _KNOWN in str(error) or _EXCHANGED in str(error):
+        return
+    names = {each.name for each in managed.values()}
+    if any(name.partition(" ")[0] in names for name in strangers):
+        dtypes = {str(each.chunk.compute_dtype) for each in managed.values()}
+        error.args = (f"{error}\n{_EXCHANGED} {' or '.join(sorted(dtypes))}, copy=True)}}",)
         return
     more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
     error.args = (
@@ -57,7 +74,7 @@ def _explain_buffers(error: RuntimeError, model: torch.nn.Module, managed: Mappi
 
 def is_of_torch(error: RuntimeError) -> bool:
     """Whether `error` may be of a dtype or a device: torch's, or the one in its place on a device that is simulated."""
-    return type(error) in (RuntimeError, DeviceAccessError)
+    return type(error) in (RuntimeError, DeviceAccessError) or type(error).__name__ == "UncapturedHigherOrderOpError"
 
 
 def raised_in_call(error: BaseException, module: torch.nn.Module) -> bool:

@@ -365,6 +365,11 @@ class OffloadedOptimizer(Optimizer):
     def _checked(self, parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:
         """Raises `ManageError` for one that cannot be updated."""
         found = registry.of_parameter(parameter)
+        if found is None and (added := registry.added_as(parameter)) is not None:
+            raise ManageError(
+                f"{self._name()} got {added}, which was added to its model after hetmem.manage: call "
+                f"hetmem.release(model) and hetmem.manage(model, …) again, or use torch's for this one"
+            )
         if found is None:
             raise ManageError(
                 f"{self._name()} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "

@@ -1,7 +1,7 @@
 """What a rehearsed run notes down while it goes: its trace, what is expected after it, and the bytes on the device.
 
-The counterpart of `engine.tracer` and of what `engine.runtime` does with its moments. Pure; it starts no transfer but
-those that the residency asks for, and knows neither operators' work nor the optimizer.
+What `engine.runtime` and `engine.device_limit` do with the moments of a run, on a clock. Pure; it starts no
+transfer but those that the residency asks for, and knows neither operators' work nor the optimizer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from hetmem.base.units import format_size
 from hetmem.errors import CapacityError
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.placement import Capacities, Ground, NoRoom
-from hetmem.schedule.trace import DEVICE, STEP, Moment, SegmentTrace, TraceBook
+from hetmem.schedule.trace import DEVICE, STEP
+from hetmem.schedule.tracer import StepTracer
 from hetmem.schedule.update_split import idle_bytes
 
 FORWARD, BACKWARD = ("forward",), ("backward",)
@@ -52,71 +53,45 @@ class Notes:
         self.home_bytes = home_bytes
         self.kept_bytes = 0
         self.peaks = Peaks()
-        self._book = TraceBook()
-        self._key: Hashable | None = None
+        self._tracer = StepTracer()
+        self.staged = self._tracer.host_use
+        self.knows_a_backward = self._tracer.knows_a_backward
         self._ended: Hashable | None = None
-        self._known: SegmentTrace | None = None
-        self._moments: list[Moment] = []
-        self._opening = Moment("begin", ())
-        self._host: list[int] = []
-        self._overwritten: set[int] = set()
-        self._measured = False
 
     # ---- segments ----------------------------------------------------------------------------------------------
 
     def begin(self, key: Hashable) -> None:
         """The segment `key` begins, and the one before ends."""
-        before = self._key if self._key is not None else self._ended
+        tracer = self._tracer
+        before = tracer.key if tracer.key is not None else self._ended
         self._ended = None
-        self._finish_segment()
-        self._key = key
-        self._known = self._book.get(key)
-        self._measured = self._known is None and key != STEP
-        self._moments, self._opening = [], Moment("begin", ())
-        self._host, self._overwritten = [], set()
-        if self._known is not None and self._known.opening.non_model_bytes:
-            self._set_limit(self._known.opening.non_model_bytes)
+        tracer.end()
+        tracer.begin(key, measured=key != STEP and tracer.must_measure(key))
+        if tracer.known is not None and tracer.known.opening.non_model_bytes:
+            self._set_limit(tracer.known.opening.non_model_bytes)
         if before is not None:
-            self._book.follows(before, key)
+            tracer.book.follows(before, key)
         self._traffic.poll()
         self._expect(key)
 
     def end(self) -> None:
         """The running segment ends, and nothing begins yet."""
-        assert self._key is not None
-        key, follower = self._key, self._book.follower(self._key)
-        self._finish_segment()
-        self._ended = key
+        tracer, self._ended = self._tracer, self._tracer.key
+        assert self._ended is not None
+        follower = tracer.book.follower(self._ended)
+        tracer.end()
         if follower is not None:
             self._expect(follower)
 
-    def knows_a_backward(self) -> bool:
-        """Whether a whole step was seen."""
-        return self._book.get(BACKWARD) is not None
-
-    def _finish_segment(self) -> None:
-        if self._key is None:
-            return
-        known, on_host = self._known, (tuple(self._host), frozenset(self._overwritten))
-        if known is None or (known.host_blocks, known.overwritten) != on_host:
-            moments = tuple(self._moments) if known is None else known.moments
-            opening = self._opening if known is None else known.opening
-            self._book.put(SegmentTrace(self._key, moments, *on_host, opening))
-        self._key = None
-
     def _expect(self, key: Hashable) -> None:
-        self._traffic.execute(self._traffic.residency.expect_all(self._book.schedules(key)))
+        self._traffic.execute(self._traffic.residency.expect_all(self._tracer.book.schedules(key)))
 
     # ---- moments -----------------------------------------------------------------------------------------------
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
         """`operator` uses `blocks` next; `live_bytes` are not chunks, gradients on their way aside."""
         self._traffic.poll()
-        live = live_bytes + self._traffic.gradient_bytes()
-        at = len(self._moments)
-        known = self._known
-        moment = Moment(operator, blocks, live) if known is None else known.moments[at]
-        self._moments.append(moment)
+        moment = self._tracer.moment(operator, blocks, live_bytes + self._traffic.gradient_bytes())
         self._set_limit(moment.non_model_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
@@ -127,18 +102,12 @@ class Notes:
         try:
             self._traffic.acquire(block, DEVICE)
         except CapacityError:
-            if self._known is not None:
+            if not self._tracer.measured:
                 raise
             live = live_bytes + self._traffic.gradient_bytes()
-            self._moments[-1] = Moment(self._moments[-1].operator, self._moments[-1].blocks, live)
+            self._tracer.begins_with(live)
             self._set_limit(live)
             self._traffic.acquire(block, DEVICE)
-
-    def staged(self, block: int, *, reads: bool) -> None:
-        """`block` is used in host memory; unless it `reads`, that use overwrites all of it."""
-        if not reads:
-            self._overwritten.add(len(self._host))
-        self._host.append(block)
 
     def chunk_bytes(self) -> int:
         """What chunks take of the device now, homes and copies."""
@@ -155,7 +124,7 @@ class Notes:
 
         Only where nobody knows it from a trace. Raises `NoRoom` if it is too much.
         """
-        if not self._measured:
+        if not self._tracer.measured:
             return
         traffic = self._traffic
         live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
@@ -165,10 +134,7 @@ class Notes:
         ):
             traffic.wait_for_one()
             live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
-        if not self._moments:
-            self._opening = self._opening.grown(live, 0)
-        elif live > self._moments[-1].non_model_bytes:
-            self._moments[-1] = self._moments[-1].grown(live, 0)
+        self._tracer.grew(live)
         missing = self.chunk_bytes() + live - self._capacities.device_bytes
         if missing > 0:
             raise NoRoom(

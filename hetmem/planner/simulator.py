@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -58,6 +58,7 @@ class Worker(Protocol):
 class SimulatedTraffic:
     """`engine.traffic` with a clock in place of threads. `sizes[block]` are the bytes that a transfer of it moves.
 
+    Transfers in flight are bounded by `device_bytes`, and by the `slot_bytes` of each tier where these are known.
     `on_device`: blocks whose home is on the device, so that a copy is a cast there.
     """
 
@@ -68,9 +69,11 @@ class SimulatedTraffic:
         policy: EvictionPolicy | None = None,
         prefetch: Prefetch | None = None,
         device_bytes: int = 1 << 40,
+        slot_bytes: Mapping[Tier, int] | None = None,
     ) -> None:
         ahead = prefetch or Prefetch()
-        self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=ahead.in_flight)
+        at_once = {tier: ahead.at_once(nbytes, device_bytes) for tier, nbytes in (slot_bytes or {}).items()}
+        self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once or ahead.in_flight)
         self.sizes: list[int] = []
         self.now = 0.0
         self.stall_seconds = 0.0

@@ -11,65 +11,80 @@ import os
 import stat
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from hetmem.base.units import format_seconds, format_size
+from hetmem.base.units import GIB, format_seconds, format_size
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.report.files import write_atomically
-from hetmem.report.step import TERM_NAMES
-from hetmem.report.text import grid
 
 PUBLISH_SECONDS = 1.0
-_watched: WeakKeyDictionary[Runtime, _Watch] = WeakKeyDictionary()
+COLUMNS = 79
+_SPARKS = "▁▂▃▄▅▆▇█"
+_REMEMBERED = 60
+_watched: WeakKeyDictionary[Runtime, Watch] = WeakKeyDictionary()
 
 
 def progress(model: torch.nn.Module) -> str:
-    """One line of what `model` did since the last call: step time, share of stalls, bytes on each tier, link speeds.
+    """One line of what `model` did since the last call: step time, tokens a second, share of stalls, how full the
+    tiers are, link speeds, the last step times as bars.
 
-    Costs microseconds, and at most once a second a write of half a KiB, which `hetmem top` reads. Raises `ManageError`
-    if it is not managed.
+    The line has 79 columns, so that `print(hetmem.progress(model), end="\\r")` redraws it in place. A call costs
+    microseconds, and at most once a second a write of half a KiB, which `hetmem top` reads. Raises `ManageError` if
+    `model` is not managed.
     """
+    return line(watch(model, _watched).look())
+
+
+def watch(model: torch.nn.Module, known: WeakKeyDictionary[Runtime, Watch]) -> Watch:
+    """The entry of `model` in `known`, made at the first call. Raises `ManageError` if it is not managed."""
     runtime = registry.of_module(model).runtime
-    watch = _watched.get(runtime)
-    if watch is None:
-        watch = _watched[runtime] = _Watch(type(model).__name__)
-    return _line(watch.look(runtime))
+    if runtime not in known:
+        known[runtime] = Watch(type(model).__name__, runtime)
+    return known[runtime]
 
 
-class _Watch:
+class Watch:
     """The counters at the last look at one runtime, and when its status was published."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, runtime: Runtime) -> None:
+        self._name, self._runtime = name, ref(runtime)
         self._at = 0.0
-        self._steps, self._stalls = 0, 0.0
+        self._steps, self._stalls, self._tokens = 0, 0.0, 0
         self._links: dict[str, int] = {}
+        self._history: deque[float] = deque(maxlen=_REMEMBERED)
         self._published = 0.0
 
-    def look(self, runtime: Runtime) -> dict[str, Any]:
+    def look(self) -> dict[str, Any]:
         """The status since the last look; published if the last time is long ago."""
-        now, statistics = time.perf_counter(), runtime.statistics
-        began = self._at or runtime.events.began
-        elapsed = max(now - began, 1e-9)
+        runtime = self._runtime()
+        assert runtime is not None
+        now, statistics, tokens = time.perf_counter(), runtime.statistics, runtime.events.tokens
+        elapsed = max(now - (self._at or runtime.events.began), 1e-9)
         links = {link.value: use.bytes for link, use in runtime.traffic.engine.links().items()}
         steps = statistics.steps - self._steps
+        if steps:
+            self._history.append(elapsed / steps)
         status = {
             "process": os.getpid(),
             "model": self._name,
             "steps": statistics.steps,
             "step_seconds": elapsed / steps if steps else None,
+            "tokens_per_second": (tokens - self._tokens) / elapsed,
             "stall_share": (statistics.stall_seconds - self._stalls) / elapsed,
             "tiers": _tiers(runtime),
             "links": {link: (nbytes - self._links.get(link, 0)) / elapsed for link, nbytes in links.items()},
+            "history": [float(f"{seconds:.3g}") for seconds in self._history],
         }
-        self._at, self._steps, self._stalls, self._links = now, statistics.steps, statistics.stall_seconds, links
+        self._at, self._steps, self._links, self._tokens = now, statistics.steps, links, tokens
+        self._stalls = statistics.stall_seconds
         if now - self._published >= PUBLISH_SECONDS:
             self._published = now
             _publish(status, f"{os.getpid()}-{id(runtime):x}.json")
@@ -77,30 +92,45 @@ class _Watch:
 
 
 def _tiers(runtime: Runtime) -> dict[str, list[int]]:
-    """Used and allowed bytes."""
+    """Peak and allowed bytes."""
     memory = runtime.memory
     nvme = memory.store.reserved_bytes if memory.store else 0
     return {
-        "device": [runtime.room.chunk_bytes(), memory.device_bytes],
+        "device": [max(runtime.statistics.device_peak_bytes, runtime.room.chunk_bytes()), memory.device_bytes],
         "host": [memory.host_pool.reserved_bytes, memory.host_pool.capacity_bytes],
         "nvme": [nvme, memory.nvme_bytes],
     }
 
 
-def _line(status: dict[str, Any]) -> str:
+_LINKS = {"host_to_device": "H2D", "device_to_host": "D2H", "nvme_read": "R", "nvme_write": "W"}
+
+
+def _work(status: dict[str, Any]) -> list[str]:
+    """Steps, their time, throughput and stalls."""
     took = format_seconds(status["step_seconds"]) if status["step_seconds"] else "no step yet"
-    tiers = "  ".join(f"{name} {_of(*sizes)}" for name, sizes in status["tiers"].items() if sizes[1])
-    links = "  ".join(f"{_short(link)} {format_size(speed)}/s" for link, speed in status["links"].items() if speed)
-    line = f"step {status['steps']}  {took}  stalls {status['stall_share']:.0%}  {tiers}  {links}"
-    return line.rstrip()
+    tokens = status.get("tokens_per_second", 0.0)
+    throughput = [f"{tokens / 1e3:.1f}k tok/s" if tokens >= 1e4 else f"{tokens:.0f} tok/s"] if tokens else []
+    return [f"step {status['steps']}", took, *throughput, f"stalls {status['stall_share']:.0%}"]
 
 
-def _of(used: int, capacity: int) -> str:
-    return f"{format_size(used)} ({used / capacity:.0%})" if capacity else "-"
+def line(status: dict[str, Any]) -> str:
+    """Show `status` in one line of 79 columns. What comes last is left out where it would be longer."""
+    full = [f"{name} {used / capacity:.0%}" for name, (used, capacity) in status["tiers"].items() if capacity]
+    speeds = [(_LINKS[link], speed / GIB) for link, speed in status["links"].items() if speed]
+    moved = [f"{name} {speed:.{int(speed < 10)}f}" for name, speed in speeds]
+    links = [f"{' '.join(moved)} GiB/s"] if moved else []
+    parts = [*_work(status), *links, _sparks(status["history"][-8:]), *full]
+    text = ""
+    for part in parts:
+        if len(text) + len(part) + 2 <= COLUMNS:
+            text += f"  {part}" if text and part else part
+    return text.ljust(COLUMNS)
 
 
-def _short(link: str) -> str:
-    return {"host_to_device": "H2D", "device_to_host": "D2H"}.get(link, TERM_NAMES[link])
+def _sparks(seconds: list[float]) -> str:
+    """Bars as high as the step times, the longest of them the highest."""
+    longest = max(seconds, default=0.0)
+    return "".join(_SPARKS[min(7, int(8 * each / longest))] for each in seconds) if longest else ""
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
@@ -157,25 +187,30 @@ def _runs(process: int) -> bool:
 
 
 def top() -> str:
-    """What every training process of this user does, as a table: what `hetmem top` prints again and again."""
+    """What every training process of this user does, in 79 columns: what `hetmem top` prints again and again."""
     return _top(statuses())
 
 
-def _row(status: dict[str, Any]) -> list[str]:
-    took = format_seconds(status["step_seconds"]) if status["step_seconds"] else "-"
-    tiers = [_of(*status["tiers"][tier]) for tier in ("device", "host", "nvme")]
-    age = f"{status['age_seconds']:.0f} s ago"
-    row = [str(status["process"]), str(status["model"]), str(status["steps"]), took, f"{status['stall_share']:.0%}"]
-    return [*row, *tiers, age]
+def _block(status: dict[str, Any]) -> str:
+    """Some lines about one process."""
+    tiers = [f"{name} {_of(*status['tiers'][name])}" for name in ("device", "host", "nvme") if status["tiers"][name][1]]
+    links = [f"{_LINKS[link]} {format_size(speed)}/s" for link, speed in status["links"].items() if speed]
+    seen, work = f"{status['age_seconds']:.0f} s ago", "  ".join(_work(status))
+    name = str(status["model"])[: max(4, COLUMNS - len(f"{status['process']}  {work}{seen}") - 4)]
+    head = f"{status['process']}  {name}  {work}"
+    sparks = _sparks(status["history"])
+    times = [f"step time {sparks} up to {format_seconds(max(status['history']))}"] if sparks else []
+    rest = [f"  {line[: COLUMNS - 2]}" for line in ("  ".join(tiers), "  ".join(links), *times) if line]
+    return "\n".join([f"{head[: COLUMNS - len(seen) - 2]:{COLUMNS - len(seen)}}{seen}", *rest])
+
+
+def _of(used: int, capacity: int) -> str:
+    return f"{format_size(used)} ({used / capacity:.0%})"
 
 
 def _top(found: Iterable[dict[str, Any]]) -> str:
-    rows = []
+    blocks = []
     for status in found:
         with suppress(KeyError, TypeError, ValueError):  # of another version of hetmem
-            rows.append(_row(status))
-    if not rows:
-        return "No training process of yours reports: call hetmem.progress(model) once a step."
-    return grid(
-        ["pid", "model", "steps", "step", "stalls", "device", "host", "NVMe", "seen"], rows, left=(1,), width=120
-    )
+            blocks.append(_block(status))
+    return "\n\n".join(blocks) or "No training process of yours reports: call hetmem.progress(model) once a step."

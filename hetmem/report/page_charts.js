@@ -267,7 +267,7 @@ class Lanes {
         return { name, link, indices, busy: union(indices.map((i) => moved.from_us[i]), indices.map((i) => moved.until_us[i])) };
       }),
       { name: "Stalls", colour: "--bad", busy: union(timeline.stalls.from_us, timeline.stalls.until_us) },
-    ];
+    ].filter(({ name, busy }) => busy.length || !name.startsWith("NVMe")); // of a drive that is not used
   }
 
   height() { return this.lanes.length * 34 + 2; }

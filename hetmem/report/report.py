@@ -5,6 +5,7 @@ It only observes: nothing of the module changes, and a report keeps nothing of i
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections import Counter
@@ -21,7 +22,7 @@ from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import SimDevice
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
 from hetmem.report.step import step_section
-from hetmem.report.text import table
+from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
 from hetmem.report.window import Window, last_window
 from hetmem.schedule.trace import Tier
@@ -30,7 +31,7 @@ from hetmem.schedule.update_split import Way
 _NAMES_SHOWN = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MemoryReport:
     """A snapshot. `str()` is a table; `to_dict()` is what `.json` holds (its schema is in docs/report.md)."""
 
@@ -51,6 +52,16 @@ class MemoryReport:
 
     def __str__(self) -> str:
         return table(self.data)
+
+    def __repr__(self) -> str:
+        return line(self.data)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: the page, in a frame of its own."""
+        from hetmem.report.page import page_text  # only notebooks and saving need it
+
+        page = html.escape(page_text(self.data))
+        return f'<iframe srcdoc="{page}" style="width:100%; height:720px; border:0" sandbox="allow-scripts"></iframe>'
 
 
 def report(model: torch.nn.Module) -> MemoryReport:

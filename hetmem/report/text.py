@@ -12,6 +12,7 @@ from hetmem.report.step import TERM_NAMES
 
 _WIDTH = 88
 _BAR = 24
+_ALIKE = 0.03
 _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("compute", "host_optimizer")}
 
 
@@ -27,6 +28,14 @@ def table(data: dict[str, Any]) -> str:
     return "\n\n".join(parts + [_wrapped(missing) for missing in data["missing"]])
 
 
+def line(data: dict[str, Any]) -> str:
+    """The report in one line: how far it is, how fast, and what binds."""
+    step = data["step"]
+    speed = f"{format_seconds(step['seconds'])} a step, {TERM_NAMES[step['binding']]} binds" if step else "no step"
+    peaks = [f"{name} {format_size(tier['peak_bytes'])}" for name, tier in data["tiers"].items() if tier["peak_bytes"]]
+    return f"<MemoryReport of {data['model']}: {_number_of(data['steps'], 'step')}, {speed}; peak: {', '.join(peaks)}>"
+
+
 def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
     """Two reports side by side, with the change from the first to the second."""
     rows = []
@@ -40,7 +49,22 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
     models = [f"{data['model']} of {data['parameters']:,} parameters" for data in (a, b)]
     if models[0] != models[1]:
         sentences.insert(0, _wrapped(f"Two models: {name_a} is of {models[0]}, {name_b} of {models[1]}."))
+    sentences += [_wrapped(_verdict(name_a, a["step"], name_b, b["step"]))] if a["step"] and b["step"] else []
     return "\n\n".join([grid(["", name_a, name_b, "change"], rows), *sentences])
+
+
+def _verdict(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
+    """Which of two steps is faster, and the term or the stalls that changed most with it."""
+    ratio = b["seconds"] / a["seconds"]
+    if abs(ratio - 1) < _ALIKE:
+        return f"Verdict: both take as long, within {_share(_ALIKE)}."
+    changes = {TERM_NAMES[term]: b["terms"][term] - a["terms"][term] for term in a["terms"]}
+    changes["Stalls"] = b["stall_seconds"] - a["stall_seconds"]
+    alike = {name: change for name, change in changes.items() if (change > 0) is (ratio > 1)}
+    most = max(alike, key=lambda name: abs(alike[name]), default="")
+    faster, slower, factor = (name_b, name_a, 1 / ratio) if ratio < 1 else (name_a, name_b, ratio)
+    saved = f"; most of that in {most}, {format_seconds(abs(alike[most]))} less a step" if most and alike[most] else ""
+    return f"Verdict: {faster} is {factor:.2f} times as fast as {slower}{saved}."
 
 
 def _share(share: float) -> str:

@@ -121,7 +121,7 @@ class LinkUse:
     seconds: float = 0.0
 
 
-_IN_FLIGHT_BYTES = 256 << 20
+_IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_PART = 16
 
 

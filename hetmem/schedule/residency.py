@@ -30,7 +30,7 @@ class Residency:
     """Owner of one fact: which tier holds which copy of which block, in which slot.
 
     `slots` is the number of slots per cached tier; it is a hard capacity, loads in flight included. `lookahead` is
-    how many uses ahead of the schedule's position blocks are prefetched, at most `in_flight` at once per tier.
+    how many uses ahead of the schedule's position blocks are prefetched, at most `in_flight` at once (per tier).
     """
 
     def __init__(
@@ -39,10 +39,12 @@ class Residency:
         policy: EvictionPolicy | None = None,
         *,
         lookahead: int = 8,
-        in_flight: int = 2,
+        in_flight: int | Mapping[Tier, int] = 2,
     ) -> None:
         self._ledger = Ledger(slots, policy or NextUse())
-        self._supply = Supply(self._ledger, lookahead, in_flight)
+        self._supply = Supply(
+            self._ledger, lookahead, dict.fromkeys(Tier, in_flight) if isinstance(in_flight, int) else in_flight
+        )
         self._caches = self._ledger.caches
         self.blocks = self._ledger.blocks
         self.counts = self._ledger.counts

@@ -6,7 +6,7 @@ answer to a command changes, is not its business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import STALE, VALID, WAITING, Command, Copy
@@ -25,7 +25,7 @@ class Supply:
     (SIGMETRICS 1995): fetch the next missing block, give up the one needed furthest, never do harm.
     """
 
-    def __init__(self, ledger: Ledger, lookahead: int, at_once: int) -> None:
+    def __init__(self, ledger: Ledger, lookahead: int, at_once: Mapping[Tier, int]) -> None:
         self._ledger = ledger
         self._blocks = ledger.blocks
         self._caches = ledger.caches
@@ -141,20 +141,20 @@ class Supply:
             self.trim(cache, commands)
         if self._waiting:
             self.serve(commands, cache.tier)
-        if not self._waiting and cache.loading < self._at_once and not cache.at_rest(self._lookahead):
+        if not self._waiting and cache.loading < self._at_once[cache.tier] and not cache.at_rest(self._lookahead):
             self._look(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
 
     def at_rest(self, cache: Cache) -> bool:
         """Whether `prefetch` would begin nothing, as far as is known."""
-        if self._waiting or cache.loading >= self._at_once:
+        if self._waiting or cache.loading >= self._at_once[cache.tier]:
             return True
         return cache.at_rest(self._lookahead)
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if not self._waiting and cache.loading < self._at_once and not cache.at_rest(self._lookahead):
+        if not self._waiting and cache.loading < self._at_once[cache.tier] and not cache.at_rest(self._lookahead):
             self._look(cache, commands)
 
     def _look(self, cache: Cache, commands: list[Command]) -> None:
@@ -171,7 +171,7 @@ class Supply:
         """Begin what is missing, and note how long nothing else can be."""
         device, staging = self._caches
         full: list[Cache | None] = []
-        most = self._at_once - cache.loading
+        most = self._at_once[cache.tier] - cache.loading
         missing = cache.missing(self._lookahead, most)
         feeds = cache is device and device.fed_ahead > 0
         moves = cache.moves()
@@ -190,7 +190,7 @@ class Supply:
             until = cache.schedule.next_use(missing[0])
         else:
             until = self._quiet_until(cache)
-        if feeds and staging.loading < self._at_once:  # or else that it is less is a move
+        if feeds and staging.loading < self._at_once[HOST]:  # or else that it is less is a move
             until = min(until, cache.schedule.position + max(0, cache.fed_for() - 1))
         cache.rest(until, where)
 
@@ -237,7 +237,7 @@ class Supply:
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
-                return self._bring_in(block, NVME, staging, commands) if staging.loading < self._at_once else None
+                return self._bring_in(block, NVME, staging, commands) if staging.loading < self._at_once[HOST] else None
             if staged.state is not VALID:
                 return None
         return self._bring_in(block, HOST if tier is DEVICE else NVME, cache, commands)
@@ -256,7 +256,7 @@ class Supply:
         """Read from NVMe what the device uses next and has not, farther ahead than the device itself has room for: the
         disk works while that computes on what it has. Returns host staging if that has no room."""
         staging = self._caches[HOST]
-        while staging.loading < self._at_once:
+        while staging.loading < self._at_once[HOST]:
             block = device.unfed(staging.copies, self._is_fed)
             if block is None:
                 break

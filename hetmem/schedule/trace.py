@@ -2,10 +2,10 @@
 
 Pure data. It knows block numbers, never tensors, modules or time.
 
-Note "segments": a training step is cut into segments with a key each (a forward of one signature, its backward,
+Note "segments": a training step is cut into segments with a key each (a forward of one module and mode, its backward,
 the optimizer's step). Every segment keeps its own trace, and the chain of segments is learned: which key followed
-which. So an evaluation pass, another sequence length or two forwards before one backward each have a trace of their
-own and never shift another one.
+which. So an evaluation pass or two forwards before one backward each have a trace of their own and never shift another
+one. Another batch size or sequence length has the same: the order of uses does not depend on shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Container, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import is_
 
 NEVER = 1 << 62
@@ -51,6 +51,18 @@ class Moment:
         """It with so many bytes at one time, of which `leaving_bytes` were gradients on their way home."""
         own = (*self.own_bytes[:-1], max(self.own_bytes[-1], live_bytes - leaving_bytes))
         return Moment(self.operator, self.blocks, max(self.non_model_bytes, live_bytes), own)
+
+    def times(self, factor: float) -> Moment:
+        """It with `factor` as many bytes."""
+        if factor == 1.0:
+            return self
+        own = tuple(int(nbytes * factor) for nbytes in self.own_bytes)
+        return Moment(self.operator, self.blocks, int(self.non_model_bytes * factor), own)
+
+    def most(self, other: Moment) -> Moment:
+        """It with the bytes that either needs, at each time."""
+        own = tuple(map(max, zip_longest(self.own_bytes, other.own_bytes, fillvalue=0)))
+        return Moment(self.operator, self.blocks, max(self.non_model_bytes, other.non_model_bytes), own)
 
     def own_after(self, sent: int) -> int:
         """The bytes of its own once so many gradients were sent."""

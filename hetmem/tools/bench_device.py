@@ -33,6 +33,7 @@ DEVICE = "cuda"
 
 BLOCKS = (8, 16, 32, 64, 132)
 _WAY_ELEMENTS = 64 * MIB
+_PRODUCT_SIDE = 8192
 _ALIKE = 1.03  # times that are closer than this are equal
 
 
@@ -239,7 +240,8 @@ def keep_ways(*, quick: bool = False) -> str:
     device, kernels = CudaDevice(), backend()
     if not kernels.native:
         return f"ways across the link: torch's operators only ({kernels.reason})"
-    best = measure_ways(device, kernels, _WAY_ELEMENTS // (16 if quick else 1))
+    scale = 16 if quick else 1
+    best = measure_ways(device, kernels, _WAY_ELEMENTS // scale, side=_PRODUCT_SIDE // scale)
     try:
         name = torch.cuda.get_device_name(device.torch_device)
         kept = f"kept in {cuda_copies.save_ways(best, name, driver_version())}"
@@ -248,40 +250,80 @@ def keep_ways(*, quick: bool = False) -> str:
     return f"weights by {best.weights.value}, gradients by {best.gradients.value}, {best.blocks} blocks: {kept}"
 
 
-def measure_ways(device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7) -> cuda_copies.Ways:
-    """The faster way for float32 weights to a bfloat16 slot, and for bfloat16 gradients to a float32 home.
+def measure_ways(
+    device: CudaDevice, kernels: Backend, elements: int, rounds: int = 7, side: int = _PRODUCT_SIDE
+) -> cuda_copies.Ways:
+    """The better way for float32 weights to a bfloat16 slot, and for bfloat16 gradients to a float32 home: the one with
+    which a transfer and matrix products beside it are over first, as a kernel takes from the products what it runs on.
 
-    Needs 4 bytes an element of host memory, 4 of the device, and 16 MiB. Each time is the median of `rounds`.
+    Needs 4 bytes an element of host memory, 4 of the device, 16 MiB, and 4 bytes for `side` squared. Each time is the
+    median of `rounds`.
     """
-    host = mapping.Mapping(4 * elements)
-    unpin = device.pin(host)
-    try:
-        home = torch.frombuffer(host.buffer(0, 4 * elements), dtype=torch.float32)
-        slot, gradient = (torch.zeros(elements, dtype=torch.bfloat16, device=device.torch_device) for _ in range(2))
-
-        def seconds(way: cuda_copies.Way, blocks: int, *, inwards: bool) -> float:
-            asked = cuda_copies.Ways(way, way, blocks)
-            moves = Moves(device.torch_device, kernels, asked, lambda tensor: True)
-            move = (
-                partial(moves.copy_in, slot, home)
-                if inwards
-                else partial(moves.gradient_out, home, gradient, add=False)
-            )
-            return statistics.median(timed(move, rounds, on_device=True))
-
-        engine, kernel = cuda_copies.Way.COPY_ENGINE, cuda_copies.Way.KERNEL
-        engines = [seconds(engine, BLOCKS[0], inwards=inwards) for inwards in (True, False)]
-        grids = [{blocks: seconds(kernel, blocks, inwards=inwards) for blocks in BLOCKS} for inwards in (True, False)]
-    finally:
-        torch.cuda.synchronize()
-        unpin()
+    engine, kernel = cuda_copies.Way.COPY_ENGINE, cuda_copies.Way.KERNEL
+    with Crossing(device, kernels, elements, side) as crossing:
+        engines = [crossing.seconds(engine, BLOCKS[0], rounds, inwards=inwards) for inwards in (True, False)]
+        grids = [
+            {blocks: crossing.seconds(kernel, blocks, rounds, inwards=inwards) for blocks in BLOCKS}
+            for inwards in (True, False)
+        ]
     best = fastest(engines[0], grids[0], engines[1], grids[1])
-    figures = [4 * elements / min(grid.values()) / 1e9 for grid in grids], [4 * elements / x / 1e9 for x in engines]
     said = "; ".join(
-        f"{what} {by_kernel:.1f} GB/s by kernel, {by_engine:.1f} by copy engine"
-        for what, by_kernel, by_engine in zip(("weights", "gradients"), *figures, strict=True)
+        f"{what} {1e3 * min(grid.values()):.2f} ms by kernel, {1e3 * taken:.2f} by copy engine"
+        for what, grid, taken in zip(("weights", "gradients"), grids, engines, strict=True)
     )
-    return replace(best, source=f"measured: {said}")
+    products = f"{crossing.products} products of {side} x {side}" if crossing.products else "no products"
+    return replace(best, source=f"measured: {said}, {elements:,} elements beside {products}")
+
+
+class Crossing:
+    """Weights on their way to the device and gradients on theirs to the host, alone or beside matrix products on
+    another stream that last about as long as the copy engine needs. A context; its memory is page-locked within it."""
+
+    def __init__(self, device: CudaDevice, kernels: Backend, elements: int, side: int = _PRODUCT_SIDE) -> None:
+        self._device, self._kernels = device, kernels
+        self._host = mapping.Mapping(4 * elements)
+        where = device.torch_device
+        self._slot, self._gradient = (torch.zeros(elements, dtype=torch.bfloat16, device=where) for _ in range(2))
+        self._left, self._product = (torch.randn(side, side, dtype=torch.bfloat16, device=where) for _ in range(2))
+        self._stream = torch.cuda.Stream()
+        self.products = 0
+
+    def __enter__(self) -> Crossing:
+        self._unpin = self._device.pin(self._host)
+        self._home = torch.frombuffer(self._host.buffer(0, self._host.nbytes), dtype=torch.float32)
+        engine = cuda_copies.Way.COPY_ENGINE
+        alone = [self.seconds(engine, BLOCKS[0], 3, inwards=inwards) for inwards in (True, False)]
+        self.products = 1
+        self.products = max(1, round(max(alone) / self.products_seconds(3)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.synchronize()
+        self._unpin()
+
+    def products_seconds(self, rounds: int) -> float:
+        """Of the products alone."""
+        return statistics.median(timed(self._multiply, rounds, on_device=True))
+
+    def seconds(self, way: cuda_copies.Way, blocks: int, rounds: int, *, inwards: bool, beside: bool = True) -> float:
+        """Until weights are on the device (`inwards`) or gradients in host memory, and, `beside` them, the products are
+        done too: the median of `rounds`."""
+        moves = Moves(self._device.torch_device, self._kernels, cuda_copies.Ways(way, way, blocks), lambda tensor: True)
+
+        def cross() -> None:
+            if beside:
+                self._multiply()
+            if inwards:
+                moves.copy_in(self._slot, self._home)
+            else:
+                moves.gradient_out(self._home, self._gradient, add=False)
+
+        return statistics.median(timed(cross, rounds, on_device=True))
+
+    def _multiply(self) -> None:
+        with torch.cuda.stream(self._stream):
+            for _ in range(self.products):
+                torch.mm(self._left, self._left, out=self._product)
 
 
 def fastest(weights_engine: float, weights: Grids, gradients_engine: float, gradients: Grids) -> cuda_copies.Ways:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 import psutil
 import torch
@@ -23,19 +24,24 @@ from hetmem.memory.cuda_device import driver_version
 from hetmem.memory.free_memory import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
+_SIGNS = {True: "ok  ", False: "FAIL", None: "--  "}
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. `well` is False where something that was asked for does not work; `advice` mends it."""
+    """One thing looked at. `well` is False where something that was asked for does not work, and None for what the
+    machine lacks and hetmem can do without; `advice` mends it."""
 
     what: str
     found: str
-    well: bool = True
+    well: bool | None = True
     advice: str = ""
 
     def __str__(self) -> str:
-        lines = f"{'ok  ' if self.well else 'FAIL'} {self.what:<14} {self.found}"
-        return f"{lines}\n{'':20}{self.advice}" if self.advice else lines
+        lines = f"{_SIGNS[self.well]} {self.what:<14} {self.found}"
+        return fill(lines, 79, subsequent_indent=" " * 20, break_long_words=False) + (
+            "\n" + fill(self.advice, 79, initial_indent=" " * 20, subsequent_indent=" " * 20) if self.advice else ""
+        )
 
 
 def examine(nvme_directory: str | None = None) -> list[Finding]:
@@ -59,7 +65,7 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         built = "a build without CUDA" if torch.version.cuda is None else f"a build for CUDA {torch.version.cuda}"
         advice = "models run on the simulated accelerator; for a GPU: its driver, and a CUDA build of torch"
-        return Finding("GPU", f"none that torch sees ({built})", advice=advice)
+        return Finding("GPU", f"none that torch sees ({built})", None, advice)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     free, total = torch.cuda.mem_get_info()
     return Finding("GPU", f"{', '.join(names)}; {format_size(free)} of {format_size(total)} free")
@@ -72,7 +78,7 @@ def _kernels() -> Finding:
         crossing = f"weights by {ways.weights.value}, gradients by {ways.gradients.value} ({ways.source})"
         return Finding("GPU kernels", f"{here.reason}; {crossing}")
     advice = "" if not torch.cuda.is_available() else "pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'"
-    return Finding("GPU kernels", f"torch in their stead: {here.reason}", advice=advice)
+    return Finding("GPU kernels", f"torch in their stead: {here.reason}", None, advice)
 
 
 def _host_kernel() -> Finding:
@@ -105,10 +111,21 @@ def _drive(directory: str) -> Finding:
             store = NvmeStore([Path(directory)], 2 * MIB)
     except BudgetError as error:
         return Finding("drive", directory, False, str(error))
+    kind = _filesystem(directory)
     direct, settings = all(store.direct), store.settings[0]
     store.close()
     status = os.statvfs(directory)
     free = format_size(status.f_bavail * status.f_frsize)
+    if kind in ("tmpfs", "ramfs"):
+        advice = "what lies there takes host memory: name a directory on a drive, with ext4 or xfs"
+        return Finding("drive", f"{directory}: {free} free, {kind}, which is memory and no drive", False, advice)
     how = "O_DIRECT" if direct else "buffered I/O, as this filesystem has no O_DIRECT"
     advice = "" if direct else "use a directory on ext4 or xfs: buffered writes take twice as long and more"
     return Finding("drive", f"{directory}: {free} free, {how}; {settings}", advice=advice)
+
+
+def _filesystem(directory: str) -> str:
+    """The kind of the filesystem that `directory` lies on."""
+    path = os.path.realpath(directory)
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    return next((mounts[str(at)] for at in (Path(path), *Path(path).parents) if str(at) in mounts), "")

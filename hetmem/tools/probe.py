@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
 
+import psutil
 import torch
 
 from hetmem.base.units import MIB
@@ -32,30 +33,41 @@ from hetmem.tools.overheads import measure
 _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20
 _DISK_BYTES = 256 * MIB
+_LOOKED_SECONDS, _BUSY_SHARE = 0.3, 0.25
 _BOTH_WAYS_BYTES = 4 * MIB
 _DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 2), (4 * MIB, 4), (4 * MIB, 8), (16 * MIB, 1), (16 * MIB, 2), (16 * MIB, 4))
 
 
 @ordinary_torch()
-def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> HardwareProfile:
+def probe(
+    nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False, say: Callable[[str], object] = bool
+) -> HardwareProfile:
     """A profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
 
     Without a GPU the device is the simulated one, and its rates are those of this machine's cores. `quick` measures on
     a sixteenth of the bytes: for tests and demonstrations. Otherwise the best way to ask the disk is kept in the cache
-    directory, and every later NVMe store on that disk takes it. Raises `BudgetError` if the directory cannot be
-    written to.
+    directory, and every later NVMe store on that disk takes it. `say` is told what is measured next, and whether the
+    machine is busy, which the profile tells too. Raises `BudgetError` if the directory cannot be written to.
     """
     scale = 16 if quick else 1
+    busy = _busy()
+    if busy:
+        say(f"warning: {busy}: rates will be too low; measure again when it is idle")
+    say("1/4 memory and the host's update")
     host = _host(scale)
     directory = Path(nvme_dir or tempfile.gettempdir())
+    say(f"2/4 the drive of {directory}")
     samples = _disk(directory, _DISK_BYTES // scale)
     best_read = max(sample.read_bytes_per_second for sample in samples)
     best_write = max(sample.write_bytes_per_second for sample in samples)
     latency = _seconds_of_a_small_read(directory)
     kept = {} if quick else {"disk_samples": _keep(directory, samples)}
     at_once = _disk_both_ways(directory, _DISK_BYTES // scale)
+    say("3/4 the device and its links")
     device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
     measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
+    say("4/4 what a call costs the training thread")
+    costs = ThreadCosts() if torch.cuda.is_available() else measure(3 if quick else 15)
     return HardwareProfile(
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"simulated on {host.cores} cores",
         device,
@@ -65,11 +77,17 @@ def probe(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False
         Rate(best_read, latency),
         Rate(best_write, latency),
         both,
-        {"all": measured, **kept},
+        {"all": f"{measured}; {busy}" if busy else measured, **kept},
         tuple(samples),
-        ThreadCosts() if torch.cuda.is_available() else measure(),
+        costs,
         at_once,
     )
+
+
+def _busy() -> str:
+    """What other processes take of the cores, where that spoils measurements; else nothing."""
+    share = psutil.cpu_percent(_LOOKED_SECONDS) / 100
+    return f"the machine was busy, its cores to {share:.0%}" if share > _BUSY_SHARE else ""
 
 
 def seconds(work: Callable[[], object], rounds: int = 5) -> float:
@@ -87,8 +105,6 @@ def seconds(work: Callable[[], object], rounds: int = 5) -> float:
 
 
 def _host(scale: int) -> HostProfile:
-    import psutil
-
     nbytes = _COPY_BYTES // scale
     source, target = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
     copy = nbytes / seconds(lambda: target.copy_(source))

@@ -13,10 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetmem.cpu import TILE_ELEMENTS, AdamWStep, adamw, adamw_tasks, kernel_name, loops, norm, update
-from hetmem.cpu.norm import square_sum_tasks
-from hetmem.cpu.tiles import one_torch_thread
-from hetmem.cpu.workers import WorkerPool
+from tests.cpu.tested import (
+    TILE_ELEMENTS,
+    AdamWStep,
+    WorkerPool,
+    adamw,
+    adamw_tasks,
+    kernel_name,
+    llvm,
+    loops,
+    norm,
+    one_torch_thread,
+    square_sum_tasks,
+    update,
+)
 from tests.pairs import mostly, some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -323,7 +333,6 @@ def test_a_change_of_the_operations_is_not_answered_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numba compares the age of the loop's file only, and the operations lie in another."""
-    from hetmem.cpu import llvm
 
     name = loops.compile_loop(loops.adamw).__qualname__
     assert loops.compile_loop(loops.adamw).__qualname__ == name

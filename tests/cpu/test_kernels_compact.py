@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from hetmem.cpu import (
+from tests.cpu.tested import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
     Codes8Bit,
+    WorkerPool,
     adamw_8_bit_tasks,
     adamw_compact_tasks,
     adamw_tasks,
     compact,
     compact_torch,
     loops,
+    reference,
     update,
 )
-from hetmem.cpu.workers import WorkerPool
-from hetmem.cuda import reference
 from tests.pairs import mostly, some
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

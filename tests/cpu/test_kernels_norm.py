@@ -10,8 +10,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from hetmem.cpu import (
+from tests.cpu.tested import (
+    BLOCK,
+    RUN,
     TILE_ELEMENTS,
+    WorkerPool,
     loops,
     norm,
     square_sum,
@@ -20,8 +23,6 @@ from hetmem.cpu import (
     sums_of_tiles,
     total,
 )
-from hetmem.cpu.loops import BLOCK, RUN
-from hetmem.cpu.workers import WorkerPool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

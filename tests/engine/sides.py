@@ -13,10 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from hetmem.cpu import square_sum
-from hetmem.cpu.workers import WorkerPool
 from hetmem.errors import BudgetError
-from hetmem.optim.scaling import clip_factor
 from tests.engine import harness
 from tests.engine.habits import ctrl_c_at_line
 from tests.engine.lazy_device import AllocatingDevice, LazyDevice
@@ -80,12 +77,12 @@ class Plain(Side):
         groups = self.optimizer.param_groups
         kept = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         unscale = 1.0 if self.scale_rule is None else 1.0 / self.scale_rule.value
-        norm = square_sum(WorkerPool(1), [_in_memory_order(p, grad) for p, grad in kept]) ** 0.5 * unscale
+        norm = testing.norm([_in_memory_order(p, grad) for p, grad in kept]) * unscale
         finite = norm - norm == 0
         if self.scale_rule is not None:
             self.scale_rule.update(finite=finite)
         if finite or self.scale_rule is None:
-            factor = unscale * clip_factor(norm, limit)
+            factor = unscale * (1.0 if limit is None else min(limit / (norm + 1e-6), 1.0))
             if self.program.optimizer == "AdamW":  # takes it as a float32, whatever gradients are
                 factor = torch.tensor(factor, dtype=torch.float32).item()
             for parameter, grad in kept:

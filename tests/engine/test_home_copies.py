@@ -212,28 +212,24 @@ def test_optimizers_of_torch_write_copies_too(
 
 
 class Narrow(nn.Module):
-    """Several layers share a chunk. They run in the order of registration, or the other way round."""
+    """Several layers share a chunk."""
 
-    def __init__(self, *, backwards: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.backwards = backwards
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(24))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in reversed(self.layers) if self.backwards else self.layers:
+        for layer in self.layers:
             x = layer(x)
         return x
 
 
 @pytest.mark.each
 @everywhere
-@pytest.mark.parametrize("backwards", [False, True], ids=["as registered", "trading places"])
-def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, tmp_path: Path) -> None:
-    """Every third parameter has no gradient, in each step others. Before the first update parameters that are used in
-    another order than that of registration trade places, and there is nothing but the old copy in the new place."""
+def test_what_an_update_leaves_out_keeps_its_copy(place: str, tmp_path: Path) -> None:
+    """Every third parameter has no gradient, in each step others."""
     limits = room(place, tmp_path)
-    plain, managed = pair(lambda: Narrow(backwards=backwards), limits, tmp_path, mixed_precision=BF16)
-    before = [chunk.parameters for chunk in testing.of(managed).chunks()]
+    plain, managed = pair(Narrow, limits, tmp_path, mixed_precision=BF16)
     masters = Mixed(plain, BF16)
     left, right = adamws(plain, managed)
     for step, batch in enumerate(vector_batches(4, 4, 32, dtype=BF16)):
@@ -246,8 +242,6 @@ def test_what_an_update_leaves_out_keeps_its_copy(backwards: bool, place: str, t
             optimizer.zero_grad()
         assert_same_weights(plain, managed, f"step {step}")
         assert_true_copies(managed)
-    after = [chunk.parameters for chunk in testing.of(managed).chunks()]
-    assert (before != after) == backwards
 
 
 # ---- what the user writes --------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> N
     assert counts == [counts[0]] * 3 + [0, 0]
 
 
-def test_where_only_an_allocator_is_known_homes_go_back_before_a_forward_that_nobody_has_seen(tmp_path: Path) -> None:
+def test_where_only_an_allocator_is_known_inputs_of_another_shape_leave_homes_where_they_are(tmp_path: Path) -> None:
     device = AllocatingDevice(24 * 1024)
     limits = hetmem.Budget(device="2300KiB", host="8MiB")
     plain, managed = pair(build, limits, tmp_path, device=device, sanitize=False)
@@ -249,8 +249,7 @@ def test_where_only_an_allocator_is_known_homes_go_back_before_a_forward_that_no
     train_both(plain, managed, token_batches(1), Recipe(steps=1), optimizers=optimizers)
     train_both(plain, managed, token_batches(1, rows=4), Recipe(steps=1), optimizers=optimizers)
     hook.remove()
-    assert at_first[0] == CHUNKS
-    assert at_first[1] < CHUNKS // 2
+    assert at_first == [CHUNKS, CHUNKS]
     assert all(chunk.moved for chunk in chunks_of(managed))
     assert testing.of(managed).memory().non_model_peak_bytes == 24 * 1024
 

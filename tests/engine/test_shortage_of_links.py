@@ -126,3 +126,23 @@ def test_a_weight_waits_for_gradients_that_lie_in_its_way(speed: str | None) -> 
             model.zero_grad()
             model(BATCH).backward()
         assert_same_grads(plain, managed)
+
+
+def test_what_dies_while_something_is_counted_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread of a copy, or by the garbage collector: a sum that has begun must not put its bytes back."""
+    monitor = DeviceMonitor(lambda _: False, lambda _: False, lambda *_: None, strict=False)
+    with monitor:
+        dying = [torch.ones(100) for _ in range(3)]
+    size = torch.UntypedStorage.nbytes
+
+    def dies_meanwhile(storage: torch.UntypedStorage) -> int:
+        dying.pop()
+        return size(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "nbytes", dies_meanwhile)
+    with monitor:
+        kept = torch.ones(50)
+    dying.clear()
+    assert monitor.live_bytes == 4 * kept.numel()
+    del kept
+    assert monitor.live_bytes == 0

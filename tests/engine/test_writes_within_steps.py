@@ -23,6 +23,7 @@ from tests.engine.harness import (
     assert_same_weights,
     everywhere,
     loss_of,
+    manage,
     mlp,
     pair,
     precisions,
@@ -98,9 +99,59 @@ class TakesData(nn.Module):
 @precisions
 def test_a_weight_takes_the_values_of_another(mixed: torch.dtype | None, placement: str, tmp_path: Path) -> None:
     plain, managed = pair(
-        lambda: TakesData(lambda module: module.other.weight), placement, tmp_path, mixed_precision=mixed
+        lambda: TakesData(lambda module: module.other.weight.detach().clone()),
+        placement,
+        tmp_path,
+        mixed_precision=mixed,
     )
     assert_same(plain.to(mixed)(BATCHES[0][0].to(mixed)), managed(*BATCHES[0]), "output")
+
+
+@streamed
+@pytest.mark.parametrize("values", [lambda m: m.other.weight, lambda m: m.other.weight.data], ids=["weight", "data"])
+def test_a_weight_that_a_forward_leaves_the_memory_of_another_is_an_error(
+    values: Callable[[TakesData], torch.Tensor], placement: str, tmp_path: Path
+) -> None:
+    """torch would train both in one memory from then on."""
+    managed = manage(TakesData(values), placement, tmp_path)
+    with pytest.raises(ManageError, match=r"layer.weight.data was set to the memory of other.weight"):
+        managed(*BATCHES[0])
+
+
+@everywhere
+def test_a_weight_that_is_left_the_memory_of_another_outside_of_forwards_is_an_error(
+    placement: str, tmp_path: Path
+) -> None:
+    managed: Any = manage(mlp(), placement, tmp_path)
+    managed[0].weight.data = managed[4].weight.data
+    with pytest.raises(ManageError, match=r"0.weight.data was set to the memory of 4.weight"):
+        managed(*BATCHES[0])
+
+
+class HandsOut(nn.Module):
+    """A tensor that is no weight gets the weight's memory."""
+
+    def __init__(self, taken: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.taken = nn.Linear(WIDTH, WIDTH), taken
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = torch.empty(0)
+        with torch.no_grad():
+            other.data = self.taken(self.layer.weight)
+            other.mul_(0.5)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@streamed
+def test_a_tensor_that_gets_the_memory_of_a_weight_by_data_writes_to_it_or_is_an_error(
+    placement: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    managed = manage(HandsOut(lambda weight: weight), placement, tmp_path / "other")
+    with pytest.raises(ManageError, match=r"write other\.data = weight\.data"):
+        managed(*BATCHES[0])
+    train_both(*pair(lambda: HandsOut(lambda weight: weight.data), placement, tmp_path), BATCHES)
 
 
 @streamed

@@ -27,9 +27,15 @@ def library() -> Path:
     )
 
 
-def environment() -> dict[str, str]:
-    """With which a process has the device and the kernels."""
+def named() -> dict[str, str]:
+    """Where the device and the kernels are, for processes that take them."""
     with ThreadPoolExecutor() as pool:
         device = pool.submit(library)
         kernels = {source: str(path) for source, path in shim.build_all(shim.cuda_sources()).items()}
-    return {**os.environ, "LD_PRELOAD": str(device.result()), "FAKED_KERNELS": json.dumps(kernels)}
+    return {"FAKED_DEVICE": str(device.result()), "FAKED_KERNELS": json.dumps(kernels)}
+
+
+def environment() -> dict[str, str]:
+    """With which a process of pytest has the device and the kernels."""
+    found = named()
+    return {**os.environ, **found, "LD_PRELOAD": found["FAKED_DEVICE"]}

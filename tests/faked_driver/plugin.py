@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,20 @@ class Kernels(LateKernels):
 
 def pytest_configure() -> None:
     """Before anything asks whether there is a GPU."""
+    install_device()
+
+
+def install_device(seed: int | None = None) -> None:
+    """Make `torch.cuda` the device's. With a `seed` work on streams runs as late as it may only some of the time."""
     library = ctypes.CDLL(None)
     for name in ("faked_allocated", "faked_peak"):
         getattr(library, name).restype = ctypes.c_int64
     library.faked_limit(ctypes.c_int64(MEMORY_BYTES))
     fake = FakeCuda()
+    if seed is not None:
+        fake.early = random.Random(seed).random
     fake.free_bytes = MEMORY_BYTES
+    vars(fake.properties).update(total_memory=2 * MEMORY_BYTES, major=9, minor=0, multi_processor_count=132)
     fake.peak, fake.reset_peak = library.faked_peak, library.faked_reset_peak
     install(fake, _put)
     told = _Refused(lambda asked: [observer(0, asked, MEMORY_BYTES, 0) for observer in fake.observers] and None)

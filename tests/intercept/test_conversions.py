@@ -19,6 +19,7 @@ from tests.engine.harness import (
     WIDTH,
     Recipe,
     assert_same_weights,
+    assert_trains_alike,
     everywhere,
     manage,
     mlp,
@@ -202,3 +203,29 @@ def test_a_copy_is_managed_by_itself(tmp_path: Path) -> None:
     with pytest.raises(ManageError, match=r"cannot become torch\.float16"):
         other.half()
     train_both(plain, other, BATCHES, Recipe(steps=2))
+
+
+class Casts(nn.Module):
+    """Casts a layer's weights in forward, as a router of experts does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.router, self.dtype = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).to(self.dtype)
+        self.router = self.router.to(self.dtype)
+        return self.router(x)  # type: ignore[no-any-return]
+
+
+@everywhere
+def test_a_module_that_casts_its_weights_in_forward_computes_or_is_told_what_to_write(
+    placement: str, tmp_path: Path
+) -> None:
+    for mixed in (None, torch.bfloat16):
+        directory = tmp_path / str(mixed)
+        directory.mkdir()
+        assert_trains_alike(lambda mixed=mixed: Casts(mixed or torch.float32), placement, directory, mixed)
+    refused = manage(Casts(torch.float32), placement, tmp_path, mixed_precision=torch.bfloat16)
+    with pytest.raises(ManageError, match=r"casts its weights in forward, .* \(self\.weight\.to\(torch\.float32\)\)"):
+        refused(*BATCHES[0])

@@ -192,7 +192,15 @@ def normalized(module: nn.Module, _: Path) -> None:
     nn.utils.spectral_norm(module[0])
 
 
-@pytest.mark.parametrize("hold", [with_its_state_dict, assigned, in_one_vector, normalized])
+def beside_a_buffer(module: nn.Module, _: Path) -> None:
+    """In one memory with a weight, behind it."""
+    weight = module[0].weight
+    memory = torch.cat([weight.detach().flatten(), torch.ones(WIDTH)])
+    weight.data = memory[:-WIDTH].view_as(weight)
+    module.register_buffer("beside", memory[-WIDTH:])
+
+
+@pytest.mark.parametrize("hold", [with_its_state_dict, assigned, in_one_vector, normalized, beside_a_buffer])
 @everywhere
 def test_what_others_hold_of_the_memory_of_weights_is_no_view_of_the_module(
     hold: Callable[[nn.Module, Path], Any], placement: str, tmp_path: Path

@@ -12,8 +12,19 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.intercept import registry
-from tests.engine.harness import WIDTH, Recipe, everywhere, pair, precisions, streamed, train_both, vector_batches
+from hetmem import testing
+from tests.engine.harness import (
+    WIDTH,
+    Recipe,
+    adamws,
+    assert_same_weights,
+    everywhere,
+    pair,
+    precisions,
+    streamed,
+    train_both,
+    vector_batches,
+)
 
 
 def read(address: int, like: torch.Tensor) -> torch.Tensor:
@@ -102,7 +113,7 @@ def test_the_address_of_a_weight_of_another_module_is_right_until_the_call_is_ov
     with torch.no_grad():
         for batch in vector_batches(3, 4, WIDTH):
             assert torch.equal(plain(*batch), managed(*batch))
-    assert not registry.of_module(managed).runtime.holds_copies()
+    assert not testing.of(managed).holds_views()
 
 
 @streamed
@@ -117,3 +128,33 @@ def test_under_autocast_no_cast_of_a_weight_outlives_its_use(placement: str, tmp
             assert torch.is_autocast_cache_enabled(), "it is the user's again"
     tier = hetmem.report(managed).to_dict()["tiers"]["device"]
     assert tier["peak_bytes"] - tier["chunk_peak_bytes"] < 24 * WIDTH * WIDTH * 2
+
+
+@streamed
+@pytest.mark.parametrize("within", [False, True], ids=["around", "within"])
+def test_under_autocast_a_graph_holds_no_casts_of_weights(within: bool, placement: str, tmp_path: Path) -> None:
+    """Around the model, or entered in its forward as `accelerate` does it: plain torch keeps a cast of each weight
+    from the forward to the backward."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(24)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=within):
+                return self.layers(x)
+
+    plain, managed = pair(Layers, placement, tmp_path)
+    optimizers = adamws(plain, managed)
+    for batch in vector_batches(3, 2, WIDTH):
+        for module, optimizer in zip((plain, managed), optimizers, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not within):
+                loss = module(*batch).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed)
+        assert torch.is_autocast_cache_enabled(), "it is the user's again"
+    tier = hetmem.report(managed).to_dict()["tiers"]["device"]
+    assert tier["peak_bytes"] - tier["chunk_peak_bytes"] < 24 * WIDTH * WIDTH * 2 // 2

@@ -120,12 +120,18 @@ class Duel:
     def _judge(self, name: str, error: Exception | None) -> None:
         """Whether `error` is one that the documentation allows: no room, or changes after an update has begun."""
         if isinstance(error, DeviceOutOfMemoryError) or (
-            isinstance(error, BudgetError) and name in ("add_group", "again")
+            isinstance(error, BudgetError)
+            and (name in ("add_group", "again") or _lacks_host_memory(self.program, error))
         ):
             raise RefusedError(str(error)) from error
         says_so = isinstance(error, RuntimeError) and re.search("overlap=|modified by an inplace operation", str(error))
         if self.program.early and says_so:
             raise RefusedError(str(error)) from error
+
+
+def _lacks_host_memory(program: Program, error: BaseException | None) -> bool:
+    """Streamed gradients that wait for the last backward of several parameters: only then is it known how many do."""
+    return "gradients" in program.options and isinstance(error, BudgetError) and "place for grad of" in str(error)
 
 
 def _outcome(side: Side, name: str, seed: int) -> tuple[Any, Exception | None]:
@@ -172,7 +178,7 @@ def _slow(verb: str, offset: int, nbytes: int) -> int:
 
 
 def run(program: Program, directory: Path) -> str | None:
-    """Run `program`, on a larger device as long as it needs one; why it ended early, if it did so as it may."""
+    """Run `program`, with more memory as long as it needs that; why it ended early, if it did so as it may."""
     with pytest.MonkeyPatch.context() as patch:
         disk = FaultyDisk()
         disk.fault = _slow if program.disk == "slow" else _fast
@@ -180,12 +186,16 @@ def run(program: Program, directory: Path) -> str | None:
         try:
             Duel(program, directory, disk).run()
         except RefusedError as refused:
-            if not isinstance(refused.__cause__, DeviceOutOfMemoryError):
+            if isinstance(refused.__cause__, DeviceOutOfMemoryError):
+                larger = replace(program, room=program.room * 1.7)
+            elif _lacks_host_memory(program, refused.__cause__):
+                larger = replace(program, staging=program.staging * 1.7)
+            else:
                 return str(refused)
         else:
             return None
-    assert program.room < 100, "no device is large enough"
-    return run(replace(program, room=program.room * 1.7), directory)
+    assert max(program.room, program.staging) < 100, "no memory is enough"
+    return run(larger, directory)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

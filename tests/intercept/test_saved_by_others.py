@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.engine.harness import (
+    CHUNK,
     WIDTH,
     Recipe,
     assert_same,
     assert_trains_alike,
+    budget,
     everywhere,
     loss_of,
     manage,
@@ -272,3 +275,62 @@ class Neighbours(nn.Module):
 @everywhere
 def test_a_sparse_matrix_is_saved_as_it_is(placement: str, tmp_path: Path) -> None:
     assert_trains_alike(Neighbours, placement, tmp_path)
+
+
+def many() -> nn.Module:
+    """Layers and products whose weights do not fit on the device at once."""
+    return nn.Sequential(*(OfTurned() if number % 3 else nn.Linear(WIDTH, WIDTH, bias=False) for number in range(9)))
+
+
+class OfTurned(nn.Module):
+    """Autograd saves a view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+@precisions
+@pytest.mark.parametrize("hooks", [kept, save_on_cpu])
+@pytest.mark.parametrize("offloaded", ["host", "nvme"])
+def test_weights_that_hooks_of_the_user_keep_take_nothing_of_the_device(
+    offloaded: str, hooks: Callable[[], AbstractContextManager[None]], mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Nine weights in the room of three."""
+    room = 3 * CHUNK // (1 if mixed is None else 2)
+    limits = budget(offloaded, tmp_path, device_chunks=room)
+    modules = pair(many, limits, tmp_path, mixed_precision=mixed)
+    with hooks():
+        train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+
+
+class KeepsOnItsContext(torch.autograd.Function):
+    """`ctx.w = w`, which torch advises against."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.w = x, w
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradients[0] @ ctx.w, gradients[0].t() @ ctx.x
+
+
+class OfKept(OfTurned):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return KeepsOnItsContext.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+@streamed
+@precisions
+def test_a_function_that_keeps_weights_on_its_context_finds_them(
+    placement: str, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Nine weights in the room of three."""
+    limits = budget(placement, tmp_path, device_chunks=3 * CHUNK // (1 if mixed is None else 2))
+    modules = pair(lambda: nn.Sequential(*(OfKept() for _ in range(9))), limits, tmp_path, mixed_precision=mixed)
+    train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hetmem
-from hetmem.errors import DeviceAccessError
-from tests.engine.harness import WIDTH, assert_same, everywhere, manage, mlp
+from hetmem.errors import DeviceAccessError, ManageError
+from tests.engine.harness import BATCHES, WIDTH, assert_same, both, everywhere, manage, mlp, pair, precisions
 
 
 class Outer(nn.Module):
@@ -122,3 +123,71 @@ def test_an_error_about_dtypes_names_the_buffers_that_keep_theirs(placement: str
     autocast = manage(build(), placement, tmp_path)
     with torch.autocast("cpu", torch.bfloat16):
         assert autocast(x).isfinite().all()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+@precisions
+def test_functional_code_over_detached_weights_has_the_bits_of_torch_or_is_told_what_to_write(
+    mixed: torch.dtype | None, placement: str, tmp_path: Path
+) -> None:
+    plain, managed = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    dtype, (x,) = mixed or torch.float32, BATCHES[0]
+    narrowed = copy.deepcopy(plain).to(dtype)
+
+    def called(module: nn.Module, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(module, weights, (x.to(dtype),))
+
+    expected = called(narrowed, {name: p.detach() for name, p in narrowed.named_parameters()})
+    if mixed is None and placement == "resident":
+        assert_same(expected, called(managed, {name: p.detach() for name, p in managed.named_parameters()}), "output")
+    else:
+        with pytest.raises(RuntimeError, match=r"functional_call puts them there.* p\.detach\(\)\.to\(device, torch\."):
+            called(managed, {name: p.detach() for name, p in managed.named_parameters()})
+    copies = {name: p.detach().to("cpu", dtype, copy=True) for name, p in managed.named_parameters()}
+    assert_same(expected, called(managed, copies), "output")
+
+
+def kernel(module: nn.Module) -> torch.Tensor:
+    """The neural tangent kernel, as torch's tutorial computes it."""
+
+    def output(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, weights, (x.unsqueeze(0),)).squeeze(0)
+
+    weights = {name: p.detach() for name, p in module.named_parameters()}
+    jacobians = torch.func.vmap(torch.func.jacrev(output), (None, 0))(weights, BATCHES[0][0])
+    products = [torch.einsum("Naf,Mbf->NMab", j.flatten(2), j.flatten(2)) for j in jacobians.values()]
+    return torch.stack(products).sum(0)
+
+
+def gradients_of_samples(module: nn.Module) -> torch.Tensor:
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, weights, (x.unsqueeze(0),)).square().mean()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(module.named_parameters()), BATCHES[0][0])
+    return torch.cat([each.detach().flatten() for each in found.values()])
+
+
+def hessian(module: nn.Module) -> torch.Tensor:
+    found: torch.Tensor = torch.autograd.functional.hessian(lambda x: module(x).square().sum(), BATCHES[0][0][0])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.each
+@everywhere
+@pytest.mark.parametrize("derivative", [kernel, gradients_of_samples, hessian])
+def test_derivatives_by_transforms_have_the_bits_of_torch(
+    derivative: Callable[[nn.Module], torch.Tensor], placement: str, tmp_path: Path
+) -> None:
+    modules = pair(mlp, placement, tmp_path)
+    for _ in range(2):
+        assert_same(*both(modules, derivative), derivative.__name__)
+
+
+def test_an_optimizer_over_parameters_that_were_added_names_them(tmp_path: Path) -> None:
+    model = manage(Outer(), "host", tmp_path)
+    model.head = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ManageError, match=r"got head\.weight, which was added to its model after hetmem\.manage"):
+        hetmem.AdamW(model.parameters())
+    hetmem.release(model)
+    hetmem.AdamW(manage(model, "host", tmp_path).parameters())  # as it says

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.errors import ManageError
 from tests.engine.harness import (
     BATCHES,
@@ -305,23 +304,3 @@ def test_in_a_forked_child_the_model_is_refused_and_a_copy_made_before_works(
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     train_both(plain, managed, BATCHES, Recipe(steps=2))
-
-
-def test_what_dies_while_something_is_counted_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the thread of a copy, or by the garbage collector: a sum that has begun must not put its bytes back."""
-    monitor = DeviceMonitor(lambda _: False, lambda _: False, lambda *_: None, strict=False)
-    with monitor:
-        dying = [torch.ones(100) for _ in range(3)]
-    size = torch.UntypedStorage.nbytes
-
-    def dies_meanwhile(storage: torch.UntypedStorage) -> int:
-        dying.pop()
-        return size(storage)
-
-    monkeypatch.setattr(torch.UntypedStorage, "nbytes", dies_meanwhile)
-    with monitor:
-        kept = torch.ones(50)
-    dying.clear()
-    assert monitor.live_bytes == 4 * kept.numel()
-    del kept
-    assert monitor.live_bytes == 0

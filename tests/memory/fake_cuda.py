@@ -24,12 +24,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-import hetmem.memory.cuda_device
-from hetmem.cuda.backend import Backend, TorchBackend
-from hetmem.engine import live_bytes
-from hetmem.memory.cuda_copies import Ways
-from hetmem.memory.cuda_device import CudaDevice
 from tests.cuda.shim import ShimBackend
+from tests.memory.tested import Backend, CudaDevice, TorchBackend, Ways, cuda_device, live_bytes
+
+_EARLY = 0.4  # of the times that a stream may run ahead, where `FakeCuda.early` is chance
 
 
 class Record:
@@ -87,18 +85,22 @@ class Stream:
         self.late = late
         self.device = device
         self.asked: deque[Callable[[], None]] = deque()
+        self._turn = threading.RLock()
         _cuda.streams.append(self)
 
     def ask(self, work: Callable[[], None]) -> None:
         self.asked.append(work)
-        if not self.late:
+        while self.asked and (not self.late or _cuda.early() < _EARLY):
             self.run_one()
 
     def run_one(self) -> None:
         """Whatever stream somebody is just asking for work on."""
-        work = self.asked.popleft()
-        with _disable_current_modes():
-            work()
+        with self._turn:
+            if not self.asked:  # another thread has run it
+                return
+            work = self.asked.popleft()
+            with _disable_current_modes():
+                work()
 
     def wait_event(self, event: Event) -> None:
         if event.last is not None:
@@ -136,7 +138,7 @@ class Deferred(TorchDispatchMode):
         ]
         if written:
             stream.ask(partial(func, *args, **kwargs))
-            return args[written[0]]
+            return kwargs.get(schema.arguments[written[0]].name) if written[0] >= len(args) else args[written[0]]
         is_view = any(value.alias_info is not None for value in schema.returns)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not is_view:
@@ -161,6 +163,7 @@ class CudaError:
 class FakeCuda:
     """One machine. `free_bytes` is what `mem_get_info` says, `reserved_bytes` and `peak` what the allocator says.
 
+    `early` says by chance whether a late stream runs what it is asked for before somebody waits for it: here never.
     `made` names the operators on late streams that took new memory; `kept` is memory, by address, that the allocator
     hands out no more before a stream is done with it.
     """
@@ -175,6 +178,7 @@ class FakeCuda:
         self.reserved_bytes = 0
         self.fraction = 1.0
         self.captures = False
+        self.early: Callable[[], float] = lambda: 1.0
         self.peak: Callable[[], int] = lambda: 0
         self.reset_peak: Callable[[], None] = lambda: None
         self.pinned: dict[int, int] = {}
@@ -303,7 +307,7 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         put(torch.cuda, name, replacement)
     put(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
     put(live_bytes, "_modes_are_around", lambda: False)  # `Deferred` is a mode that hetmem's own copies need
-    hetmem.memory.cuda_device._observe_allocator.cache_clear()
+    cuda_device._observe_allocator.cache_clear()
     put(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
 
 

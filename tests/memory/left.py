@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetmem.memory.mapping import Mapping
+from tests.memory.tested import Mapping
 
 
 def random_memory(nbytes: int, seed: int) -> memoryview:

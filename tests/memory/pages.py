@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-from hetmem.memory.mapping import address_of
-from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
+from tests.memory.tested import BLOCK_BYTES, Extent, NvmeStore, address_of
 
 
 def cached_blocks(store: NvmeStore, extent: Extent) -> list[int]:

@@ -13,18 +13,22 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
-from hetmem.intercept import registry
-from hetmem.memory import cuda_device as cuda_module
-from hetmem.memory.compute_streams import ComputeStreams
-from hetmem.memory.cuda_device import CudaDevice, CudaStreams
-from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.mapping import Mapping
-from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.transfer import Finished, Job
-from hetmem.schedule.blocks import Link
 from tests.engine.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
 from tests.engine.lazy_device import HostSlots
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
+from tests.memory.tested import (
+    ComputeStreams,
+    CudaDevice,
+    CudaStreams,
+    DevicePool,
+    Finished,
+    Job,
+    Link,
+    Mapping,
+    StreamCopier,
+    registry,
+)
+from tests.memory.tested import cuda_device as cuda_module
 
 __all__ = ["cuda"]  # a fixture
 

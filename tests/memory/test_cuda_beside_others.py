@@ -12,17 +12,20 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.cuda.checks import stream_for
 from hetmem.errors import ManageError
-from hetmem.intercept import registry
-from hetmem.memory.compute_streams import ComputeStreams
-from hetmem.memory.cuda_device import CudaStreams
-from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.transfer import Finished, Job
-from hetmem.schedule.blocks import Link
-from hetmem.schedule.trace import Tier
 from tests.engine.harness import BATCHES, PLACEMENTS, manage, mlp
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
+from tests.memory.tested import (
+    ComputeStreams,
+    CudaStreams,
+    Finished,
+    Job,
+    Link,
+    StreamCopier,
+    Tier,
+    registry,
+    stream_for,
+)
 
 __all__ = ["cuda"]  # a fixture
 

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from hetmem.base.config import cache_directory
-from hetmem.base.units import MIB
-from hetmem.memory import nvme_requests
-from hetmem.memory.nvme_requests import DEFAULT, DiskSettings, Requests
-from hetmem.memory.nvme_store import NvmeStore
-from hetmem.schedule.hardware import DiskSample
-from hetmem.tools.probe import _keep
+from tests.memory.tested import (
+    DEFAULT,
+    MIB,
+    DiskSample,
+    DiskSettings,
+    NvmeStore,
+    Requests,
+    _keep,
+    cache_directory,
+    nvme_requests,
+)
 
 SAMPLES = [
     DiskSample(1 * MIB, 1, 0.5e9, 1.0e9),

@@ -8,12 +8,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_store import NvmeStore
-from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
-from hetmem.schedule.blocks import Link
 from tests.engine.harness import comes_to_be
+from tests.memory.tested import (
+    Finished,
+    Job,
+    Link,
+    Mapping,
+    NvmeStore,
+    Seen,
+    StreamCopier,
+    ThreadCopier,
+    TransferEngine,
+)
 
 BLOCK = 4096
 

@@ -11,16 +11,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import hetmem
-from hetmem.base.units import MIB
 from hetmem.errors import CapacityError
-from hetmem.memory import cuda_device as cuda_module
-from hetmem.memory import host_pool
-from hetmem.memory import mapping as mapping_module
-from hetmem.memory.host_pool import HostPool
-from hetmem.memory.mapping import PAGE_BYTES, Mapping
 from tests.engine.harness import BATCHES, Recipe, comes_to_be, mlp, pair, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.test_mapping import resident_bytes
+from tests.memory.tested import MIB, PAGE_BYTES, HostPool, Mapping, host_pool
+from tests.memory.tested import cuda_device as cuda_module
+from tests.memory.tested import mapping as mapping_module
 
 __all__ = ["cuda"]  # a fixture
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetmem.memory.device import SimDevice
-from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import Link
+from tests.memory.tested import HELD_BACK, Link, SimDevice, TransferEngine
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,8 @@ import os
 
 import pytest
 
-from hetmem.base.units import GIB, MIB
 from hetmem.errors import CapacityError
-from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of
+from tests.memory.tested import GIB, MIB, PAGE_BYTES, Mapping, address_of
 
 
 def resident_bytes(mapping: Mapping) -> int:

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetmem.cuda.segments import Segments
-from hetmem.memory import cuda_copies
-from hetmem.memory.cuda_copies import Way, Ways
-from hetmem.memory.mapping import Mapping
 from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.engine.harness import Recipe, Tower, pair, token_batches, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
+from tests.memory.tested import Mapping, Segments, Way, Ways, cuda_copies
 
 __all__ = ["cuda"]  # a fixture
 

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hetmem.memory import numa
-from hetmem.memory.device import SimDevice
-from hetmem.memory.mapping import Mapping
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
+from tests.memory.tested import Mapping, SimDevice, numa
 
 __all__ = ["cuda"]  # a fixture
 

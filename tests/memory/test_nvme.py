@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
-from hetmem.base.units import MIB
 from hetmem.errors import BudgetError, CapacityError
-from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 from tests.engine.harness import comes_to_be
 from tests.memory.left import nothing_left, open_files, random_memory
 from tests.memory.pages import cached_blocks
+from tests.memory.tested import BLOCK_BYTES, MIB, Extent, Mapping, NvmeStore
 
 __all__ = ["nothing_left"]  # a fixture
 

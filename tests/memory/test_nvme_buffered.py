@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hetmem.base.units import MIB
 from hetmem.errors import StoreError
-from hetmem.memory import nvme_file
-from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_requests import settings_for
-from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
-from hetmem.tools.doctor import examine
 from tests.memory.pages import cached_blocks
+from tests.memory.tested import BLOCK_BYTES, MIB, Mapping, NvmeStore, examine, nvme_file, settings_for
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetmem.base.units import MIB
-from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
+from tests.memory.tested import BLOCK_BYTES, MIB, Mapping, NvmeStore
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 8, 12])

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hetmem.base.units import MIB
 from hetmem.errors import BudgetError, CapacityError, StoreError
-from hetmem.memory import nvme_file
-from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 from tests.forked import Forks
 from tests.memory.left import nothing_left, random_memory
+from tests.memory.tested import BLOCK_BYTES, MIB, NvmeStore, nvme_file
 
 __all__ = ["nothing_left"]  # a fixture
 

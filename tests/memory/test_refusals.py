@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.memory.device_pool import DevicePool
 from tests.engine.harness import (
     Recipe,
     Tower,
@@ -28,6 +27,7 @@ from tests.engine.harness import (
 )
 from tests.engine.lazy_device import HostSlots
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
+from tests.memory.tested import DevicePool
 
 __all__ = ["cuda"]  # a fixture
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.intercept import registry
 from tests.engine.harness import PLACEMENTS, Tower, manage, token_batches, vector_batches
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
+from tests.memory.tested import registry
 from tests.memory.waiting import Watch
 
 __all__ = ["cuda"]  # a fixture

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from hetmem.base.config import kernel_cache_directory
-from hetmem.memory import cuda_device as cuda_module
-from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
-from hetmem.memory.cuda_device import CudaDevice
-from hetmem.tools import bench_device
 from tests.cuda.shim import GPP, build_all
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, cuda
+from tests.memory.tested import (
+    CudaDevice,
+    Way,
+    Ways,
+    bench_device,
+    kernel_cache_directory,
+    load_ways,
+    save_ways,
+    ways_file,
+)
+from tests.memory.tested import cuda_device as cuda_module
 
 __all__ = ["cuda"]  # a fixture
 
@@ -99,9 +105,10 @@ def test_the_fewest_blocks_that_do_as_well_as_any_are_taken() -> None:
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
 def test_measuring_runs_both_ways_in_both_directions_and_unpins(cuda: FakeCuda) -> None:
     kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
-    found = bench_device.measure_ways(CpuCuda(), kernels, 10_000, rounds=1)
+    found = bench_device.measure_ways(CpuCuda(), kernels, 10_000, rounds=1, side=8)
     assert set(kernels.launched) == {"cast_f32_bf16", "gradient_bf16_f32_overwrite"}
-    assert found.source.startswith("measured: weights ") and "GB/s by kernel" in found.source
+    assert found.source.startswith("measured: weights ") and "ms by kernel" in found.source
+    assert "beside" in found.source and "products of 8 x 8" in found.source
     assert cuda.pinned == {}
 
 
@@ -125,6 +132,7 @@ def test_what_a_probe_measures_the_next_run_takes(
     monkeypatch.setattr(bench_device, "backend", lambda: kernels)
     monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
     monkeypatch.setattr(bench_device, "_WAY_ELEMENTS", 160_000)
+    monkeypatch.setattr(bench_device, "_PRODUCT_SIDE", 128)
     said = bench_device.keep_ways(quick=True)
     assert said.endswith(f"kept in {ways_file()}")
     assert CpuCuda(measured=True).moves.ways.source.startswith("measured: weights ")

@@ -19,9 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetmem.engine import live_bytes
-from hetmem.engine.homes import Memory
-from hetmem.memory.transfer import TransferEngine
+from tests.memory.tested import Memory, TransferEngine, live_bytes
 
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _CROSSES = {"to", "copy_"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import hetmem
 from hetmem import testing
+from hetmem.integrations import for_trainer
 from tests.engine.harness import assert_same_states, assert_same_weights
 from tests.models.zoo import MODELS, TOKENS, VOCABULARY
 from tests.pairs import some
@@ -46,12 +48,20 @@ def managed_copy(model: nn.Module, directory: Path) -> nn.Module:
 
 
 def trained(
-    model: nn.Module, directory: Path, *, resume: Path | None = None, overlap: str | None = None, **options: Any
+    model: nn.Module,
+    directory: Path,
+    *,
+    resume: Path | None = None,
+    overlap: str | None = None,
+    ours: dict[str, Any] | None = None,
+    **options: Any,
 ) -> transformers.Trainer:
-    """Three steps with clipping, a schedule and a checkpoint after the second. The trainer seeds as it is made."""
+    """Three steps with clipping, a schedule and a checkpoint after the second. The trainer seeds as it is made. `ours`:
+    keywords of `for_trainer`, which makes the optimizer."""
     managed = testing.is_managed(next(model.parameters()))
     kind = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
-    optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=0.1)
+    decay = options.get("weight_decay", 0.1)
+    optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=decay) if ours is None else None
     arguments = transformers.TrainingArguments(
         str(directory),
         max_steps=3,
@@ -65,7 +75,8 @@ def trained(
         disable_tqdm=True,
         **{"max_grad_norm": 0.5, **options},
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), optimizers=(optimizer, None))
+    chosen = {"optimizers": (optimizer, None)} if ours is None else for_trainer(arguments, **ours)
+    trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), **chosen)
     if managed and overlap is not None and not arguments.max_grad_norm:
         trainer.accelerator.clip_grad_norm_ = lambda *_, **__: None
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -97,6 +108,20 @@ def test_a_trainer_has_the_bits_of_the_same_one_over_plain_torch(options: dict[s
     assert report["tiers"]["nvme"]["peak_bytes"] > 0
 
 
+def test_a_trainer_in_bfloat16_keeps_no_second_model_on_the_device(tmp_path: Path) -> None:
+    """`bf16=True` is autocast within the forward: torch keeps a cast of each weight until the backward."""
+    plain = MODELS["gpt2"]()[0]
+    managed = managed_copy(plain, tmp_path)
+    left, right = trained(plain, tmp_path / "plain", bf16=True), trained(managed, tmp_path / "managed", bf16=True)
+    assert losses(left) == losses(right)
+    assert_same_weights(plain, managed)
+    (tmp_path / "other").mkdir()
+    floats = trained(managed_copy(plain, tmp_path / "other"), tmp_path / "float32")
+    other = [hetmem.report(each.model).to_dict()["tiers"]["device"] for each in (right, floats)]
+    beside, without = (tier["peak_bytes"] - tier["chunk_peak_bytes"] for tier in other)
+    assert beside < without + sum(parameter.numel() for parameter in plain.parameters()) // 2
+
+
 @pytest.mark.parametrize("of", some(["managed", "plain"], 2))
 def test_a_trainer_goes_on_from_a_checkpoint_with_the_same_bits(of: str, tmp_path: Path) -> None:
     """Of its own, or of the same one over plain torch."""
@@ -123,3 +148,26 @@ def test_updates_overlap_where_the_trainer_clips_nothing_and_are_refused_where_i
     assert_same_weights(plain, managed)
     with pytest.raises(RuntimeError, match="use max_grad_norm= to clip and loss_scale= to scale"):
         trained(clipped, tmp_path / "clipped", overlap=overlap)
+
+
+def test_for_trainer_overlaps_with_the_defaults_of_a_trainer_and_reports(tmp_path: Path) -> None:
+    """Without clipping the bits are those of the trainer over plain torch; with it, those of the optimizer's own."""
+    plain = MODELS["gpt2"]()[0]
+    unclipped, clipped, alone = (managed_copy(plain, tmp_path) for _ in range(3))
+    written: list[tuple[int, dict[str, float]]] = []
+    ours = {"overlap": "backward", "report": tmp_path / "run.json"}
+    log = [lambda values, step: written.append((step, values))]
+    groups = {"max_grad_norm": 0.0, "weight_decay": 0.0}  # of which a trainer makes two
+    left = trained(plain, tmp_path / "plain", **groups)
+    right = trained(unclipped, tmp_path / "unclipped", **groups, ours={**ours, "log": log})
+    assert losses(left) == losses(right)
+    assert norms(left) == norms(right)
+    assert_same_weights(plain, unclipped)
+    assert [step for step, _ in written] == [1, 2, 3, 3]
+    assert written[0][1]["hetmem/device_peak_bytes"] > 0
+    assert written[0][1]["hetmem/tokens_per_second"] > 0
+    assert json.loads((tmp_path / "run.json").read_text())["steps"] == 3
+    trained(clipped, tmp_path / "clipped", weight_decay=0.0, ours=ours)
+    trained(alone, tmp_path / "alone", weight_decay=0.0, max_grad_norm=0.0, ours={"max_grad_norm": 0.5})
+    assert_same_weights(clipped, alone)
+    assert not all(map(torch.equal, clipped.parameters(), unclipped.parameters())), "nothing was clipped"

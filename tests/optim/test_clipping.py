@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.cpu import square_sum
-from hetmem.cpu.workers import WorkerPool
+from hetmem import testing
 from tests.engine.harness import (
     PLACEMENTS,
     Recipe,
@@ -52,14 +51,14 @@ def test_clipping_equals_a_clip_of_plain_gradients(
     for batch in token_batches(6):
         probe.zero_grad()
         loss_of(probe, batch).backward()
-        norms.append(square_sum(WorkerPool(1), [p.grad.flatten() for p in probe.parameters() if p.grad is not None]))
-    limit = sorted(norms)[2] ** 0.5
+        norms.append(testing.norm([p.grad.flatten() for p in probe.parameters() if p.grad is not None]))
+    limit = sorted(norms)[2]
     right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=limit)
     clipped = []
 
     def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         gradients = [p.grad for p in plain.parameters() if p.grad is not None]
-        norm = square_sum(WorkerPool(2), [gradient.flatten() for gradient in gradients]) ** 0.5
+        norm = testing.norm([gradient.flatten() for gradient in gradients])
         assert norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=1e-5)
         factor = limit / (norm + 1e-6)
         clipped.append(factor < 1)
@@ -188,7 +187,7 @@ def test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins(
                 flat = parameter.grad.view(-1)
                 flat[int(flat.abs().argmin())] = 100.0
         gradients = [p.grad for p in plain.parameters() if p.grad is not None]
-        norm = square_sum(WorkerPool(2), [gradient.flatten() for gradient in gradients]) ** 0.5
+        norm = testing.norm([gradient.flatten() for gradient in gradients])
         for gradient in gradients:
             gradient.mul_(1.0 / (norm + 1e-6))
         left.step()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hetmem
-from hetmem import planner
 from hetmem.cli import main
+from tests.planner.tested import planner
 from tests.test_planning import BATCH, GPT
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetmem.base.units import MIB
-from hetmem.planner.search import Setting, arranged
-from hetmem.planner.step_program import Rehearsal
-from hetmem.planner.workload import Event, Updating
-from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.gradients import Complete
-from hetmem.schedule.hardware import Rate
-from hetmem.schedule.placement import Capacities
-from hetmem.schedule.trace import Tier
 from tests.planner.test_planner import HARDWARE, workload
+from tests.planner.tested import (
+    MIB,
+    Capacities,
+    Complete,
+    CopyState,
+    Event,
+    Rate,
+    Rehearsal,
+    Setting,
+    Tier,
+    Updating,
+    arranged,
+)
 
 LAYERS = 30
 IN_FLIGHT = 4

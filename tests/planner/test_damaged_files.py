@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import hetmem
-from hetmem import planner
 from hetmem.cli import main
-from hetmem.planner import Plan, PlanError
 from hetmem.schedule.hardware import HardwareProfile, ProfileError
+from tests.planner.tested import Plan, PlanError, planner
 from tests.test_planning import BATCH, GPT
 
 ODD: list[Any] = [None, True, -1, 0.5, float("nan"), float("inf"), 10**400, "", "words", [], [[]], [None], {}]

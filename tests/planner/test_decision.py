@@ -6,16 +6,34 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.base.units import MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner.decide import Decision, Variant, decide
-from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Candidate, Setting, _chunk_sizes, chunk_bytes_near, judge
-from hetmem.planner.workload import Kind, Updating, Work, Workload
-from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout
-from hetmem.schedule.placement import Capacities
-from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
+from tests.planner.tested import (
+    FARTHER,
+    MIB,
+    PAGE_ELEMENTS,
+    Candidate,
+    Capacities,
+    Decision,
+    Kind,
+    Prefetch,
+    Rate,
+    Setting,
+    Updating,
+    Variant,
+    Work,
+    Workload,
+    _chunk_sizes,
+    arrange,
+    build_layout,
+    chunk_bytes_near,
+    decide,
+    format_enough,
+    format_seconds,
+    judge,
+    parse_size,
+    round_down,
+)
 from tests.schedule.shapes import parameter_specs
 
 ROOM = Capacities(12 * MIB, 64 * MIB)

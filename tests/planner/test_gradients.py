@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import hetmem
-from hetmem import planner, testing
-from hetmem.base.units import KIB, MIB, format_seconds
+from hetmem import testing
 from hetmem.cli import main
-from hetmem.planner.plan import KEPT
+from tests.planner.tested import KEPT, KIB, MIB, format_seconds, planner
 from tests.test_planning import BATCH, GPT
 
 BF16 = torch.bfloat16

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hetmem.planner.model import Call, trace
-from hetmem.planner.what_if import grown, stacks
-from hetmem.planner.workload import Event, Work, Workload
+from tests.planner.tested import Call, Event, Work, Workload, grown, stacks, trace
 
 
 class Block(nn.Module):

@@ -6,16 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.base.units import MIB
-from hetmem.planner import what_if
-from hetmem.planner.decide import decide
-from hetmem.planner.search import Candidate, Setting, judged, search
-from hetmem.planner.what_if import grown, largest_parameters, stacks
-from hetmem.planner.workload import Workload
 from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.layout import ParameterSpec
-from hetmem.schedule.placement import Capacities
 from tests.planner.test_planner import ELEMENTS, HARDWARE, workload
+from tests.planner.tested import (
+    MIB,
+    Candidate,
+    Capacities,
+    ParameterSpec,
+    Setting,
+    Workload,
+    decide,
+    grown,
+    judged,
+    largest_parameters,
+    search,
+    stacks,
+    what_if,
+)
 
 
 def named(layers: int, *, activation: int = MIB // 4, mixed: bool = False) -> Workload:

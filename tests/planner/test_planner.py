@@ -6,16 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.base.units import MIB
-from hetmem.planner.decide import Variant, decide
-from hetmem.planner.reservation import arrange, state_bytes
-from hetmem.planner.search import Setting, judge
-from hetmem.planner.step_program import rehearse
-from hetmem.planner.workload import Event, Kind, Phase, Updating, Work, Workload
-from hetmem.schedule.hardware import Rate, ThreadCosts
-from hetmem.schedule.layout import ParameterSpec
-from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.trace import Tier
+from tests.planner.tested import (
+    MIB,
+    Capacities,
+    Event,
+    Kind,
+    NoRoom,
+    ParameterSpec,
+    Phase,
+    Rate,
+    Setting,
+    ThreadCosts,
+    Tier,
+    Updating,
+    Variant,
+    Work,
+    Workload,
+    arrange,
+    decide,
+    judge,
+    rehearse,
+    state_bytes,
+)
 from tests.schedule.test_hardware import profile
 
 ELEMENTS = 256 * 1024  # one MiB of float32
@@ -198,7 +210,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_gradients_that_wait_for_the_link_take_device_memory(rate: float, expected: int) -> None:
     light = workload(activation=MIB // 4)
     result = judge(
-        light, Setting(Capacities(16 * MIB, 64 * MIB), MIB), replace(HARDWARE, device_to_host=Rate(rate)), 1
+        light, Setting(Capacities(64 * MIB, 64 * MIB, 0, 8 * MIB), MIB), replace(HARDWARE, device_to_host=Rate(rate)), 1
     ).result
     assert result.non_model_peak_bytes == expected
 

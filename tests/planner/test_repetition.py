@@ -10,15 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from hetmem.base.units import MIB
-from hetmem.planner import repetition
-from hetmem.planner.repetition import micro_batches
-from hetmem.planner.search import Setting, arranged
-from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.workload import StepResult, Updating
-from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.placement import Capacities
+from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
+from tests.planner.tested import (
+    MIB,
+    Capacities,
+    Rate,
+    Rehearsal,
+    Setting,
+    StepResult,
+    Updating,
+    arranged,
+    micro_batches,
+    rehearse,
+    repetition,
+)
 
 # No figure is a multiple of another one: of ends at the same time the last bits of sums say which is first.
 UNEVEN = replace(

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetmem.planner import Call
-from hetmem.planner.meta_results import Results
-from hetmem.planner.model import checkpointed, divided, trace, trace_real
+from tests.planner.tested import Call, Results, checkpointed, divided, trace, trace_real
 from tests.test_planning import BATCH, GPT
 
 aten = torch.ops.aten

@@ -9,14 +9,23 @@ from typing import Any
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.planner.link_queue import LinkQueue
-from hetmem.planner.simulated_trace import Notes
-from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.blocks import Block, CopyState
-from hetmem.schedule.eviction import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.trace import Schedule, Tier
+from hetmem.schedule.eviction import EvictionPolicy
+from hetmem.schedule.hardware import HardwareProfile
+from tests.planner.tested import (
+    FIFO,
+    LRU,
+    Block,
+    Capacities,
+    CopyState,
+    LinkQueue,
+    NextUse,
+    NoRoom,
+    Notes,
+    Rate,
+    Schedule,
+    SimulatedTraffic,
+    Tier,
+)
 from tests.schedule.test_hardware import profile
 
 

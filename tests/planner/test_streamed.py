@@ -15,18 +15,25 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem import planner, testing
-from hetmem.base.units import KIB, MIB, format_seconds
+from hetmem import testing
 from hetmem.cli import main
 from hetmem.errors import ManageError
-from hetmem.planner.model import trace_real
-from hetmem.planner.plan import SENT_STATES
-from hetmem.planner.reservation import ROLES, arrange
-from hetmem.planner.step_program import Rehearsal
-from hetmem.planner.workload import Updating
-from hetmem.schedule.hardware import HardwareProfile, ProfileError, Rate
-from hetmem.schedule.placement import Capacities
+from hetmem.schedule.hardware import HardwareProfile, ProfileError
 from tests.optim.machines import GB, SLOW_HOST
+from tests.planner.tested import (
+    KIB,
+    MIB,
+    ROLES,
+    SENT_STATES,
+    Capacities,
+    Rate,
+    Rehearsal,
+    Updating,
+    arrange,
+    format_seconds,
+    planner,
+    trace_real,
+)
 from tests.test_planning import BATCH, GPT
 
 BF16 = torch.bfloat16

@@ -7,20 +7,32 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.base.units import MIB, format_seconds
-from hetmem.planner.decide import Decision, decide
-from hetmem.planner.link_queue import LinkQueue
-from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Setting, Streaming, judge
-from hetmem.planner.simulated_trace import Notes
-from hetmem.planner.simulated_updates import Crossing, SimulatedDeviceUpdates, SimulatedUpdates, Update, fits
-from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.workload import StepResult, Workload
-from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.placement import Capacities
-from hetmem.schedule.trace import Tier
+from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.test_simulator import traffic, use
+from tests.planner.tested import (
+    MIB,
+    Capacities,
+    Crossing,
+    Decision,
+    LinkQueue,
+    Notes,
+    Rate,
+    Setting,
+    SimulatedDeviceUpdates,
+    SimulatedTraffic,
+    SimulatedUpdates,
+    StepResult,
+    Streaming,
+    Tier,
+    Update,
+    Workload,
+    arrange,
+    decide,
+    fits,
+    format_seconds,
+    judge,
+)
 
 HOST, DEVICE = Tier.HOST, Tier.DEVICE
 ROOM = Capacities(64 * MIB, 64 * MIB, 0, 16 * MIB)

@@ -8,20 +8,29 @@ from typing import Any
 
 import pytest
 
-from hetmem.base.units import MIB
 from hetmem.errors import CapacityError
-from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Setting, judge
-from hetmem.planner.simulated_updates import SimulatedUpdates, Staged, Update
-from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.workload import StepResult, Updating
-from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
-from hetmem.schedule.placement import Capacities
-from hetmem.schedule.trace import Tier
+from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.test_simulator import traffic, use
+from tests.planner.tested import (
+    MIB,
+    Capacities,
+    CopyState,
+    Rate,
+    Rehearsal,
+    Setting,
+    SimulatedTraffic,
+    SimulatedUpdates,
+    Staged,
+    StepResult,
+    ThreadCosts,
+    Tier,
+    Update,
+    Updating,
+    arrange,
+    judge,
+    rehearse,
+)
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 

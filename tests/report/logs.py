@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetmem.engine.events import CopyChange, MomentSeen, Span, Transfer
-from hetmem.report.timeline import BlockFacts
-from hetmem.report.window import Window
-from hetmem.schedule.blocks import Link
+from tests.report.tested import BlockFacts, CopyChange, Link, MomentSeen, Span, Transfer, Window
 
 TIERS: dict[str, dict[str, Any]] = {
     "device": {"capacity_bytes": 1000, "used_bytes": 500},

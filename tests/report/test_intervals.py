@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.report.intervals import clip, length, overlap, union, without
+from tests.report.tested import clip, length, overlap, union, without
 
 Interval = tuple[float, float]
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import pytest
 
 import hetmem
 from hetmem import testing
-from hetmem.report import live
 from tests.report.models import trained
+from tests.report.tested import live
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +105,27 @@ def test_a_directory_that_others_can_open_is_refused(tmp_path: Path, monkeypatch
 def test_a_process_with_another_version_of_hetmem_does_not_end_top(directory: Path) -> None:
     (directory / f"{os.getpid()}-1.json").write_text('{"process": 1, "tiers": {"device": 3}}')
     assert "hetmem.progress(model)" in live.top()
+
+
+def test_both_views_fit_a_terminal_of_80_columns_and_show_speeds(directory: Path) -> None:
+    links = dict.fromkeys(("host_to_device", "device_to_host", "nvme_read", "nvme_write"), 111.11 * 2**30)
+    status = {
+        "process": 4000000,
+        "model": "GPTForCausalLanguageModellingWithALongName",
+        "steps": 120000,
+        "step_seconds": 12.345,
+        "tokens_per_second": 189000.0,
+        "stall_share": 0.14,
+        "tiers": {tier: [2**40 - 1, 2**40] for tier in ("device", "host", "nvme")},
+        "links": links,
+        "history": [1.0, 2.0] * 30,
+    }
+    (directory / f"{os.getpid()}-1.json").write_text(json.dumps(status))
+    shown = live.top().splitlines()
+    assert max(map(len, shown)) <= 79
+    for part in ("189.0k tok/s", "H2D 111.11 GiB/s", "W 111.11 GiB/s", "▅█▅█", "step 120000", "stalls 14%"):
+        assert part in "\n".join(shown)
+    line = live.line(status | {"links": links | {"nvme_read": 0, "nvme_write": 0}})
+    assert len(line) == 79
+    assert "H2D 111 D2H 111 GiB/s" in line
+    assert "▅█▅█" in line

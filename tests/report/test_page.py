@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 
 import hetmem
-from hetmem.base.units import format_size
-from hetmem.engine.events import Fault, Span
-from hetmem.report import files
-from hetmem.report.report import MemoryReport
-from hetmem.report.step import format_seconds, step_section
-from hetmem.report.timeline import timeline_section
 from tests.report.browser import chromium
 from tests.report.logs import backward, blocks, came, forward, moment, to_device, went, window
 from tests.report.models import trained
 from tests.report.test_planned import PLANNED
 from tests.report.test_report import SAMPLE
+from tests.report.tested import (
+    Fault,
+    MemoryReport,
+    Span,
+    files,
+    format_seconds,
+    format_size,
+    step_section,
+    timeline_section,
+)
 
 NASTY = "</script><img src=x onerror=\"document.title='broken in'\">&amp;{{data}}"
 SLOWEST_FRAME_MILLISECONDS = 2000  # not a measurement: only a page that hangs is slower

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 import hetmem
-from hetmem import planner
-from hetmem.report.page import page_text
-from hetmem.report.text import table
 from tests.report.test_report import LINKS, SAMPLE
+from tests.report.tested import page_text, planner, table
 from tests.test_planning import BATCH, GPT
 
 STREAMED = hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB")

@@ -17,12 +17,9 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.report import files
-from hetmem.report.chrome_trace import trace_text
-from hetmem.report.saved import compare, render, show
-from hetmem.report.text import comparison, table
 from tests.engine.harness import PLACEMENTS, STREAMED, manage
 from tests.report.models import network, trained
+from tests.report.tested import compare, comparison, files, registry, render, show, table, trace_text
 
 LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
 
@@ -178,8 +175,6 @@ def test_a_resident_model_says_that_nothing_moves(tmp_path: Path) -> None:
 
 
 def test_a_log_that_forgot_the_step_says_which_part(tmp_path: Path) -> None:
-    from hetmem.intercept import registry
-
     model = trained("host", tmp_path)
     events = registry.of_module(model).runtime.events
     events.moments = type(events.moments)(events.moments, maxlen=2)
@@ -415,3 +410,15 @@ SAMPLE: dict[str, Any] = {
     },
     "timeline": None,
 }
+
+
+def test_a_notebook_shows_the_page_and_a_prompt_one_line(tmp_path: Path) -> None:
+    model = trained("host", tmp_path)
+    report = hetmem.report(model)
+    hetmem.release(model)
+    assert repr(report).startswith("<MemoryReport of Sequential: 3 steps, ")
+    assert "binds; peak: device " in repr(report)
+    assert "\n" not in repr(report)
+    frame = report._repr_html_()
+    assert frame.startswith("<iframe srcdoc=")
+    assert frame.count('"') == 6, "the page ends its attribute"

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from hetmem.engine.events import Fault, Span, Transfer
-from hetmem.report.step import format_seconds, step_section
-from hetmem.schedule.blocks import Link
 from tests.report.logs import TIERS, backward, forward, read, to_device, window
+from tests.report.tested import Fault, Link, Span, Transfer, format_seconds, step_section
 
 
 def test_compute_is_forward_and_backward_without_the_stalls_in_them() -> None:

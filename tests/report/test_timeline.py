@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from hetmem.engine.events import Fault, Span
-from hetmem.report import timeline as module
-from hetmem.report.timeline import BlockFacts, Thinning, timeline_section
 from tests.report.logs import blocks, came, forward, moment, read, to_device, went, window
+from tests.report.tested import BlockFacts, Fault, Span, Thinning, timeline_section
+from tests.report.tested import timeline as module
 
 NOBODY: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hetmem.engine.events import EventLog, Span
-from hetmem.report.window import last_window
 from tests.report.logs import backward, came, forward, moment, read, went
+from tests.report.tested import EventLog, Span, last_window
 
 
 def log(*segments: Span) -> EventLog:

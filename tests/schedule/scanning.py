@@ -7,13 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 
-from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.cache import Cache
 from hetmem.schedule.eviction import CopyFacts
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.slots import SlotMap
-from hetmem.schedule.supply import Supply
-from hetmem.schedule.trace import NEVER, Tier
+from tests.schedule.tested import NEVER, Cache, CopyState, Residency, SlotMap, Supply, Tier
 
 Ranks = dict[int, tuple[int, ...]]
 
@@ -104,13 +99,17 @@ def scan_waits(cache: Cache) -> bool:
     ]
     missing = dict.fromkeys(block for blocks in uses for block in blocks if block not in cache.copies)
     device = cache._nearer
-    if device is None and cache._farther is not None and not scan_feed_waits(cache, cache._farther, supply._at_once):
+    if (
+        device is None
+        and cache._farther is not None
+        and not scan_feed_waits(cache, cache._farther, supply._at_once[Tier.HOST])
+    ):
         return False
     if device is not None and device.fed_ahead and missing:
         now = min(at.schedule.time(at.schedule.position) for at in (cache, device))
         if scan_needed(cache, next(iter(missing))) > now + 2 * supply._lookahead:
             return True
-    for block in list(missing)[: max(0, supply._at_once - cache.loading)]:
+    for block in list(missing)[: max(0, supply._at_once[cache.tier] - cache.loading)]:
         home = cache._blocks[block].home
         if home <= cache.tier or (cache.tier is Tier.DEVICE and block in supply._suspended):
             continue
@@ -121,7 +120,7 @@ def scan_waits(cache: Cache) -> bool:
             if staged is not None and staged.state is not CopyState.VALID:
                 continue
             where = cache if staged is not None else cache._farther
-            if where.loading >= supply._at_once:
+            if where.loading >= supply._at_once[where.tier]:
                 continue
         return not scan_room(where, block)
     return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import prod
 
-from hetmem.schedule.layout import ParameterSpec
+from tests.schedule.tested import ParameterSpec
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 

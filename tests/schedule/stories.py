@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from hetmem.schedule.blocks import Block, Command, Drop, Fetch
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Tier
+from tests.schedule.tested import Block, Command, Drop, Fetch, Residency, Tier
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 

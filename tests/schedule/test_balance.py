@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
-from hetmem.schedule.update_split import Costs, Shares, Way, best_shares, update_costs
+from hetmem.schedule.hardware import HardwareProfile
+from tests.schedule.tested import Costs, DeviceProfile, HostProfile, Rate, Shares, Way, best_shares, update_costs
 
 GB = 1e9
 SECONDS = st.floats(0.0, 10.0)

@@ -11,11 +11,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
-from hetmem.schedule.eviction import FIFO, LRU, NOTHING, NextUse, Order
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook
 from tests.schedule.scanning import compare
+from tests.schedule.tested import (
+    FIFO,
+    LRU,
+    NOTHING,
+    STEP,
+    Block,
+    Command,
+    CopyState,
+    Drop,
+    Fetch,
+    Moment,
+    NextUse,
+    Order,
+    Residency,
+    Schedule,
+    SegmentTrace,
+    Tier,
+    TraceBook,
+    Write,
+)
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from hetmem.schedule.blocks import Command, Drop
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, TraceBook, Uses
 from tests.schedule.stories import DEVICE, HOST, NVME, read, residency, up, use
+from tests.schedule.tested import NEVER, STEP, Command, Drop, Moment, Residency, Schedule, SegmentTrace, TraceBook, Uses
 
 
 def book(device: dict[str, Iterable[int]], host: Iterable[int] = (), step: Iterable[int] = ()) -> TraceBook:

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetmem.schedule.gradients import GradientSends, Lending, Send
+from tests.schedule.tested import GradientSends, Lending, Send
 
 MADE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=30)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hetmem.schedule.hardware import DeviceProfile, HardwareProfile, HostProfile, ProfileError, Rate
+from hetmem.schedule.hardware import HardwareProfile, ProfileError
+from tests.schedule.tested import DeviceProfile, HostProfile, Rate
 
 
 def profile() -> HardwareProfile:

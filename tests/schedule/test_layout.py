@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetmem.base.units import round_up
-from hetmem.schedule.layout import (
+from tests.schedule.shapes import MODELS, PARAMETERS, parameter_specs
+from tests.schedule.tested import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
     TARGET_ELEMENTS,
@@ -19,9 +19,9 @@ from hetmem.schedule.layout import (
     ParameterSpec,
     Placement,
     build_layout,
+    round_up,
     search_chunk_elements,
 )
-from tests.schedule.shapes import MODELS, PARAMETERS, parameter_specs
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "bf16 frozen": 2, "int8": 1}
 KI, MI = 1 << 10, 1 << 20

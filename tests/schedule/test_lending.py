@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.gradients import Lending, set_aside
+from tests.schedule.tested import Lending, set_aside
 
 SIZES = st.lists(st.integers(1, 5), max_size=6)
 

@@ -6,18 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.base.units import GIB, MIB
 from hetmem.errors import BudgetError
-from hetmem.schedule.placement import (
+from tests.schedule.tested import (
+    GIB,
+    MIB,
     STAGED_ROLES,
     Room,
+    Tier,
     fits_device,
     largest_chunk_elements,
     place,
     place_copies,
     staging_slots,
 )
-from hetmem.schedule.trace import Tier
 
 sizes = st.lists(st.integers(0, 20), max_size=20)
 room = st.integers(0, 100)

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.optimum import fewest_bytes, fewest_fetches
 from hetmem.errors import CapacityError
-from hetmem.schedule.blocks import Block, Drop, Fetch
-from hetmem.schedule.eviction import FIFO, LRU, CopyFacts, EvictionPolicy, NextUse
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import NEVER, Schedule, Tier
+from hetmem.schedule.eviction import CopyFacts, EvictionPolicy
+from tests.schedule.tested import FIFO, LRU, NEVER, Block, Drop, Fetch, NextUse, Residency, Schedule, Tier
 
 single_uses = st.lists(st.integers(0, 4).map(lambda block: (block,)), max_size=12)
 uses_at_once = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2, unique=True).map(tuple), max_size=12)

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.replay import Trace, gpt, optimum, replay
-from hetmem.schedule.blocks import Block, CopyState, Drop, Write
-from hetmem.schedule.eviction import NextUse
-from hetmem.schedule.trace import Schedule, Uses
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit
+from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, Uses, Write
 
 
 def test_what_comes_next_is_fetched_ahead_a_few_at_a_time() -> None:

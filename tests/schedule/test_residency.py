@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.schedule.blocks import Block, CopyState, Drop, Write
-from hetmem.schedule.trace import Schedule
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, visit
+from tests.schedule.tested import Block, CopyState, Drop, Schedule, Write
 
 # --- hits, misses, evictions ----------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from hetmem.errors import StateError
-from hetmem.schedule.blocks import CopyState, Drop, Write
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, read, residency, up, visit
+from tests.schedule.tested import CopyState, Drop, Write
 
 
 def test_a_failed_fetch_that_nobody_waits_for_leaves_no_copy_and_can_be_tried_again() -> None:

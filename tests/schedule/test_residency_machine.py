@@ -18,11 +18,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetmem.errors import CapacityError, StateError
-from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
-from hetmem.schedule.eviction import FIFO, LRU, EvictionPolicy, NextUse
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Schedule, Tier
+from hetmem.schedule.eviction import EvictionPolicy
 from tests.schedule.scanning import compare
+from tests.schedule.tested import (
+    FIFO,
+    LRU,
+    Block,
+    Command,
+    CopyState,
+    Drop,
+    Fetch,
+    NextUse,
+    Residency,
+    Schedule,
+    Tier,
+    Write,
+)
 from tests.schedule.world import UNDEFINED, World
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.update_split import MARGIN_SHARE, Candidate, choose, idle_bytes
+from tests.schedule.tested import MARGIN_SHARE, Candidate, choose, idle_bytes
 
 CANDIDATES = st.lists(st.builds(Candidate, st.integers(1, 100), st.integers(0, 1)), max_size=12)
 

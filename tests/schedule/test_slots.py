@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.slots import PlaceMap, SlotMap
+from tests.schedule.tested import PlaceMap, SlotMap
 
 
 @given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))

@@ -7,9 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.hardware import Rate
-from hetmem.schedule.update_split import Facts, Fitting, StreamedShare, spread
 from tests.optim.machines import SLOW_HOST
+from tests.schedule.tested import Facts, Fitting, Rate, StreamedShare, spread
 
 CHUNKS = [Fitting(number, 1000, 16382 + number) for number in range(4)]
 SLOT = 20480

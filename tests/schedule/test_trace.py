@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, Uses
+from tests.schedule.tested import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, Uses
 
 blocks = st.integers(0, 4)
 uses = st.lists(st.lists(blocks, min_size=1, max_size=3, unique=True).map(tuple), max_size=8)

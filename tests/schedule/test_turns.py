@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetmem.schedule.updates import Turns
+from tests.schedule.tested import Turns
 
 
 def mostly(*waiting: tuple[int, str]) -> Turns[tuple[int, str]]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hetmem.schedule.blocks import Block, Drop, Fetch, Write
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Tier
+from tests.schedule.tested import Block, Drop, Fetch, Residency, Tier, Write
 
 HOST, NVME = Tier.HOST, Tier.NVME
 TORN = -1  # a home while it is written

@@ -9,6 +9,13 @@ from collections.abc import Hashable
 
 from hetmem.schedule.trace import Moment, SegmentTrace, TraceBook
 
+_GROWS = 2
+"""Times as large as what was measured: up to there memory is taken to grow with the inputs."""
+
+
+def _growth(size: int, known: int) -> float:
+    return size / known if size > known > 0 else 1.0
+
 
 def segment_name(key: Hashable) -> str:
     """What a segment with `key` is, for people: "forward", "backward" or "step"."""
@@ -18,8 +25,10 @@ def segment_name(key: Hashable) -> str:
 class StepTracer:
     """The segment that runs now, beside what the book says of it.
 
-    A segment is *measured* (its non-model bytes are watched) when its key is new, or when it left its trace; a
-    segment that leaves its trace again and again is measured again only at the 1st, 2nd, 4th, 8th … time.
+    A segment is *measured* (its non-model bytes are watched) when its key is new, when its inputs are more than twice
+    as large as any that were measured, or when it left its trace; a segment that leaves its trace again and again is
+    measured again only at the 1st, 2nd, 4th, 8th … time. What is known of a key holds for inputs of every shape: of
+    smaller ones it is the most that they need, and for larger ones it grows with them.
     """
 
     def __init__(self) -> None:
@@ -34,29 +43,53 @@ class StepTracer:
         self._host: list[int] = []
         self._overwritten: set[int] = set()
         self._departures: dict[Hashable, int] = {}
+        self._size = 0
+        self._measured_sizes: dict[Hashable, int] = {}
+        """By key, the bytes of the largest inputs that were measured."""
+        self._sizes: dict[Hashable, int] = {}
+        """The same of all that have run."""
+        self.growth = 1.0
+        """How much more than its trace says the segment may need."""
+        self.unseen_growth = 1.0
+        """How much more than any with its key has needed."""
+        self.is_unseen = False
+        """Whether nothing is known of what it will need."""
 
     def forget_traces(self) -> None:
         """No trace holds any more, nor will that of the segment that runs, which goes by what was known of it."""
         self.book, self.key = TraceBook(), None
+        self._sizes.clear()
+        self._measured_sizes.clear()
 
-    def must_measure(self, key: Hashable) -> bool:
-        """Whether a segment with `key` has to be watched."""
+    def must_measure(self, key: Hashable, size: int = 0) -> bool:
+        """Whether a segment with `key`, and inputs of `size` bytes, has to be watched."""
         departures = self._departures.get(key, 0)
-        return self.book.get(key) is None or (departures > 0 and departures & (departures - 1) == 0)
+        if self.book.get(key) is None or size > _GROWS * self._measured_sizes.get(key, size):
+            return True
+        return departures > 0 and departures & (departures - 1) == 0
+
+    def has_seen(self, key: Hashable, size: int) -> bool:
+        """Whether a segment like that of `key`, with inputs as large, has run before: also in another mode."""
+        name = segment_name(key)
+        return any(size <= seen for other, seen in self._sizes.items() if segment_name(other) == name)
 
     def knows_a_backward(self) -> bool:
         """Whether a whole forward and backward was seen."""
         return any(segment_name(trace.key) == "backward" for trace in self.book.traces())
 
-    def begin(self, key: Hashable, *, measured: bool) -> None:
-        """End the segment that ran and begin one with `key`."""
+    def begin(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
+        """End the segment that ran and begin one with `key`, and inputs of `size` bytes."""
         self.end()
-        self.key, self.measured = key, measured
+        self.key, self.measured, self._size = key, measured, size
         self.known = self.book.get(key)
+        self.growth = 1.0 if measured else _growth(size, self._measured_sizes.get(key, 0))
+        self.unseen_growth = _growth(size, self._sizes.get(key, 0))
+        seen = self.has_seen(key, size) if self.known is None else size > self._measured_sizes.get(key, 0)
+        self.is_unseen = measured and not seen
         self.position = self._sent = 0
         self._moments, self._host, self._overwritten = [], [], set()
         self._opening = Moment("begin", ())
-        self._expected = self._opening if self.known is None else self.known.opening
+        self._expected = self._opening if self.known is None else self.known.opening.times(self.growth)
 
     def end(self) -> None:
         """Put what was recorded into the book."""
@@ -64,6 +97,7 @@ class StepTracer:
         if key is None:
             return
         self.key = None
+        self._sizes[key] = max(self._size, self._sizes.get(key, 0))
         same = known is not None and [m.blocks for m in known.moments] == [m.blocks for m in self._moments]
         on_host = (tuple(self._host), frozenset(self._overwritten))
         if known is not None and same and not self.measured and (known.host_blocks, known.overwritten) == on_host:
@@ -76,9 +110,19 @@ class StepTracer:
             else:
                 self._moments = list(known.moments)
             self._opening = known.opening
-        elif self._departures.get(key):
-            self._departures[key] += 1
+        else:
+            self._keep_the_most(key, known if same else None)
+            if self._departures.get(key):
+                self._departures[key] += 1
         self.book.put(SegmentTrace(key, tuple(self._moments), *on_host, self._opening))
+
+    def _keep_the_most(self, key: Hashable, known: SegmentTrace | None) -> None:
+        """What was measured just now counts; but what larger inputs have needed at the same moments still holds."""
+        before, self._measured_sizes[key] = self._measured_sizes.get(key, 0), self._size
+        if known is not None and before > self._size:
+            self._measured_sizes[key] = before
+            self._moments = [mine.most(other) for mine, other in zip(self._moments, known.moments, strict=True)]
+            self._opening = self._opening.most(known.opening)
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int, leaving_bytes: int = 0) -> Moment:
         """One operator boundary; returns what to expect until the next one. Of `live_bytes` gradients on their way home
@@ -90,7 +134,8 @@ class StepTracer:
             expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
         else:
             moments = self.known.moments
-            expected = moments[at] if at < len(moments) else Moment(operator, blocks, *self.known.worst())
+            known = moments[at] if at < len(moments) else Moment(operator, blocks, *self.known.worst())
+            expected = known.times(self.growth)
         as_expected = expected.blocks == blocks and expected.operator == operator
         self._moments.append(expected if as_expected else Moment(operator, blocks, live_bytes))
         self._expected = expected

@@ -13,8 +13,7 @@ from functools import partial
 
 import pytest
 
-from hetmem.cpu import workers
-from hetmem.cpu.workers import WorkerPool
+from tests.cpu.tested import WorkerPool, workers
 from tests.engine.harness import comes_to_be, hetmem_threads
 
 _OTHERS: set[threading.Thread] = set()

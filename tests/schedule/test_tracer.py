@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetmem.engine.tracer import StepTracer
+from hetmem.schedule.tracer import StepTracer
 
 BACKWARD = ("backward",)
 

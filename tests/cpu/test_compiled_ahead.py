@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.cpu import compact, loops, norm, update
+from tests.cpu.tested import compact, loops, norm, update
 from tests.engine.harness import PLACEMENTS, Tower, loss_of, manage, token_batches
 
 OPTIONS: dict[str, dict[str, Any]] = {

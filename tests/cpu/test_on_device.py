@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetmem.cpu import on_device
-from hetmem.cpu.on_device import adamw_as_on_host, equals_host
-from hetmem.cpu.update import AdamWStep, update_by_torch
-from hetmem.cuda import adam
+from tests.cpu.tested import AdamWStep, adam, adamw_as_on_host, equals_host, on_device, update_by_torch
 from tests.engine.harness import same_bits
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed import trained, updated

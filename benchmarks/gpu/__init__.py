@@ -1,0 +1,1 @@
+"""`make gpu`: ten minutes on a GPU that tell everything."""

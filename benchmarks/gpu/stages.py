@@ -1,0 +1,63 @@
+"""The stages of `make gpu`, in order of value. They depend on none before them; `ways` and `rates` are used if there.
+
+It imports nothing that needs torch: the program that starts stages needs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`function` of `module` runs with the stage's `Notes`, for at most `seconds`; one that `stretches` takes what
+    the others have left too."""
+
+    name: str
+    seconds: float
+    module: str
+    function: str
+    about: str
+    stretches: bool = False
+
+
+def _stage(name: str, seconds: float, place: str, about: str, *, stretches: bool = False) -> Stage:
+    module, _, function = place.partition(":")
+    return Stage(name, seconds, f"benchmarks.gpu.{module}", function, about, stretches)
+
+
+STAGES = (
+    _stage(
+        "facts", 30, "machine:facts", "The machine: GPU, link, memory, cores, disk, versions, how long imports take."
+    ),
+    _stage("calls", 20, "machine:calls", "What calls cost the thread that makes them, in microseconds."),
+    _stage("links", 55, "links:links", "Host memory populated and registered; copies by size; the host's AdamW."),
+    _stage("ways", 30, "links:ways", "Copy engine or kernel, alone and beside matrix products; the choice is kept."),
+    _stage("smoke", 45, "smoke:smoke", "Three steps of small models, each way that hetmem trains: plain torch's bits?"),
+    _stage("resident", 45, "training:resident", "Models that fit: managed against plain, eager and compiled."),
+    _stage(
+        "streamed", 95, "training:streamed", "Layers of Llama 8B with less and less device memory, against the plan."
+    ),
+    _stage("peers", 70, "training:peers", "The same GPT by plain torch, hetmem, FSDP2, DeepSpeed and torchao."),
+    _stage("largest", 100, "training:largest", "Models of 4, 8 and 11 billion parameters, two steps.", stretches=True),
+    _stage("tests", 40, "suites:suites", "The tests that need a GPU, a process for each file.", stretches=True),
+)
+TOTAL_SECONDS = 540
+"""For all stages, their processes' ends and the page; those above take 530 at most, if none stretches."""
+
+
+def chosen(names: str) -> list[Stage]:
+    """The stages called so, separated by commas, in order of value; all for "". Raises ValueError for another name."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [stage.name for stage in STAGES]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"there is no stage {name!r}; known are {', '.join(known)}")
+    return [stage for stage in STAGES if not wanted or stage.name in wanted]
+
+
+def described() -> str:
+    """What each stage takes at most, for people."""
+    lines = [f"{'stage':10}{'s':>4}  what"]
+    lines += [f"{stage.name:10}{stage.seconds:4g}  {stage.about}" for stage in STAGES]
+    return "\n".join([*lines, f"{'all':10}{TOTAL_SECONDS:4}  the last two may take what the others leave"])

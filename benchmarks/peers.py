@@ -1,0 +1,446 @@
+"""The same GPT trained by plain torch, hetmem, FSDP2, DeepSpeed and torchao, side by side in one run.
+
+    OMP_WAIT_POLICY=passive python -m benchmarks.peers [--only plain,hetmem-host] [--rounds 7] [--write FILE.md]
+
+Each trains in a process of its own; rounds are interleaved, and only one process is at work at a time. A round is one
+step of training. "CPU" is the time that all threads of the process took of the cores, "thread" that of the thread that
+trains; on a machine that others use too these are the measures, and wall times are not. Ratios are of medians within
+the run. Without a GPU this compares what the libraries themselves cost: the model computes in float32 on the CPU, and
+hetmem's device is the simulated one, which lies in host memory as all else does. On a GPU take `--precision bfloat16`.
+
+DeepSpeed and torchao take part where they are installed, and a peer that cannot run here says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+WARM_UP = 2
+QUIET_LOAD = 1.5
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and its batch, and where files go."""
+
+    width: int = 512
+    depth: int = 8
+    vocabulary: int = 4096
+    batch: int = 4
+    context: int = 128
+    precision: str = "float32"
+    directory: str = ""
+
+    def model(self) -> Any:
+        """The same weights in every process, on the host."""
+        from benchmarks.gpu.models import GPT
+
+        torch.manual_seed(0)
+        return GPT(self.width, self.depth, self.vocabulary, heads=8, context=self.context, tied=False)
+
+    def tokens(self) -> torch.Tensor:
+        """The batch of every step."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(0, self.vocabulary, (self.batch, self.context), generator=generator).to(_device())
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the compute; None where it is that of the weights."""
+        return None if self.precision == "float32" else torch.bfloat16
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+Step = Callable[[], torch.Tensor]
+
+
+# ---- those who train --------------------------------------------------------------------------------------------
+
+
+def plain(shape: Shape, offloaded: bool = False) -> Step:
+    """torch.optim.AdamW(fused=True), all on the device; or torchao's optimizer, whose states are on the host."""
+    from benchmarks.gpu.models import training_step
+
+    model = shape.model().to(_device())
+    if offloaded:
+        from torchao.optim import CPUOffloadOptimizer
+
+        optimizer: Any = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    tokens = shape.tokens()
+
+    def compute(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(_device(), shape.dtype, enabled=shape.dtype is not None):
+            loss: torch.Tensor = model(tokens)
+        return loss
+
+    return training_step(compute, optimizer, tokens)
+
+
+def hetmem(shape: Shape, placement: str) -> Step:
+    """hetmem.AdamW. "host": half of the copies on the device and all homes on the host; "nvme": a quarter of the homes'
+    bytes on the host, the others on the disk; "overlap": as "host", with updates behind the backward and gradients
+    used up there."""
+    import hetmem
+    from benchmarks.gpu.models import training_step
+
+    model = shape.model()
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+    copies = weights // (1 if shape.dtype is None else 2)
+    limits: dict[str, Any] = {
+        "resident": {"device": 16 * weights, "host": 64 * MIB},
+        "host": {"device": 16 * weights, "device_chunks": copies // 2, "host": 6 * weights},
+        "nvme": {"device": 16 * weights, "device_chunks": copies // 2, "host": weights, "nvme": 6 * weights},
+    }["host" if placement == "overlap" else placement]
+    if placement == "nvme":
+        limits["nvme_dir"] = shape.directory
+    overlap = {"overlap": "backward", "gradients": "streamed"} if placement == "overlap" else {}
+    managed = hetmem.manage(model, hetmem.Budget(**limits), mixed_precision=shape.dtype)
+    return training_step(managed, hetmem.AdamW(managed.parameters(), lr=LR, **overlap), shape.tokens())
+
+
+def fsdp2(shape: Shape) -> Step:
+    """torch's `fully_shard` of each block, with parameters, gradients and optimizer on the host."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    from benchmarks.gpu.models import training_step
+
+    if _device() == "cuda":
+        torch.cuda.set_device(0)
+    backends = "cpu:gloo,cuda:nccl" if _device() == "cuda" and distributed.is_nccl_available() else "gloo"
+    distributed.init_process_group(backends, init_method=f"file://{shape.directory}/fsdp2", rank=0, world_size=1)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(_device(), (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=_device() == "cuda"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=shape.dtype),
+    }
+    model = shape.model()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return training_step(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), shape.tokens())
+
+
+def deepspeed(shape: Shape, nvme: bool = False) -> Step:
+    """ZeRO-3 with parameters and optimizer on the host, or on NVMe."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    import deepspeed
+    from torch import distributed
+
+    rendezvous = f"file://{shape.directory}/deepspeed-{nvme}"
+    distributed.init_process_group(
+        "nccl" if _device() == "cuda" else "gloo", init_method=rendezvous, rank=0, world_size=1
+    )
+    place: dict[str, Any] = {"device": "nvme" if nvme else "cpu", "pin_memory": _device() == "cuda"}
+    if nvme:
+        place["nvme_path"] = shape.directory
+    config = {
+        "train_micro_batch_size_per_gpu": shape.batch,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**place, "buffer_size": 1 << 25} if nvme else place,
+            "offload_optimizer": place,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+        "bf16": {"enabled": shape.dtype is not None},
+        "zero_force_ds_cpu_optimizer": True,
+        "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True},
+    }
+    model = shape.model()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    tokens = shape.tokens()
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
+    "plain": ("plain torch, all on the device", plain),
+    "hetmem-resident": ("hetmem, all on the device", partial(hetmem, placement="resident")),
+    "hetmem-host": ("hetmem, homes on the host, half of the copies on the device", partial(hetmem, placement="host")),
+    "hetmem-overlap": (
+        'the same with `overlap="backward"`, `gradients="streamed"`',
+        partial(hetmem, placement="overlap"),
+    ),
+    "hetmem-nvme": ("hetmem, three quarters of the homes or more on NVMe", partial(hetmem, placement="nvme")),
+    "fsdp2": ("FSDP2 with `CPUOffloadPolicy`", fsdp2),
+    "deepspeed": ("DeepSpeed ZeRO-3, all on the host", deepspeed),
+    "deepspeed-nvme": ("DeepSpeed ZeRO-3, all on NVMe", partial(deepspeed, nvme=True)),
+    "torchao": ("plain torch with torchao's `CPUOffloadOptimizer`", partial(plain, offloaded=True)),
+}
+
+
+# ---- one of them, in its process -------------------------------------------------------------------------------
+
+
+def serve(name: str, shape: Shape) -> None:
+    """Answer each line of standard input ("build", "step") with one of JSON; what libraries print goes to the log."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    step: Step = torch.zeros  # replaced by "build"
+    for line in sys.stdin:
+        try:
+            if line.strip() == "build":
+                step = PEERS[name][1](shape)
+                answer: dict[str, Any] = {"built": True}
+            else:
+                answer = _measured(step)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        answers.write(json.dumps(answer) + "\n")
+
+
+def _measured(step: Step) -> dict[str, Any]:
+    wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    loss = float(step())
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    answer = {
+        "wall": time.perf_counter() - wall,
+        "cpu": time.process_time() - cpu,
+        "thread": time.thread_time() - thread,
+        "loss": loss,
+        "host_bytes": _peak_bytes(),
+    }
+    if torch.cuda.is_available():
+        answer["device_bytes"] = torch.cuda.memory_stats().get("allocated_bytes.all.peak", 0)
+    return answer
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had at a time."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+# ---- all of them ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Peer:
+    """One process, and what it has answered."""
+
+    name: str
+    process: subprocess.Popen[str]
+    log: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    failed: str = ""
+
+    def ask(self, what: str, seconds: float) -> dict[str, Any]:
+        """Its answer; `failed` if there is none within `seconds`, and then it is ended."""
+        if self.failed:
+            return {}
+        answer: dict[str, Any] = {}
+        try:
+            assert self.process.stdin is not None and self.process.stdout is not None
+            self.process.stdin.write(what + "\n")
+            self.process.stdin.flush()
+            there, _, _ = select.select([self.process.stdout], [], [], max(seconds, 0.1))
+            line = self.process.stdout.readline() if there else ""
+            answer = json.loads(line) if line else {"failed": "it ended" if there else f"no answer in {seconds:.0f} s"}
+        except (OSError, ValueError) as error:
+            answer = {"failed": f"it ended ({error})"}
+        self.failed = answer.pop("failed", "")
+        if self.failed:
+            self.process.kill()
+            self.process.wait()
+        return answer
+
+    def median(self, what: str) -> float:
+        """Of the rounds that count."""
+        return statistics.median(step[what] for step in self.steps[WARM_UP:])
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has rounds that count."""
+        return len(self.steps) > WARM_UP
+
+
+@contextlib.contextmanager
+def started(names: list[str], shape: Shape, directory: Path, program: Sequence[str]) -> Iterator[list[Peer]]:
+    """A process of each, which builds nothing yet. They are gone behind the context."""
+    peers = []
+    for name in names:
+        log = directory / f"{name}.log"
+        command = [*program, "--peer", name, "--shape", json.dumps(vars(shape))]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=directory,
+                env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"},
+            )
+        peers.append(Peer(name, process, log))
+    try:
+        yield peers
+    finally:
+        for peer in peers:
+            peer.process.kill()
+            peer.process.wait()
+            for pipe in (peer.process.stdin, peer.process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+
+
+def compare(
+    names: list[str],
+    shape: Shape,
+    rounds: int,
+    seconds: float,
+    tell: Callable[[list[Peer]], None] = lambda _: None,
+    program: Sequence[str] = (sys.executable, "-m", "benchmarks.peers"),
+    patience: float = 600.0,
+) -> list[Peer]:
+    """Train with all of `names`, which have `seconds` in all; `tell` hears after each round what is known. `program`:
+    what starts this module. `patience`: seconds that one may take for a step."""
+    until = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as directory:
+        shape = Shape(**{**vars(shape), "directory": directory})
+        with started(names, shape, Path(directory), program) as peers:
+            for peer in peers:
+                peer.ask("build", min(seconds / 2, until - time.monotonic()))
+            for _ in range(WARM_UP + rounds):
+                for peer in peers:
+                    if until > time.monotonic() and (
+                        answer := peer.ask("step", min(patience, until - time.monotonic()))
+                    ):
+                        peer.steps.append(answer)
+                tell(peers)
+            for peer in peers:
+                if peer.failed:
+                    print(f"{peer.name}: {peer.failed}\n{peer.log.read_text()[-3000:]}", file=sys.stderr)
+    return peers
+
+
+def table(peers: list[Peer], *, quiet: bool = True) -> list[str]:
+    """Markdown: ratios to plain torch, where that is among them. Wall times only of a `quiet` machine."""
+    base = next((peer for peer in peers if peer.name == "plain" and peer.counts), None)
+    lines = ["| trained by | CPU | CPU, each round | thread | wall | peak of the process | of the device | last loss |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for peer in peers:
+        about = PEERS[peer.name][0]
+        if not peer.counts:
+            why = (peer.failed or "no time was left").replace("|", "\\|")
+            lines.append(f"| {about} | {why} | | | | | | |")
+            continue
+        each = [step["cpu"] / _of(base, at, "cpu") for at, step in enumerate(peer.steps) if at >= WARM_UP]
+        ratios = [f"{peer.median(what) / (base.median(what) if base else 1):.2f}" for what in ("cpu", "thread", "wall")]
+        ratios[2] = ratios[2] if quiet else "-"
+        last = peer.steps[-1]
+        device = f"{last['device_bytes'] / (1 << 30):.2f} GiB" if "device_bytes" in last else "-"
+        lines.append(
+            f"| {about} | {ratios[0]} | {min(each):.2f} to {max(each):.2f} | {ratios[1]} | {ratios[2]} "
+            f"| {last['host_bytes'] / (1 << 30):.2f} GiB | {device} | {last['loss']:.6f} |"
+        )
+    if base is not None:
+        times = (("cpu", "CPU"), ("wall", "wall")) if quiet else (("cpu", "CPU"),)
+        figures = ", ".join(f"{base.median(what):.3f} s {name}" for what, name in times)
+        lines += ["", f"Plain torch: {figures} a step (medians of {len(base.steps) - WARM_UP})."]
+    return lines
+
+
+def _of(base: Peer | None, at: int, what: str) -> float:
+    return float(base.steps[at][what]) if base is not None and at < len(base.steps) else 1.0
+
+
+def machine() -> str:
+    """Processor, cores, load, versions."""
+    models = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    versions = []
+    for name in ("torch", "deepspeed", "torchao"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    cores = len(os.sched_getaffinity(0))
+    processor = models[0] if models else platform.machine()
+    return f"{cores} cores of {processor}, {device}, {', '.join(versions)}, load {os.getloadavg()[0]:.1f}"
+
+
+def main() -> int:
+    """Compare, and print the table or write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PEERS), help="names, separated by commas")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1200.0, help="for all")
+    parser.add_argument("--write", type=Path, help="a file for the table")
+    for name, value in vars(Shape()).items():
+        if name != "directory":
+            parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("--shape", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
+        serve(options.peer, Shape(**json.loads(options.shape)))
+        return 0
+    shape = Shape(**{name: getattr(options, name) for name in vars(Shape()) if name != "directory"})
+    text = page(shape, options, machine(), compare(options.only.split(","), shape, options.rounds, options.seconds))
+    print(text)
+    if options.write:
+        options.write.write_text(text)
+    return 0 if re.search(r"\| \d", text) else 1
+
+
+def page(shape: Shape, options: argparse.Namespace, before: str, peers: list[Peer]) -> str:
+    """The table with what it is of. `before`: the machine, as it was then."""
+    rows = [
+        "# The same GPT, trained by plain torch, hetmem and others",
+        "",
+        f"{date.today()}: {before} before, {os.getloadavg()[0]:.1f} after. A GPT of {shape.depth} blocks, width "
+        f"{shape.width}, batch {shape.batch} x {shape.context}, {shape.precision}: `python -m benchmarks.peers "
+        f"--rounds {options.rounds}`, one process each, rounds interleaved, one at work at a time. Ratios are to plain "
+        "torch in this run.",
+        "",
+        *table(peers, quiet=os.getloadavg()[0] < QUIET_LOAD),
+        "",
+        "CPU is the time of all threads of a process, thread that of the one that trains: medians of rounds. Wall "
+        f"times are left out where others use the machine too (a load above {QUIET_LOAD}). Peaks include the building. "
+        "hetmem's simulated device lies in host memory: what is resident there counts as the process's, as all else.",
+        "",
+    ]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

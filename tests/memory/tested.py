@@ -1,0 +1,90 @@
+"""What tests of `hetmem.memory` use of it: the one file that follows when it moves. For this folder only."""
+
+from __future__ import annotations
+
+from hetmem.base.config import cache_directory, kernel_cache_directory
+from hetmem.base.units import GIB, MIB
+from hetmem.cuda.backend import Backend, TorchBackend
+from hetmem.cuda.checks import stream_for
+from hetmem.cuda.segments import Segments
+from hetmem.engine import live_bytes
+from hetmem.engine.homes import Memory
+from hetmem.intercept import registry
+from hetmem.memory import cuda_copies, cuda_device, free_memory, host_pool, mapping, numa, nvme_file, nvme_requests
+from hetmem.memory.compute_streams import ComputeStreams
+from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
+from hetmem.memory.cuda_device import CudaDevice, CudaStreams
+from hetmem.memory.device import SimDevice
+from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.free_memory import free_host_bytes, left_by_groups
+from hetmem.memory.host_pool import HostPool
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of
+from hetmem.memory.nvme_requests import DEFAULT, DiskSettings, Requests, settings_for
+from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
+from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
+from hetmem.schedule.blocks import Link
+from hetmem.schedule.hardware import DiskSample
+from hetmem.schedule.trace import Tier
+from hetmem.tools import bench_device
+from hetmem.tools.doctor import examine
+from hetmem.tools.probe import _keep
+
+__all__ = [
+    "BLOCK_BYTES",
+    "DEFAULT",
+    "GIB",
+    "HELD_BACK",
+    "MIB",
+    "PAGE_BYTES",
+    "Backend",
+    "ComputeStreams",
+    "CudaDevice",
+    "CudaStreams",
+    "DevicePool",
+    "DiskSample",
+    "DiskSettings",
+    "Extent",
+    "Finished",
+    "HostPool",
+    "Job",
+    "Link",
+    "Mapping",
+    "Memory",
+    "NvmeStore",
+    "Requests",
+    "Seen",
+    "Segments",
+    "SimDevice",
+    "StreamCopier",
+    "ThreadCopier",
+    "Tier",
+    "TorchBackend",
+    "TransferEngine",
+    "Way",
+    "Ways",
+    "_keep",
+    "address_of",
+    "bench_device",
+    "cache_directory",
+    "cuda_copies",
+    "cuda_device",
+    "examine",
+    "free_host_bytes",
+    "free_memory",
+    "host_pool",
+    "kernel_cache_directory",
+    "left_by_groups",
+    "live_bytes",
+    "load_ways",
+    "mapping",
+    "numa",
+    "nvme_file",
+    "nvme_requests",
+    "registry",
+    "save_ways",
+    "settings_for",
+    "stream_for",
+    "ways_file",
+]

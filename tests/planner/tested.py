@@ -1,0 +1,122 @@
+"""What tests of `hetmem.planner` use of it: the one file that follows when it moves. For this folder only."""
+
+from __future__ import annotations
+
+from hetmem import planner
+from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
+from hetmem.planner import Plan, PlanError, repetition, what_if
+from hetmem.planner.decide import Decision, Variant, decide
+from hetmem.planner.link_queue import LinkQueue
+from hetmem.planner.meta_results import Results
+from hetmem.planner.model import Call, checkpointed, divided, trace, trace_real
+from hetmem.planner.plan import KEPT, SENT_STATES
+from hetmem.planner.repetition import micro_batches
+from hetmem.planner.reservation import ROLES, arrange, state_bytes
+from hetmem.planner.search import (
+    Candidate,
+    Setting,
+    Streaming,
+    _chunk_sizes,
+    arranged,
+    chunk_bytes_near,
+    judge,
+    judged,
+    search,
+)
+from hetmem.planner.simulated_trace import Notes
+from hetmem.planner.simulated_updates import (
+    Crossing,
+    SimulatedDeviceUpdates,
+    SimulatedUpdates,
+    Staged,
+    Update,
+    fits,
+)
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.step_program import Rehearsal, rehearse
+from hetmem.planner.what_if import grown, largest_parameters, stacks
+from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
+from hetmem.schedule.blocks import Block, CopyState
+from hetmem.schedule.eviction import FIFO, LRU, NextUse
+from hetmem.schedule.gradients import Complete
+from hetmem.schedule.hardware import Rate, ThreadCosts
+from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
+from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.trace import Schedule, Tier
+
+__all__ = [
+    "FARTHER",
+    "FIFO",
+    "KEPT",
+    "KIB",
+    "LRU",
+    "MIB",
+    "PAGE_ELEMENTS",
+    "ROLES",
+    "SENT_STATES",
+    "Block",
+    "Call",
+    "Candidate",
+    "Capacities",
+    "Complete",
+    "CopyState",
+    "Crossing",
+    "Decision",
+    "Event",
+    "Kind",
+    "LinkQueue",
+    "NextUse",
+    "NoRoom",
+    "Notes",
+    "ParameterSpec",
+    "Phase",
+    "Plan",
+    "PlanError",
+    "Prefetch",
+    "Rate",
+    "Rehearsal",
+    "Results",
+    "Schedule",
+    "Setting",
+    "SimulatedDeviceUpdates",
+    "SimulatedTraffic",
+    "SimulatedUpdates",
+    "Staged",
+    "StepResult",
+    "Streaming",
+    "ThreadCosts",
+    "Tier",
+    "Update",
+    "Updating",
+    "Variant",
+    "Work",
+    "Workload",
+    "_chunk_sizes",
+    "arrange",
+    "arranged",
+    "build_layout",
+    "checkpointed",
+    "chunk_bytes_near",
+    "decide",
+    "divided",
+    "fits",
+    "format_enough",
+    "format_seconds",
+    "grown",
+    "judge",
+    "judged",
+    "largest_parameters",
+    "micro_batches",
+    "parse_size",
+    "planner",
+    "rehearse",
+    "repetition",
+    "round_down",
+    "search",
+    "stacks",
+    "state_bytes",
+    "trace",
+    "trace_real",
+    "what_if",
+]

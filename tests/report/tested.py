@@ -1,0 +1,55 @@
+"""What tests of `hetmem.report` use of it: the one file that follows when it moves. For this folder only."""
+
+from __future__ import annotations
+
+from hetmem import planner
+from hetmem.base.units import format_size
+from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Transfer
+from hetmem.intercept import registry
+from hetmem.report import files, live, timeline
+from hetmem.report.chrome_trace import trace_text
+from hetmem.report.intervals import clip, length, overlap, union, without
+from hetmem.report.page import page_text
+from hetmem.report.report import MemoryReport
+from hetmem.report.saved import compare, render, show
+from hetmem.report.step import format_seconds, step_section
+from hetmem.report.text import comparison, table
+from hetmem.report.timeline import BlockFacts, Thinning, timeline_section
+from hetmem.report.window import Window, last_window
+from hetmem.schedule.blocks import Link
+
+__all__ = [
+    "BlockFacts",
+    "CopyChange",
+    "EventLog",
+    "Fault",
+    "Link",
+    "MemoryReport",
+    "MomentSeen",
+    "Span",
+    "Thinning",
+    "Transfer",
+    "Window",
+    "clip",
+    "compare",
+    "comparison",
+    "files",
+    "format_seconds",
+    "format_size",
+    "last_window",
+    "length",
+    "live",
+    "overlap",
+    "page_text",
+    "planner",
+    "registry",
+    "render",
+    "show",
+    "step_section",
+    "table",
+    "timeline",
+    "timeline_section",
+    "trace_text",
+    "union",
+    "without",
+]

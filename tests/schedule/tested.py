@@ -1,0 +1,117 @@
+"""What tests of `hetmem.schedule` use of it: the one file that follows when it moves. For this folder only."""
+
+from __future__ import annotations
+
+from hetmem.base.units import GIB, MIB, round_up
+from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
+from hetmem.schedule.cache import Cache
+from hetmem.schedule.eviction import FIFO, LRU, NOTHING, NextUse, Order
+from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
+from hetmem.schedule.hardware import DeviceProfile, HostProfile, Rate
+from hetmem.schedule.layout import (
+    ALIGNMENT_ELEMENTS,
+    PAGE_ELEMENTS,
+    TARGET_ELEMENTS,
+    ChunkSpec,
+    Layout,
+    ParameterSpec,
+    Placement,
+    build_layout,
+    search_chunk_elements,
+)
+from hetmem.schedule.placement import (
+    STAGED_ROLES,
+    Room,
+    fits_device,
+    largest_chunk_elements,
+    place,
+    place_copies,
+    staging_slots,
+)
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.slots import PlaceMap, SlotMap
+from hetmem.schedule.supply import Supply
+from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, Uses
+from hetmem.schedule.update_split import (
+    MARGIN_SHARE,
+    Candidate,
+    Costs,
+    Facts,
+    Fitting,
+    Shares,
+    StreamedShare,
+    Way,
+    best_shares,
+    choose,
+    idle_bytes,
+    spread,
+    update_costs,
+)
+from hetmem.schedule.updates import Turns
+
+__all__ = [
+    "ALIGNMENT_ELEMENTS",
+    "FIFO",
+    "GIB",
+    "LRU",
+    "MARGIN_SHARE",
+    "MIB",
+    "NEVER",
+    "NOTHING",
+    "PAGE_ELEMENTS",
+    "STAGED_ROLES",
+    "STEP",
+    "TARGET_ELEMENTS",
+    "Block",
+    "Cache",
+    "Candidate",
+    "ChunkSpec",
+    "Command",
+    "CopyState",
+    "Costs",
+    "DeviceProfile",
+    "Drop",
+    "Facts",
+    "Fetch",
+    "Fitting",
+    "GradientSends",
+    "HostProfile",
+    "Layout",
+    "Lending",
+    "Moment",
+    "NextUse",
+    "Order",
+    "ParameterSpec",
+    "PlaceMap",
+    "Placement",
+    "Rate",
+    "Residency",
+    "Room",
+    "Schedule",
+    "SegmentTrace",
+    "Send",
+    "Shares",
+    "SlotMap",
+    "StreamedShare",
+    "Supply",
+    "Tier",
+    "TraceBook",
+    "Turns",
+    "Uses",
+    "Way",
+    "Write",
+    "best_shares",
+    "build_layout",
+    "choose",
+    "fits_device",
+    "idle_bytes",
+    "largest_chunk_elements",
+    "place",
+    "place_copies",
+    "round_up",
+    "search_chunk_elements",
+    "set_aside",
+    "spread",
+    "staging_slots",
+    "update_costs",
+]

@@ -1,0 +1,92 @@
+"""The code of docs/integrations.md runs as it is printed, with the real frameworks."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from tests.test_docs_code import given, llama, run, snippets
+
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
+
+TRAINER, TRL, ACCELERATE, LIGHTNING, LOGGERS = snippets("docs/integrations.md")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+
+
+def names_for(*modules: str) -> dict[str, Any]:
+    """What the page leaves open: a model, its batches, and the frameworks under their names."""
+    names = given(managed=False)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 64), torch.randn(12, 64))
+    names["loader"] = torch.utils.data.DataLoader(data, batch_size=4)
+    return names | {name: pytest.importorskip(name) for name in modules}
+
+
+def on_this_processor(code: str) -> str:
+    """Without a GPU; and quietly."""
+    return code.replace("max_steps=3)", "max_steps=3, use_cpu=True, bf16=False, report_to=['tensorboard'])")
+
+
+def test_the_trainer() -> None:
+    names = names_for("transformers", "accelerate", "tensorboard") | {"model": llama("model")}
+    tokens = torch.randint(3, 32, (8,))
+    names["data"] = [{"input_ids": tokens, "labels": tokens}] * 8
+    run(on_this_processor(TRAINER), names)
+    assert hetmem.report(names["model"]).to_dict()["steps"] == 3
+    assert Path("run.html").exists()
+    assert [*Path("out/runs/hetmem").glob("events*")]
+
+
+def test_a_trainer_of_trl() -> None:
+    names = names_for("transformers", "trl", "datasets") | {"model": llama("model")}
+    names["budget"] = hetmem.Budget(device="16MiB", device_chunks="128KiB", host="8MiB")  # its loss takes 6 MiB
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names["tokenizer"] = names["transformers"].PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>"
+    )
+    names["data"] = names["datasets"].Dataset.from_dict({"text": ["a b a b b a"] * 24})
+    run(on_this_processor(TRL), names)
+    assert hetmem.report(names["model"]).to_dict()["steps"] == 3
+    assert Path("run.html").exists()
+
+
+def test_accelerate() -> None:
+    names = names_for("accelerate", "tensorboard")
+    run(ACCELERATE, names)
+    assert hetmem.report(names["model"]).to_dict()["steps"] == 3
+    assert [*Path("out/run").glob("events*")]
+
+
+def test_lightning() -> None:
+    names = names_for("lightning")
+    printed = "lightning.Trainer("
+    assert LIGHTNING.count(printed) == 1
+    run(LIGHTNING.replace(printed, f"{printed}accelerator='cpu', "), names)
+    assert hetmem.report(names["training"].model).to_dict()["steps"] == 3
+    assert Path("run.html").exists()
+    written = b"".join(path.read_bytes() for path in Path("lightning_logs").rglob("*") if path.is_file())
+    assert b"hetmem/device_peak_bytes" in written
+
+
+def test_every_logger_gets_the_numbers() -> None:
+    names = names_for("tensorboard", "wandb", "mlflow") | given()
+    importlib.import_module("torch.utils.tensorboard")
+    with names["wandb"].init(dir=".", mode="offline"), names["mlflow"].start_run() as run_of_mlflow:
+        assert run(LOGGERS, names).startswith("2 ")
+        assert names["wandb"].run.step == 2
+    kept = names["mlflow"].get_run(run_of_mlflow.info.run_id).data.metrics
+    assert kept["hetmem/device_peak_bytes"] > 0
+    assert [*Path("out").glob("events*")]
