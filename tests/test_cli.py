@@ -25,7 +25,7 @@ def test_plan_prints_the_plan_and_saves_it(tmp_path: Path, capsys: pytest.Captur
     assert main([*SMALL, "-o", str(tmp_path / "plan.json")]) == 0
     plan = planner.Plan.load(tmp_path / "plan.json")
     assert plan.fits
-    assert capsys.readouterr().out == f"{plan}\n"
+    assert plan.constructor in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_is_status_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.C
     assert main([*command, "--device-memory", "1GiB", "--host-memory", "1GiB", "--hardware", "l4"]) == 0
     out = capsys.readouterr().out
     assert "LlamaForCausalLM" in out
-    assert "64 tokens a batch, L4, PCIe 4" in out
+    assert "64 tokens a batch, L4, PCIe 4" in " ".join(out.split())
 
 
 def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
         (["plan", MODEL, "--input", "2y3"], "got '2y3'"),
         (["plan", MODEL, "--input", "2x3:int65"], "got '2x3:int65'"),
         (["plan", "--hf-config", "some/Model-7B"], "no such file: some/Model-7B; expected the config.json of a model"),
-        (["plan", "--hf-config", "nowhere.json", "--input", "2x3"], "with --hf-config: --batch, --sequence"),
-        (["plan", "--hf-config", "nowhere.json", "--loss", "a:b"], "with --hf-config: --batch, --sequence"),
+        (["plan", "--hf-config", __file__, "--input", "2x3"], "with --hf-config an input has a name"),
+        ([*SMALL, "--input", "x=2x3"], "give all inputs a name, or none"),
         ([*SMALL, "--batch", "8"], "--batch and --sequence go with --hf-config"),
         ([*SMALL, "--sequence", "8"], "with MODULE:FUNCTION: --input 4x2048"),
         ([*SMALL, "-o", "tests"], "cannot write tests: it is a directory, name a file in it"),

@@ -275,7 +275,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     [
         ("fits", "yes", "plan: fits: expected bool, got 'yes'"),
         ("chunk_bytes", 1.5, "plan: chunk_bytes: expected int or null, got 1.5"),
-        ("version", 0, "plan: version: expected 4, got 0: another hetmem made it; plan again"),
+        ("version", 0, "plan: version: expected 5, got 0: another hetmem made it; plan again"),
         ("terms", None, "plan: terms: expected dict, got None"),
         ("mixed_precision", "float8", "plan: mixed_precision: expected bfloat16, float16 or null, got 'float8'"),
         ("capacity_bytes", {}, "plan: capacity_bytes: expected one int each for device, host, nvme, got {}"),

@@ -36,8 +36,9 @@ class Budget:
     """The most that hetmem may use of each tier; a hard limit.
 
     `device`, `host`, `nvme`: an int of bytes or a string ("512MiB" is 2**29 bytes, "20GB" is 20e9). None: for a GPU
-    nine tenths of what is free of it, for the simulated device a quarter of free host memory; for the host six tenths
-    of what is free; for NVMe no such tier (or, with `nvme_dir`, nine tenths of what is free there). `nvme_dir`: one
+    nine tenths of what is free of it, for the simulated device a quarter of free host memory; for the host what the
+    model can use, at most six tenths of what is free; for NVMe no such tier (or, with `nvme_dir`, nine tenths of what
+    is free there). `nvme_dir`: one
     directory or a list of them, used in turn. `device_chunks`: the part of `device` that chunks may take (None:
     whatever the trace leaves; a model that fits into this part stays on the device). `home_copies`: keep what float32
     parameters in host memory are in 16 bits beside them (2 bytes a parameter more), so that half the bytes go to the

@@ -77,8 +77,13 @@ class Shortage:
         moments = dict.fromkeys((moment.non_model_bytes, moment.blocks) for moment in self._tracer.known_moments())
         others = [self._needs(nbytes, set(blocks)) for nbytes, blocks in moments]
         ways = ", or ".join(remedies(needs, others))
+        known = "what is known of the step" if self._tracer.measured else "the step"
+        most = max((m.copy_bytes + m.live_bytes + m.home_bytes for m in (needs, *others)), default=0)
         return (
-            f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too"
+            f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too. "
+            f"In all {known} needs {format_size(most)} of the device; before a run, hetmem plan MODULE:FUNCTION "
+            f"--input … --device-memory {self._memory.device_bytes} --host-memory "
+            f"{self._memory.host_pool.capacity_bytes} says what the whole step needs"
         )
 
     def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:

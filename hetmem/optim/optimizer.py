@@ -31,7 +31,7 @@ from hetmem.optim.rule import Rule
 from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
 from hetmem.optim.states import Places, States, saved_homes
 from hetmem.optim.step import Stepper, Work
-from hetmem.optim.update_placement import check_room, check_staging
+from hetmem.optim.update_placement import check_room, check_staging, stays_on_device
 from hetmem.optim.whole_step import Whole, WholeGroup, WholeUpdate
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
@@ -358,6 +358,8 @@ class OffloadedOptimizer(Optimizer):
                 chunk in kept for chunk in memory.chunks if any(m.parameter.requires_grad for m in chunk.parameters)
             ):
                 interception.share.bring_home(lends=lends)
+            if memory.staying and not self.rule.runs_on_device and memory.device.torch_device.type != "cpu":
+                raise stays_on_device(memory, self._name())
             traffic.ensure_homes(memory.staying, (Role.GRAD,))
 
     def _checked(self, parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:

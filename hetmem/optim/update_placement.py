@@ -151,6 +151,15 @@ def check_room(memory: ModelMemory, kept: Mapping[Chunk, Collection[Role]], name
     )
 
 
+def stays_on_device(memory: ModelMemory, name: str) -> BudgetError:
+    """The error of an optimizer that updates in host memory alone, which has no room for all that it keeps."""
+    missing = format_enough(memory.device_home_bytes)
+    return BudgetError(
+        f"{name} with these options updates in host memory, and {missing} of weights and states have no room there: "
+        f"raise Budget(host=…) by {missing}, or give Budget(nvme=…, nvme_dir=…)"
+    )
+
+
 def check_staging(memory: ModelMemory, chunk: Chunk, states: int) -> None:
     """Raise `BudgetError` if an update of `chunk`, with so many `states`, has no room in staging."""
     slots = memory.staging_slots

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,18 +17,23 @@ from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refus
 from hetmem.base.units import parse_size
 from hetmem.engine.precision import Precision, precision_of
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
-from hetmem.planner.decide import Variant, decide, plan_of
+from hetmem.planner.answer import plan_of
+from hetmem.planner.checks import OPTIONS
+from hetmem.planner.choices import approximations, combined
+from hetmem.planner.decide import Variant, decide
+from hetmem.planner.hugging_face import hugging_face_call
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
     Call,
     checkpointed,
     divided,
-    hugging_face_call,
+    in_bfloat16,
     joined,
     trace,
     trace_real,
     traced,
+    with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.profiles import known_profiles, load_profile
@@ -41,12 +47,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "hugging_face_call",
+    "in_bfloat16",
     "known_profiles",
     "load_profile",
     "plan",
     "plan_within",
     "trace",
     "trace_real",
+    "with_adapters",
 ]
 
 DEFAULT_HARDWARE = "h100"
@@ -66,6 +74,9 @@ def plan(
     overlap: OverlapName = "off",
     gradients: GradientsName = "visible",
     real: bool = False,
+    moments: torch.dtype | str | None = None,
+    stochastic_rounding: bool = False,
+    inference: bool = False,
 ) -> Plan:
     """What training the model that `build_model()` builds will take and how long a step will last.
 
@@ -75,10 +86,11 @@ def plan(
     the model's output to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`:
     how many forwards and backwards come before a step. `checkpointing`: activations of every repeated layer are
     computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
-    `overlap`, `gradients`: what `hetmem.AdamW` will be made with. Other keywords as for `manage`. No memory is taken
-    and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and
-    backward on the processor of this machine, for a model whose control flow depends on values; that takes their time
-    and memory.
+    `overlap`, `gradients`, `moments`, `stochastic_rounding`: what `hetmem.AdamW` will be made with (the last one: for
+    a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. Other keywords as for `manage`. No
+    memory is taken and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one
+    forward and backward on the processor of this machine, for a model whose control flow depends on values; that takes
+    their time and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
     takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
@@ -106,6 +118,9 @@ def plan(
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
         profile_name=named,
         real=real,
+        moments=str(moments or "float32").removeprefix("torch."),
+        stochastic_rounding=stochastic_rounding,
+        inference=inference,
     )
 
 
@@ -123,25 +138,33 @@ def plan_within(
     nvme_directories: tuple[str, ...] = (),
     profile_name: str | None = None,
     real: bool = False,
+    moments: str = "float32",
+    stochastic_rounding: bool = False,
+    inference: bool = False,
+    told: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`."""
+    """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`.
+    `told` is called with what is done next, which may take seconds."""
     if not (isinstance(micro_batches, int) and micro_batches >= 1):
         raise PlanError(f"micro_batches must be an int, at least 1, got {micro_batches!r}")
     if checkpointing not in (True, False):
         raise PlanError(f"checkpointing must be True or False, got {checkpointing!r}")
     if checkpointing and real:
         raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
-    updating = updating_of(overlap, gradients, micro_batches)
+    updating = updating_of(overlap, gradients, micro_batches, moments, stochastic_rounding=stochastic_rounding)
+    told("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
-    workload = trace_real(call) if real else trace(call, results)
+    workload = trace_real(call) if real else trace(call, results, inference=inference)
     activations = {"as written": workload.peak_live_bytes}
-    light = None if real else checkpointed(call, results)
+    told("tracing it with checkpointed layers")
+    light = None if real or inference else checkpointed(call, results)
     if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
         activations["with checkpointing"] = light.peak_live_bytes
     if checkpointing:
         if light is None:
             raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
         workload = light
+    told("searching for the fastest way to run it")
     decision = decide(
         workload,
         capacities,
@@ -150,23 +173,38 @@ def plan_within(
         micro_batches=micro_batches,
         updating=updating,
         variants=[]
-        if real
+        if real or inference
         else list(_variants(call, light, workload, micro_batches, results, updating, checkpointing=checkpointing)),
     )
     dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
-    return plan_of(
-        decision,
-        capacities,
-        hardware,
-        activations,
-        nvme_directories,
-        dtype,
-        profile_name,
-        checkpointing=checkpointing,
+    as_plan = functools.partial(
+        plan_of,
+        capacities=capacities,
+        hardware=hardware,
+        activation_bytes=activations,
+        nvme_directories=nvme_directories,
+        mixed_precision=dtype,
+        profile_name=profile_name,
+        inference=inference,
+        setup=call.setup,
     )
+    told("combining what is faster")
+    lighter = light if not checkpointing and "with checkpointing" in activations else None
+    better = combined(decision, capacities, hardware, lighter)
+    made = as_plan(decision, checkpointing=checkpointing)
+    if better is not None:
+        lightened = checkpointing or better.workload is lighter
+        made = replace(made, combined=as_plan(better, checkpointing=lightened).to_dict())
+    told("judging what changes the mathematics")
+    choices = approximations(
+        workload if light is None else light, capacities, hardware, micro_batches, better or decision
+    )
+    return replace(made, approximations=tuple(asdict(choice) for choice in choices))
 
 
-def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
+def updating_of(
+    overlap: str, gradients: str, micro_batches: int, moments: str = "float32", *, stochastic_rounding: bool = False
+) -> Updating:
     """What `hetmem.AdamW` does with those options. Raises `PlanError` for what it would refuse, or no plan knows."""
     try:
         when, kept = choice(Overlap, overlap, "overlap"), choice(Gradients, gradients, "gradients")
@@ -178,7 +216,11 @@ def updating_of(overlap: str, gradients: str, micro_batches: int) -> Updating:
             f"streamed gradients are used up within their backward, of which a step has one: expected micro_batches=1, "
             f"got {micro_batches}; plan that with gradients='visible'"
         )
-    return Updating(when is not Overlap.OFF, when is Overlap.FORWARD, kept is Gradients.STREAMED)
+    if moments not in OPTIONS["moments"]:
+        raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {moments!r}")
+    overlapped, trails = when is not Overlap.OFF, when is Overlap.FORWARD
+    streamed = kept is Gradients.STREAMED
+    return Updating(overlapped, trails, streamed, moments=moments, stochastic_rounding=stochastic_rounding)
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:

@@ -10,26 +10,33 @@ from typing import Any
 
 from hetmem.schedule.prefetch import Prefetch
 
+MARGIN_SHARE = 0.05
+"""Of the planned peak of a tier: so much more a run is given."""
 TIERS = ("device", "host", "nvme")
-OPTIONS = {"overlap": ("off", "backward", "forward"), "gradients": ("visible", "streamed")}
+OPTIONS: dict[str, tuple[str | bool, ...]] = {
+    "overlap": ("off", "backward", "forward"),
+    "gradients": ("visible", "streamed"),
+    "moments": ("float32", "bfloat16", "8bit"),
+    "stochastic_rounding": (False, True),
+}
 """What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
-TUPLES = ("reasons", "advice", "nvme_directories", "alternatives")
+TUPLES = ("reasons", "advice", "nvme_directories", "alternatives", "approximations", "at_peak", "setup")
 _NUMBER, _NULL = (float, int), type(None)
 _NUMBERS = ("terms", "link_bytes", "activation_bytes", "missing_bytes")
 """Of each key a number."""
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("model", "hardware"), (str,)),
-    **dict.fromkeys(("fits", "checkpointing"), (bool,)),
+    **dict.fromkeys(("model", "hardware", "peak_operator"), (str,)),
+    **dict.fromkeys(("fits", "checkpointing", "inference"), (bool,)),
     **dict.fromkeys(("mixed_precision", "profile_name", "binding"), (str, _NULL)),
-    **dict.fromkeys(("prefetch", "streaming", "profile"), (dict, _NULL)),
+    **dict.fromkeys(("prefetch", "streaming", "profile", "combined"), (dict, _NULL)),
     **dict.fromkeys(("device_update_share", "streamed_update_share", "chunk_waste"), _NUMBER),
     "home_copies": (bool, _NULL),
     **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
-    "largest_parameters": (int,),
+    **dict.fromkeys(("largest_parameters", "logits_bytes"), (int,)),
     **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, _NULL)),
     **dict.fromkeys(("step_seconds", "stall_seconds"), (*_NUMBER, _NULL)),
-    **dict.fromkeys(("capacity_bytes", "peak_bytes", "role_bytes", "optimizer", *_NUMBERS), (dict,)),
+    **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes", "optimizer", *_NUMBERS), (dict,)),
     **dict.fromkeys(TUPLES, (list, tuple)),
 }
 _MOST = 1e40
@@ -60,8 +67,12 @@ def expected(name: str, value: Any) -> str | None:
         names = ("share", "step_seconds", "host_step_seconds")
         return None if all(_is(value.get(key), _NUMBER) for key in names) else f"numbers for {', '.join(names)}"
     if name == "optimizer" and any(value[option] not in OPTIONS.get(option, ()) for option in value):
-        return "at most " + " and ".join(f"{option} ({' or '.join(known)})" for option, known in OPTIONS.items())
-    if name == "alternatives":
+        return "at most " + " and ".join(
+            f"{option} ({' or '.join(map(str, known))})" for option, known in OPTIONS.items()
+        )
+    if name == "at_peak":
+        return None if all(_is(v, (dict,)) and _is(v.get("bytes"), (int,)) for v in value) else "objects with bytes"
+    if name in ("alternatives", "approximations"):
         sound = all(isinstance(v, dict) and all(_is(v.get(k), of) for k, of in _OF_ALTERNATIVES.items()) for v in value)
         return None if sound else f"objects with {', '.join(_OF_ALTERNATIVES)}"
     if name in TUPLES and not all(isinstance(text, str) for text in value):
@@ -70,7 +81,7 @@ def expected(name: str, value: Any) -> str | None:
 
 
 def _of_tiers(name: str, value: Any) -> str | None:
-    kind = {"capacity_bytes": int, "peak_bytes": int, "role_bytes": dict}.get(name)
+    kind = {"capacity_bytes": int, "budget_bytes": int, "peak_bytes": int, "role_bytes": dict}.get(name)
     if kind is None:
         return None
     if not all(type(value.get(tier)) is kind for tier in TIERS):

@@ -5,21 +5,27 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from hetmem.base.units import format_enough, format_seconds
-from hetmem.planner.checks import TIERS
-from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import Candidate, Setting, arranged, first_that_fits, judged, search, tuning, with_streaming
+from hetmem.planner.search import (
+    Candidate,
+    Setting,
+    arranged,
+    first_that_fits,
+    judged,
+    on_the_host,
+    search,
+    smaller_chunks,
+    tuning,
+    with_streaming,
+)
 from hetmem.planner.what_if import largest_parameters
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
@@ -82,7 +88,7 @@ def decide(
     with it: of a workload that fits only those that could be faster, of one that does not all that may need less of the
     device.
     """
-    asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
+    asked = on_the_host(workload, Setting(capacities, chunk_bytes, updating=updating or Updating()))
     best, refusal = search(workload, asked, hardware, micro_batches)
     largest = largest_parameters(workload, asked, best, hardware, micro_batches)
     if best is not None:
@@ -92,12 +98,12 @@ def decide(
         return Decision(workload, micro_batches, asked.updating, best, {}, (), advice, others, largest)
     assert refusal is not None
     missing = _missing(workload, asked, hardware, micro_batches)
-    ways = _room_for_homes(workload, asked, {k: v for k, v in missing.items() if k != "device"})
+    ways = _room_for_homes(workload, asked, {k: v for k, v in missing.items() if k != "device"}, hardware)
     device = missing.get("device", 0)
     found = [(text, _alternatives(variants, room, hardware, None) if device else ()) for text, room in ways]
-    others = found[0][1]
+    others = found[0][1] if found else ()
     streamed = None if "device" in missing else _without_gradients(workload, asked, hardware, micro_batches)
-    advice = tuple(_ways_out(found, device))
+    advice = tuple(_ways_out(found, device, may_raise=_has(hardware, asked, {"device": device})))
     if streamed is not None:
         how = _STREAMED[streamed.setting.updating.trails]
         advice = (f"{how}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *advice)
@@ -189,16 +195,26 @@ def _without_gradients(
 
 
 def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
-    """Bytes that make it fit when added to each tier named."""
+    """The fewest bytes that make it fit when added to each tier named, of what chunks of several sizes lack."""
+    found = [
+        _missing_as(workload, setting, hardware, micro_batches) for setting in (asked, *smaller_chunks(workload, asked))
+    ]
+    return min((added for added in found if added is not None), key=lambda added: sum(added.values()), default={})
+
+
+def _missing_as(
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+) -> dict[str, int] | None:
+    """The same with one chunk size; None where nothing was found to be enough."""
     added: dict[str, int] = {}
     for _ in range(24):
         room = replace(asked, capacities=_larger(asked.capacities, added))
-        refusal = judged(workload, room, hardware, micro_batches, steps=2)
+        refusal = judged(workload, room, hardware, micro_batches)
         if not isinstance(refusal, NoRoom):
-            break
+            return added
         tier = refusal.tier.name.lower()
         added[tier] = added.get(tier, 0) + refusal.missing_bytes
-    return added
+    return None
 
 
 def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
@@ -213,18 +229,32 @@ def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
     return replace(capacities, **more)
 
 
-def _ways_out(homes: Sequence[tuple[str, Sequence[Alternative]]], device_bytes: int) -> Iterator[str]:
-    """Changes each of which makes it fit, cheapest first; raising the budget comes last. `homes`: ways to have room for
-    homes ("" where that is not missing), each with what then fits on the device, which lacks `device_bytes`."""
+def _has(hardware: HardwareProfile, asked: Setting, missing: Mapping[str, int]) -> bool:
+    """Whether the machine has so much more than `asked` takes."""
+    there = {"device": hardware.device.memory_bytes, "host": hardware.host.memory_bytes}
+    taken = {name: getattr(asked.capacities, f"{name}_bytes") for name in there}
+    return all(taken[name] + missing.get(name, 0) <= max(there[name], taken[name]) for name in there)
+
+
+def _ways_out(
+    homes: Sequence[tuple[str, Sequence[Alternative]]], device_bytes: int, *, may_raise: bool
+) -> Iterator[str]:
+    """Changes each of which makes it fit, cheapest first; raising the budget comes last, if it `may_raise`. `homes`:
+    ways to have room for homes ("" where that is not missing), each with what then fits on the device, which lacks
+    `device_bytes`."""
     for at, (room, others) in enumerate(homes):
         device = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in others]
-        if device_bytes:
+        if device_bytes and not (device or may_raise):
+            continue
+        if device_bytes and may_raise:
             device.append(f"raise {_by({'device': device_bytes})}")
         for way in (device if at == 0 else device[:1]) or [""]:
             yield ", and ".join(part for part in (room, way) if part)
 
 
-def _room_for_homes(workload: Workload, asked: Setting, missing: dict[str, int]) -> Iterator[tuple[str, Setting]]:
+def _room_for_homes(
+    workload: Workload, asked: Setting, missing: dict[str, int], hardware: HardwareProfile
+) -> Iterator[tuple[str, Setting]]:
     """Ways to have the bytes that are `missing` in host memory or on NVMe, and `asked` with them."""
     if missing and asked.capacities.nvme_bytes == 0:
         capacities = replace(asked.capacities, nvme_bytes=2 * state_bytes(workload))
@@ -232,8 +262,9 @@ def _room_for_homes(workload: Workload, asked: Setting, missing: dict[str, int])
         nbytes = _disk_bytes(workload, room)
         if nbytes is not None:
             yield f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", room
-    more = replace(asked, capacities=_larger(asked.capacities, missing))
-    yield (f"raise {_by(missing)}" if missing else ""), more
+    if _has(hardware, asked, missing):
+        more = replace(asked, capacities=_larger(asked.capacities, missing))
+        yield (f"raise {_by(missing)}" if missing else ""), more
 
 
 def _by(missing: dict[str, int]) -> str:
@@ -249,118 +280,3 @@ def _disk_bytes(workload: Workload, room: Setting) -> int | None:
     sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
     homeless = sum(nbytes for nbytes in sizes if nbytes > max(made.set_aside, default=0))
     return sum(made.bytes_by_role(Tier.NVME).values()) + homeless
-
-
-# ---- the answer as a plan ----------------------------------------------------------------------------------------
-
-
-def plan_of(
-    decision: Decision,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    activation_bytes: dict[str, int],
-    nvme_directories: tuple[str, ...],
-    mixed_precision: str | None,
-    profile_name: str | None = None,
-    *,
-    checkpointing: bool = False,
-) -> Plan:
-    """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
-    workload, best = decision.workload, decision.candidate
-    streams = best is not None and best.setting.streamed
-    roles = _roles(decision, capacities)
-    compute = decision.micro_batches * workload.compute_seconds(hardware.device)
-    terms = best.result.terms if best is not None else {"compute": compute}
-    peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
-    if best is not None:
-        peaks["device"] = best.result.device_peak_bytes
-    binding = max(terms, key=lambda name: terms[name]) if best is not None else None
-    return Plan(
-        model=workload.name,
-        hardware=hardware.name,
-        parameters=workload.numel,
-        rows=workload.rows,
-        tokens=workload.tokens,
-        micro_batches=decision.micro_batches,
-        checkpointing=checkpointing,
-        mixed_precision=mixed_precision,
-        fits=best is not None,
-        capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
-        peak_bytes=peaks,
-        role_bytes=roles,
-        step_seconds=best.result.seconds if best else None,
-        stall_seconds=best.result.stall_seconds if best else None,
-        terms=dict(terms),
-        binding=binding,
-        link_bytes=dict(best.result.bytes) if best else {},
-        flops=workload.flops * decision.micro_batches,
-        activation_bytes=activation_bytes,
-        chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
-        slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
-        chunk_bytes=best.setting.chunk_bytes if best else None,
-        device_chunks=(best.setting.capacities if best else capacities).device_chunk_bytes,
-        home_copies=(best.setting.capacities if best else capacities).home_copies,
-        prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
-        device_update_share=best.result.device_updates if best else 0.0,
-        streamed_update_share=best.result.streamed_updates if best else 0.0,
-        streaming=asdict(best.streaming) if best and best.streaming else None,
-        profile=json.loads(hardware.to_json()) if streams else None,
-        profile_name=profile_name if streams else None,
-        optimizer=_optimizer(decision.updating),
-        alternatives=tuple(asdict(other) for other in decision.alternatives),
-        compute_bound_rows=_compute_bound_rows(terms, workload.rows, compute) if best else None,
-        largest_parameters=decision.largest_parameters,
-        missing_bytes=dict(decision.missing_bytes),
-        reasons=decision.reasons,
-        advice=decision.advice,
-        nvme_directories=nvme_directories,
-    )
-
-
-def _optimizer(how: Updating) -> dict[str, str]:
-    """The options that are not the default ones."""
-    options = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
-    return {**options, "gradients": "streamed"} if how.streamed_gradients else options
-
-
-def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, int]]:
-    """Bytes by tier and role; of a model that does not fit, what it would need."""
-    best = decision.candidate
-    if best is None:
-        streamed = decision.updating.streamed_gradients
-        activations, states = (
-            decision.workload.peak_live_bytes,
-            state_bytes(decision.workload, streamed_gradients=streamed),
-        )
-        beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
-        on_nvme = {"states": beyond} if beyond else {}
-        return {"device": {"activations": activations}, "host": {"states": states - beyond}, "nvme": on_nvme}
-    roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
-    for tier, moved in best.result.moved_bytes.items():
-        _move(roles[tier], moved, roles["device"])
-    for tier, nbytes in best.result.new_bytes.items():
-        roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
-    if best.result.update_slot_bytes:
-        roles["device"][SENT_STATES] = best.result.update_slot_bytes
-    homes = sum(roles["device"].values())
-    roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
-    roles["device"]["activations"] = best.result.non_model_peak_bytes
-    return roles
-
-
-def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]) -> None:
-    """Homes that go to the device leave their places behind, which stay reserved."""
-    for role, nbytes in moved.items():
-        gone = min(nbytes, left.get(role, 0))  # another cut into chunks was rehearsed: a little more may have moved
-        left[role] = left.get(role, 0) - gone
-        left[KEPT] = left.get(KEPT, 0) + gone
-        device[role] = device.get(role, 0) + gone
-        if not left[role]:
-            del left[role]
-
-
-def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> int:
-    """`work`, what the device computes, grows with the batch; what moves does not, nor what the thread does beside."""
-    others = max(seconds for name, seconds in terms.items() if name != "compute")
-    beside = max(0.0, terms["compute"] - work)
-    return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows

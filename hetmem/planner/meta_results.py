@@ -102,6 +102,19 @@ class _Like:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
+_GROUPED_MM = getattr(torch.ops.aten._grouped_mm, "default", None) if hasattr(torch.ops.aten, "_grouped_mm") else None
+
+
+def _grouped_product(args: Any) -> torch.Tensor:
+    """A product of groups in the dtype of its factors: on `meta` torch knows only bfloat16."""
+    left, right, *others = args
+    if left.dtype is torch.bfloat16 or not left.is_meta:
+        return torch.ops.aten._grouped_mm(*args)  # type: ignore[no-any-return]
+    narrow = (torch.empty_like(factor, dtype=torch.bfloat16) for factor in (left, right))
+    made: torch.Tensor = torch.ops.aten._grouped_mm(*narrow, *others)
+    return torch.empty_like(made, dtype=left.dtype)
+
+
 class Results:
     """Calls operators, or does as if. For one plan: what it knows holds as long as shapes say all.
 
@@ -123,7 +136,7 @@ class Results:
             template, cost = known
             return _filled(template), cost
         self.last = str(func)
-        result = func(*args, **kwargs)
+        result = _grouped_product(args) if func is _GROUPED_MM else func(*args, **kwargs)
         if only_views(func):
             return result, None
         flops, nbytes = flops_of(func, args, kwargs, result), tensor_bytes((args, kwargs, result))

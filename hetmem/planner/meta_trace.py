@@ -23,6 +23,12 @@ from hetmem.engine.precision import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
 
+_NAMED_BYTES = 1 << 16
+"""Smaller tensors are not what fills a device."""
+_KINDS = 5
+_WIDE = 4
+"""A weight that is so many times higher than wide is a table of a vocabulary, or of logits."""
+
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """What counts as a use in a managed run although no operator runs."""
 
@@ -74,12 +80,12 @@ def trace_step(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    loss_of: Callable[[Any], torch.Tensor],
+    loss_of: Callable[[Any], torch.Tensor] | None,
     mixed_precision: torch.dtype | None,
     results: Results,
 ) -> Workload:
-    """The workload of `loss_of(model(*args, **kwargs)).backward()`; `model` and the tensors are on one device: `meta`,
-    or one where control flow sees values.
+    """The workload of `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` of a forward alone. `model`
+    and the tensors are on one device: `meta`, or one where control flow sees values.
 
     With `mixed_precision` the float32 parameters of `model` take that dtype for good, as operators would see them.
     Whatever the model raises is raised here; `results.last` is then the operator that was called last.
@@ -107,6 +113,8 @@ class _Tracer:
         self._held: set[int] = set()
         self._let_go: list[int] = []
         self._sizes: dict[int, int] = {}
+        self._log: list[tuple[int, int, str, int]] = []
+        """Of each tensor that came (its bytes, what it is, its last dimension) or went (0 bytes), in order."""
         self.live_bytes = 0
         self.paused = False
         self._events: list[_OpenEvent] = []
@@ -114,7 +122,9 @@ class _Tracer:
         self._uses = _Uses(self)
         self._depth = 0
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor]) -> Workload:
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor] | None
+    ) -> Workload:
         """Forward and backward, watched."""
         handles: list[Any] = [
             p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
@@ -129,11 +139,15 @@ class _Tracer:
                 self._boundary(Kind.FORWARD, "forward")
                 self.count(tree_leaves((args, kwargs)))
                 self.count(self._model.buffers())
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                    loss = loss_of(self._model(*args, **kwargs))
-                self._boundary(Kind.BACKWARD, "backward")
-                loss.backward()
-                self._boundary(Kind.END, "end of backward")
+                if loss_of is None:
+                    with torch.no_grad():
+                        self._model(*args, **kwargs)
+                else:
+                    with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                        loss = loss_of(self._model(*args, **kwargs))
+                    self._boundary(Kind.BACKWARD, "backward")
+                    loss.backward()
+                    self._boundary(Kind.END, "end of backward")
         finally:
             for handle in handles:
                 handle.remove()
@@ -147,6 +161,7 @@ class _Tracer:
             tuple(event.closed() for event in self._events),
             *rows_and_tokens((args, kwargs)),
             self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
+            *self._at_peak(),
         )
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
@@ -243,7 +258,7 @@ class _Tracer:
     def _key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
-    def count(self, tensors: Iterable[Any]) -> None:
+    def count(self, tensors: Iterable[Any], operator: str = "input") -> None:
         """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -254,12 +269,44 @@ class _Tracer:
             storage = tensor.untyped_storage()
             self._sizes[key] = storage.nbytes()
             self.live_bytes += storage.nbytes()
+            if storage.nbytes() >= _NAMED_BYTES:
+                what = f"{operator} {'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+                self._log.append((key, storage.nbytes(), what, tensor.shape[-1] if tensor.dim() else 1))
             weakref.finalize(storage, self._forget, key).atexit = False
         phase = self._events[-1].phases[-1]
         phase.peak_bytes = max(phase.peak_bytes, self.live_bytes)
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
+        nbytes = self._sizes.pop(key, 0)
+        self.live_bytes -= nbytes
+        if nbytes >= _NAMED_BYTES:
+            self._log.append((key, 0, "", 0))
+
+    def _at_peak(self) -> tuple[tuple[tuple[str, int], ...], int]:
+        """The largest kinds of tensors that are alive when most is, and the bytes of those as wide as the vocabulary:
+        as the first dimension of the largest weight."""
+        alive: dict[int, tuple[int, str, int]] = {}
+        total = most = at = 0
+        for index, (key, nbytes, what, last) in enumerate(self._log):
+            total += nbytes - (alive.pop(key)[0] if key in alive else 0)
+            if nbytes:
+                alive[key] = nbytes, what, last
+            if total > most:
+                most, at = total, index
+        alive.clear()
+        for key, nbytes, what, last in self._log[: at + 1]:
+            alive.pop(key, None)
+            if nbytes:
+                alive[key] = nbytes, what, last
+        kinds: Counter[str] = Counter()
+        for nbytes, what, _ in alive.values():
+            kinds[what] += nbytes
+        largest = max(
+            (home.shape for home in self._homes if home.dim() == 2), key=lambda shape: shape.numel(), default=()
+        )
+        vocabulary = largest[0] if largest and largest[0] > _WIDE * largest[1] else -1
+        logits = sum(nbytes for nbytes, _, last in alive.values() if last == vocabulary)
+        return tuple(kinds.most_common(_KINDS)), logits
 
     def called(self) -> None:
         """A module, or a function of torch within one, is called: a managed run looks at that."""
@@ -349,10 +396,15 @@ class _Operators(TorchDispatchMode):
         if self._tracer.paused:
             return func(*args, **(kwargs or {}))
         result, cost = self._tracer.results.of(func, args, kwargs or {})
-        self._tracer.count((result,) if isinstance(result, torch.Tensor) else tree_leaves(result))
+        self._tracer.count((result,) if isinstance(result, torch.Tensor) else tree_leaves(result), _name(func))
         if cost is not None:
             self._tracer.worked(cost)
         return result
+
+
+def _name(func: Any) -> str:
+    """As people call the operator `func`."""
+    return str(func).removeprefix("aten.").partition(".")[0].strip("_")
 
 
 def _attention(

@@ -8,7 +8,6 @@ A `Call` from a Hugging Face configuration file: the model's class comes from it
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -38,15 +37,18 @@ class Call:
     batch: Any
     loss: Callable[[Any], torch.Tensor] | None = None
     mixed_precision: torch.dtype | None = None
+    setup: tuple[str, ...] = ()
+    """Code that a program has before the model is managed, for the plan to show."""
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, Mapping):  # as tokenizers return one: no dict, and torch sees no tensors in it
             object.__setattr__(self, "batch", dict(self.batch))
 
 
-def trace(call: Call, results: Results | None = None) -> Workload:
-    """The workload of one forward and backward. `results`: what other traces have learned. Raises `PlanError`."""
-    return _run(call, _build(call.build_model), results)
+def trace(call: Call, results: Results | None = None, *, inference: bool = False) -> Workload:
+    """The workload of one forward and backward, or (`inference`) of a forward. `results`: what other traces have
+    learned. Raises `PlanError`."""
+    return _run(call, _build(call.build_model), results, inference=inference)
 
 
 def trace_real(call: Call) -> Workload:
@@ -144,11 +146,16 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
     return model.to(device)
 
 
-def _run(call: Call, model: nn.Module, results: Results | None, device: str = "meta") -> Workload:
+def _run(
+    call: Call, model: nn.Module, results: Results | None, device: str = "meta", *, inference: bool = False
+) -> Workload:
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
     made, results = call.loss, results or Results()
     loss_of = default_loss if made is None else lambda output: _scalar(made(output))
     try:
+        if inference:
+            model.eval().requires_grad_(False)
+            return trace_step(model, args, kwargs, None, call.mixed_precision, results)
         return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
     except PlanError:
         raise
@@ -216,65 +223,47 @@ def _scalar(loss: Any) -> torch.Tensor:
     )
 
 
-def hugging_face_call(
-    config_file: str | os.PathLike[str], batch: int, sequence: int, mixed_precision: torch.dtype | None
-) -> Call:
-    """The language model of `config_file` with a batch of `batch` × `sequence` tokens. Raises `PlanError`."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise PlanError(
-            "a Hugging Face configuration needs the package transformers: pip install transformers"
-        ) from error
-    path = Path(config_file)
-    if not path.is_file():
-        raise PlanError(
-            f"no such file: {path}; expected the config.json of a model, as save_pretrained leaves it and "
-            f"huggingface_hub.hf_hub_download(name, 'config.json') fetches it"
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise PlanError(f"{path} is no Hugging Face configuration: {said}") from error
-    if min(batch, sequence) < 1:
-        raise PlanError(f"expected at least one sequence of one token, got {batch} of {sequence}")
-    config.use_cache = False
-    if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
-        if mixed_precision is not torch.bfloat16:
-            raise PlanError(
-                f"{path}: a mixture of experts is planned for bfloat16 only, as the operator whose shapes do not "
-                f"depend on the experts that are chosen has no other dtype; got {mixed_precision or torch.float32}"
-            )
-        config._experts_implementation = "grouped_mm"
-    encodes = bool(getattr(config, "is_encoder_decoder", False))
-    auto: Any = transformers.AutoModelForSeq2SeqLM if encodes else transformers.AutoModelForCausalLM
-    if type(config) not in auto._model_mapping:
-        raise PlanError(
-            f"{path}: {config.model_type} is no language model, which --hf-config is for: write a function that builds "
-            f"it, and name that with what it is called with (hetmem plan MODULE:FUNCTION --input 8x3x224x224:float32)"
-        )
-    try:
-        tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise PlanError(f"there is no tensor of {batch} sequences of {sequence} tokens") from error
+def in_bfloat16(call: Call) -> Call:
+    """The same with weights that are in bfloat16 at home, too."""
 
-    def build() -> torch.nn.Module:
-        model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)
-        _check_positions(model, path, sequence)
+    def build() -> nn.Module:
+        return call.build_model().to(torch.bfloat16)
+
+    return replace(call, build_model=build, mixed_precision=None, setup=("model = model.bfloat16()",))
+
+
+def with_adapters(call: Call, rank: int) -> Call:
+    """The same with frozen weights in bfloat16, and adapters of `rank` beside every linear layer but the last one, as
+    `peft` puts them there. Raises `PlanError` for a rank that is none."""
+    if rank < 1:
+        raise PlanError(f"the rank of adapters is at least 1, got {rank}")
+
+    def build() -> nn.Module:
+        model = call.build_model().to(torch.bfloat16).requires_grad_(False)
+        linears = [(name, part) for name, part in model.named_modules() if type(part) is nn.Linear]
+        for name, part in linears[:-1] or linears:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, _Adapted(part, rank))
         return model
 
-    batch_of = {"input_ids": tokens, "labels": tokens} | ({"decoder_input_ids": tokens} if encodes else {})
-    return Call(build, batch_of, None, mixed_precision)
+    setup = (
+        "model = peft.get_peft_model(  # of a model in bfloat16",
+        f'    model, peft.LoraConfig(r={rank}, target_modules="all-linear")',
+        ")",
+    )
+    return replace(call, build_model=build, mixed_precision=torch.bfloat16, setup=setup)
 
 
-def _check_positions(model: torch.nn.Module, path: Path, sequence: int) -> None:
-    """A table of learned positions ends somewhere; on `meta` nobody notices a look beyond its end."""
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        known = isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position" in last)
-        if known and sequence > module.num_embeddings:
-            raise PlanError(
-                f"{path}: the model has {module.num_embeddings} positions ({name}), expected a sequence of at most "
-                f"so many tokens, got {sequence}: --sequence {module.num_embeddings}"
-            )
+class _Adapted(nn.Module):
+    """A frozen linear layer with an adapter in float32 beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base, device = base, base.weight.device
+        self.down = nn.Linear(base.in_features, rank, bias=False, device=device)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device=device)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of both."""
+        adapted: torch.Tensor = self.base(value) + self.up(self.down(value))
+        return adapted

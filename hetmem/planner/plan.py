@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hetmem.base.config import Budget
-from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.planner.checks import TIERS, TUPLES, expected
-from hetmem.schedule.prefetch import Prefetch
+from hetmem.planner.checks import TUPLES, expected
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
+_WIDTH = 76
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
@@ -35,7 +34,11 @@ class Plan:
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
     fit). `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
-    `missing_bytes[tier]`: what would make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
+    `budget_bytes[tier]`: what a run is to be given, the peak and a margin of `MARGIN_SHARE` (on the device a little
+    more, which is never filled); of what does not fit, the `capacity_bytes` that it was planned within. `at_peak`: the
+    largest of what is on the device beside chunks when that is most, at `peak_operator`: `what` and the `bytes` of all
+    such tensors; `logits_bytes`, those of them that are as wide as the vocabulary. `missing_bytes[tier]`: what would
+    make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
     and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
     `device_chunks`, `home_copies` and `prefetch` are what `manage(plan=…)` sets; None where the default is as good.
     `device_update_share`: the part of the parameters that is updated on the device, where it lives;
@@ -45,7 +48,9 @@ class Plan:
     `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it came from, None if neither.
     `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those not named are the default
     ones. `alternatives`: the same training done differently, where that fits: `advice`, `micro_batches`, `step_seconds`
-    and `activation_bytes` of each, the fastest first.
+    and `activation_bytes` of each, the fastest first. `approximations`: the same of what changes the mathematics.
+    `combined`: the plan, as of `to_dict`, with all done that is faster together and has the same bits; None if this one
+    is that. `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
     model: str
@@ -58,6 +63,7 @@ class Plan:
     mixed_precision: str | None
     fits: bool
     capacity_bytes: dict[str, int]
+    budget_bytes: dict[str, int]
     peak_bytes: dict[str, int]
     role_bytes: dict[str, dict[str, int]]
     step_seconds: float | None
@@ -78,8 +84,15 @@ class Plan:
     streaming: dict[str, float] | None
     profile: dict[str, Any] | None
     profile_name: str | None
-    optimizer: dict[str, str]
+    optimizer: dict[str, Any]
     alternatives: tuple[dict[str, Any], ...]
+    approximations: tuple[dict[str, Any], ...]
+    combined: dict[str, Any] | None
+    inference: bool
+    setup: tuple[str, ...]
+    at_peak: tuple[dict[str, Any], ...]
+    peak_operator: str
+    logits_bytes: int
     compute_bound_rows: int | None
     largest_parameters: int
     missing_bytes: dict[str, int]
@@ -103,33 +116,66 @@ class Plan:
         return self.budget_in(*self.nvme_directories)
 
     @property
-    def decorator(self) -> str:
-        """What to write before a model's class so that its instances run as planned, as Python.
+    def best(self) -> Plan:
+        """The plan that `code` is of: `combined`, or this one."""
+        return self if self.combined is None else Plan.from_dict(self.combined)
 
-        Where keywords cannot say it all (a prefetch distance, a profile without a file), it names the plan's own file.
-        """
-        if self.prefetch is not None or (self.profile is not None and self.profile_name is None):
-            return '@hetmem.managed(plan="plan.json")'
-        keywords = {
+    @property
+    def needs_its_file(self) -> bool:
+        """Whether keywords cannot say it all: a prefetch distance, or a profile that is no file."""
+        return self.prefetch is not None or (self.profile is not None and self.profile_name is None)
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """What `manage` and `managed` are to be given so that a run does as planned, as Python."""
+        said = {
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
             "chunk_bytes": None if self.chunk_bytes is None else _size(self.chunk_bytes),
-            "hardware": json.dumps(self.profile_name) if self.profile is not None else None,
+            "hardware": json.dumps(self.profile_name) if self.profile is not None and self.profile_name else None,
         }
-        said = [f"{name}={value}" for name, value in keywords.items() if value is not None]
-        return f"@hetmem.managed({', '.join([self._budget_as_written(), *said])})"
+        return self._budget_as_written(), *(f"{name}={value}" for name, value in said.items() if value is not None)
+
+    @property
+    def decorator(self) -> str:
+        """What to write before a model's class so that its instances run as planned, as Python."""
+        return f"@hetmem.managed({', '.join(self.keywords)})"
 
     @property
     def constructor(self) -> str:
         """How to make the optimizer so that a run does as planned, as Python."""
-        options = (f", {name}={json.dumps(value)}" for name, value in self.optimizer.items())
-        return f"optimizer = hetmem.AdamW(model.parameters(){''.join(options)})"
+        return f"optimizer = hetmem.AdamW({', '.join(self._options())})"
+
+    def _options(self) -> tuple[str, ...]:
+        written = {"bfloat16": "torch.bfloat16"}
+        options = (f"{name}={written.get(value) or _python(value)}" for name, value in self.optimizer.items())
+        return "model.parameters()", *options
+
+    def code(self, saved_as: str | None = None) -> str:
+        """All that a program is to say so that it runs as planned, in lines of at most 80 columns where that can be.
+        `saved_as`: the file of this plan, named in place of `keywords`."""
+        given = (f"plan={json.dumps(saved_as)}",) if saved_as else self.keywords
+        arguments = [f"    {argument}," for argument in given]
+        lines = [*self.setup]
+        if self.inference or self.setup:
+            whole = "model.eval().requires_grad_(False)" if self.inference else "model"
+            lines += ["model = hetmem.manage(", f"    {whole},", *arguments, ")"]
+        else:
+            lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
+            lines += [f"model = {self.model}(...)  # what it takes"]
+        if self.checkpointing:
+            lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
+        if not self.inference and len(self.constructor) < _WIDTH:
+            lines.append(self.constructor)
+        elif not self.inference:
+            lines += ["optimizer = hetmem.AdamW(", *(f"    {option}," for option in self._options()), ")"]
+        return "\n".join(lines)
 
     def _budget_as_written(self) -> str:
-        capacity = self.capacity_bytes
-        said = {"device": _size(capacity["device"]), "host": _size(capacity["host"])}
-        if capacity["nvme"]:
+        budget = self.budget_bytes
+        said = {"device": _size(budget["device"]), "host": _size(budget["host"])}
+        if budget["nvme"]:
             directories = [*self.nvme_directories] or ["/path/on/the/drive"]
-            said |= {"nvme": _size(capacity["nvme"]), "nvme_dir": json.dumps(directories)}
+            said |= {"nvme": _size(budget["nvme"]), "nvme_dir": json.dumps(directories)}
         if self.device_chunks is not None:
             said["device_chunks"] = _size(self.device_chunks)
         if self.home_copies is not None:
@@ -156,13 +202,13 @@ class Plan:
 
     def budget_in(self, *nvme_directories: str | os.PathLike[str]) -> Budget:
         """The budget to run with, NVMe in `nvme_directories`."""
-        capacity, directories = self.capacity_bytes, list(nvme_directories)
-        if capacity["nvme"] and not directories:
+        budget, directories = self.budget_bytes, list(nvme_directories)
+        if budget["nvme"] and not directories:
             raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
-        nvme = capacity["nvme"] or None
+        nvme = budget["nvme"] or None
         return Budget(
-            capacity["device"],
-            capacity["host"],
+            budget["device"],
+            budget["host"],
             nvme,
             directories if nvme else None,
             device_chunks=self.device_chunks,
@@ -207,7 +253,9 @@ class Plan:
         return cls(**values)
 
     def __str__(self) -> str:
-        return _describe(self)
+        from hetmem.planner.plan_text import described  # it knows what a plan is
+
+        return described(self)
 
 
 def _size(nbytes: int) -> str:
@@ -218,93 +266,5 @@ def _size(nbytes: int) -> str:
     return str(nbytes)
 
 
-# ---- as text --------------------------------------------------------------------------------------------------
-
-_RESOURCES = {
-    "compute": "compute",
-    "host_to_device": "host to device",
-    "device_to_host": "device to host",
-    "update": "optimizer update",
-    "nvme_read": "NVMe read",
-    "nvme_write": "NVMe write",
-}
-
-
-def _describe(plan: Plan) -> str:
-    """The whole plan as plain text, one figure a line."""
-    return "\n".join([*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))])
-
-
-def _count(number: float) -> str:
-    """`number` as people say it: 70.6 B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
-
-
-def _head(plan: Plan) -> Iterator[str]:
-    precision = "16-bit compute" if plan.mixed_precision else "full precision"
-    size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} tokens a batch"
-    batch += ", every layer checkpointed" if plan.checkpointing else ""
-    yield f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}"
-    yield "fits" if plan.fits else "DOES NOT FIT"
-
-
-def _tiers(plan: Plan) -> Iterator[str]:
-    yield f"{'tier':8}{'peak':>12}{'budget':>12}   of which"
-    for tier in TIERS:
-        there = plan.role_bytes[tier].items()
-        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
-        if sum(nbytes for _, nbytes in there) > plan.peak_bytes[tier]:
-            roles += " (the most of each, at different moments)"
-        peak, capacity = format_size(plan.peak_bytes[tier]), format_size(plan.capacity_bytes[tier])
-        yield f"{tier:8}{peak:>12} {capacity:>11}   {roles}".rstrip()
-    others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
-    yield f"activations: {', '.join(others)}"
-
-
-def _time(plan: Plan) -> Iterator[str]:
-    assert plan.step_seconds is not None and plan.tokens_per_second is not None and plan.overlap is not None
-    speed = f"{plan.tokens_per_second:.1f} tokens/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
-    yield f"step: {format_seconds(plan.step_seconds)}, {speed}; overlap {plan.overlap:.2f}"
-    for name, seconds in plan.terms.items():
-        mark = "  <- binds" if name == plan.binding else ""
-        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(seconds):>12}{mark}"
-    yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
-    if any(plan.link_bytes.values()):
-        ahead = plan.prefetch or asdict(Prefetch())
-        yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
-    yield f"optimizer: {_updates(plan)}"
-    if plan.streaming is not None:
-        sent, alone = (format_seconds(plan.streaming[name]) for name in ("step_seconds", "host_step_seconds"))
-        how = f"states of {plan.streaming['share']:.0%} of the parameters sent to the device for their update"
-        yield f"judged both: {how}: {sent} a step; updated by the host: {alone}"
-    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
-    yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
-    for other in plan.alternatives:
-        how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
-        how += ", states sent to the device for their update" if other.get("streamed") else ""
-        yield f"judged too: {other['advice']}: {how}, {memory} of activations"
-    yield from (f"do: {advice}" for advice in plan.advice)
-    if plan.checkpointing:
-        yield "do: have the model checkpoint every layer (of transformers: model.gradient_checkpointing_enable())"
-    yield f"write: {plan.decorator}"
-    if plan.optimizer:
-        yield f"write: {plan.constructor}"
-
-
-def _updates(plan: Plan) -> str:
-    """Where the parameters are updated."""
-    there, sent = plan.device_update_share, plan.streamed_update_share
-    streamed = f"{sent:.0%} there with their states sent for it, " if sent else ""
-    return f"{there:.0%} of the parameters are updated on the device, {streamed}{1 - there - sent:.0%} by the host"
-
-
-def _refusal(plan: Plan) -> Iterator[str]:
-    missing = " and ".join(f"{format_size(nbytes)} on {tier}" for tier, nbytes in plan.missing_bytes.items())
-    yield f"missing: {missing}"
-    yield from (f"because {reason}" for reason in plan.reasons)
-    yield from (f"{'cheapest' if at == 0 else 'or'}: {advice}" for at, advice in enumerate(plan.advice))
-    if plan.largest_parameters < plan.parameters:
-        yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"
+def _python(value: str | bool) -> str:
+    return str(value) if isinstance(value, bool) else json.dumps(value)

@@ -15,6 +15,7 @@ from hetmem.planner.workload import Workload
 from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import used_ends
 from hetmem.schedule.placement import (
+    MOMENTS,
     PAGE_BYTES,
     STAGED_ROLES,
     Capacities,
@@ -30,6 +31,9 @@ from hetmem.schedule.update_split import Candidate, choose
 
 ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
 """In the order in which they get homes: the most traffic per byte first. Chunks may do without "compute"."""
+
+_SAVED = {"float32": 0.0, "bfloat16": 1.0, "8bit": 1.49}
+"""What smaller moments save of the bytes of parameters in float32, scales counted."""
 
 _OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
 """What cannot be done without."""
@@ -73,10 +77,20 @@ class Arrangement:
 
 
 def arrange(
-    workload: Workload, capacities: Capacities, chunk_bytes: int | None = None, *, streamed_gradients: bool = False
+    workload: Workload,
+    capacities: Capacities,
+    chunk_bytes: int | None = None,
+    *,
+    streamed_gradients: bool = False,
+    moments: str = "float32",
 ) -> Arrangement:
     """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
     Raises `NoRoom` where the run would raise `BudgetError`."""
+
+    def saved(sizes: Sequence[int]) -> int:
+        gradients = sum(sizes) - sum(set_aside(sizes, capacities.host_bytes)) if streamed_gradients else 0
+        return gradients + int(sum(sizes) * _SAVED[moments])
+
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -85,8 +99,9 @@ def arrange(
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
         beside_bytes=workload.peak_live_bytes,
-        lent_bytes=(lambda sizes: sum(set_aside(sizes, capacities.host_bytes))) if streamed_gradients else None,
+        saved_bytes=saved,
     )
+    ground = replace(ground, moments=moments)
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     lends = streamed_gradients and not ground.resident
     homes, left, places = _homes(ground, capacities, roles, lends=lends)
@@ -102,12 +117,12 @@ def arrange(
     )
 
 
-def state_bytes(workload: Workload, *, streamed_gradients: bool = False) -> int:
+def state_bytes(workload: Workload, *, streamed_gradients: bool = False, moments: str = "float32") -> int:
     """Bytes of parameters, gradients and two optimizer states, without waste; without gradients if they are streamed,
     which then take a few chunks' room."""
-    roles = len(_OWN) - streamed_gradients
+    roles = len(_OWN) - streamed_gradients - _SAVED[moments]
     return sum(
-        spec.numel * spec.itemsize * (roles if index in workload.trainable else 1)
+        int(spec.numel * spec.itemsize * (roles if index in workload.trainable else 1))
         for index, spec in enumerate(workload.parameters)
     )
 
@@ -165,6 +180,7 @@ def _homes(
     those."""
     chunks = ground.chunks
     sizes = {chunk.index: ground.home_bytes(chunk.index, "param") for chunk in chunks}
+    state_sizes = {chunk.index: ground.home_bytes(chunk.index, "exp_avg") for chunk in chunks}
     copy_sizes = {chunk.index: ground.home_bytes(chunk.index, "compute") for chunk in chunks}
     owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in _OWN}
     if ground.resident:
@@ -177,6 +193,7 @@ def _homes(
     short, places = False, tuple[int, ...]()
     staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
     for role in _OWN:
+        role_sizes = state_sizes if role in MOMENTS else sizes
         owning = [chunk for chunk in owners[role] if chunk not in staying]
         if role == "grad" and lends:
             homes[role] = dict.fromkeys(owning, Tier.HOST)
@@ -184,17 +201,18 @@ def _homes(
             room = replace(room, host_bytes=room.host_bytes - sum(places))
         else:
             try:
-                tiers = place([sizes[chunk] for chunk in owning], room, role)
+                tiers = place([role_sizes[chunk] for chunk in owning], room, role)
             except BudgetError:
                 tiers, short = [], True
             homes[role] = dict(zip(owning, tiers, strict=False))
-            room = _left(room, homes[role], sizes)
+            room = _left(room, homes[role], role_sizes)
         homes[role] |= dict.fromkeys(staying, Tier.DEVICE)
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
             room = _left(room, homes["compute"], copy_sizes)
     if short:
         fewer = sum(sizes[index] for index in owners["grad"]) - sum(places) if lends else 0
+        fewer += 2 * sum(sizes[index] - state_sizes[index] for index in owners["grad"])
         where, missing = Tier.HOST, ground.missing_bytes
         if ground.uses_nvme:  # where chunks do not fill host memory to the last byte, a little more than the difference
             ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)

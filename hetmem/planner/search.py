@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from hetmem.base.units import format_seconds, round_up
+from hetmem.base.units import MIB, format_seconds, round_up
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
@@ -19,6 +20,7 @@ from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
 MAXIMUM_SLOTS = 8192
@@ -46,7 +48,7 @@ class Setting:
         """Whether the run knows the machine, and so may send states to the device for their update."""
         return self.updating.streamed_states
 
-    def updated(self, **how: bool) -> Setting:
+    def updated(self, **how: Any) -> Setting:
         """The same, but for what `how` says of its `updating`."""
         return replace(self, updating=replace(self.updating, **how))
 
@@ -94,7 +96,8 @@ def with_streaming(workload: Workload, best: Candidate, hardware: HardwareProfil
     """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
     waits for, whoever updates them; a device to which the host itself copies has no link with time of its own."""
     ground, result = best.arrangement.ground, best.result
-    if ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller:
+    beside = ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller
+    if beside or best.setting.updating.on_host_only:
         return best
     if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
         return best
@@ -110,7 +113,7 @@ def first_that_fits(
 ) -> Candidate | NoRoom:
     """`asked`, or what fits where that does not: all on the device, smaller chunks. The first refusal if none does."""
     refusal = None
-    for setting in (asked, *_whole(asked), *_smaller_chunks(workload, asked)):
+    for setting in (asked, *_whole(asked), *smaller_chunks(workload, asked)):
         found = judged(workload, setting, hardware, micro_batches, steps=steps)
         if isinstance(found, Candidate):
             return found
@@ -162,7 +165,7 @@ def _whole(asked: Setting) -> Iterator[Setting]:
         yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
 
 
-def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
+def smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
     """For where the largest chunk with its neighbours does not fit on the device."""
     if asked.chunk_bytes is None:
         itemsize = max(spec.itemsize for spec in workload.parameters)
@@ -174,6 +177,8 @@ def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
 def _on_the_device(workload: Workload, best: Candidate, asked: Setting) -> Variations:
     """The whole model stays there, though that takes more than the usual share of it."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
+    if asked.updating.on_host_only:
+        return
     if not ground.resident and capacities.device_chunk_bytes is None and ground.whole_bytes <= capacities.device_bytes:
         whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
         yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes), WORTH
@@ -228,8 +233,30 @@ def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
 
 def arranged(workload: Workload, setting: Setting) -> Arrangement:
     """What a run as told by `setting` reserves."""
-    streamed = setting.updating.streamed_gradients
-    return arrange(workload, setting.capacities, setting.chunk_bytes, streamed_gradients=streamed)
+    how = setting.updating
+    made = arrange(
+        workload,
+        setting.capacities,
+        setting.chunk_bytes,
+        streamed_gradients=how.streamed_gradients,
+        moments=how.moments,
+    )
+    if how.on_host_only and (made.ground.resident or made.ground.staying):
+        nbytes = sum(made.bytes_by_role(Tier.DEVICE).values())
+        raise NoRoom("small states are updated by the host alone, and have no room there", Tier.HOST, nbytes)
+    return made
+
+
+def on_the_host(workload: Workload, asked: Setting) -> Setting:
+    """`asked`, with less of the device for chunks where a model whose states the host alone updates would be whole
+    there."""
+    try:
+        ground = arrange(workload, asked.capacities, asked.chunk_bytes, moments=asked.updating.moments).ground
+    except NoRoom:
+        return asked
+    if not (asked.updating.on_host_only and ground.resident):
+        return asked
+    return replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=ground.whole_bytes - MIB))
 
 
 def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> Arrangement:

@@ -262,7 +262,12 @@ class Rehearsal:
     def _fill_idle(self) -> None:
         """As `engine.rehome`."""
         arrangement = self._arrangement
-        if arrangement.ground.resident or not self._blocks or not self._notes.knows_a_backward():
+        if (
+            self._how.on_host_only
+            or arrangement.ground.resident
+            or not self._blocks
+            or not self._notes.knows_a_backward()
+        ):
             return
         chosen = to_the_device(arrangement, self._workload, self._notes.idle_bytes())
         if chosen:
@@ -340,7 +345,9 @@ class Rehearsal:
         self._begun.add(chunk)
         homes, ground, hardware = self._arrangement.homes, self._arrangement.ground, self._hardware
         copies, here = chunk in homes.get("compute", {}), homes["param"][chunk] is Tier.DEVICE
-        nbytes = UPDATE_BYTES * ground.chunks[chunk].itemsize / 4 + COPY_BYTES * copies
+        itemsize = ground.chunks[chunk].itemsize
+        nbytes = UPDATE_BYTES * itemsize / 4 - 4 * (itemsize - ground.role_itemsize(chunk, "exp_avg"))
+        nbytes += COPY_BYTES * copies
         nbytes *= sum(self._arrangement.elements[index] for index in members)
         whole = len(members) == len(ground.chunks[chunk].parameters)
         cast = self._workload.mixed_precision and not copies and whole and not (in_backward or self._how.trails)

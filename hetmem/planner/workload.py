@@ -103,6 +103,15 @@ class Workload:
     rows: int
     tokens: int
     dtype: str
+    at_peak: tuple[tuple[str, int], ...] = ()
+    """The largest of what is alive beside parameters at its peak: what it is, and the bytes of all such tensors."""
+    logits_bytes: int = 0
+    """Of them, those whose last dimension is that of the vocabulary."""
+
+    @property
+    def peak_operator(self) -> str:
+        """The operator at which most is alive."""
+        return max(self.events, key=lambda event: event.peak_bytes).operator if self.events else ""
 
     @property
     def numel(self) -> int:
@@ -144,6 +153,14 @@ class Updating:
     trails: bool = False
     streamed_gradients: bool = False
     streamed_states: bool = False
+    moments: str = "float32"
+    """What each of the two moments takes, as with `hetmem.AdamW(moments=…)`: "float32", "bfloat16" or "8bit"."""
+    stochastic_rounding: bool = False
+
+    @property
+    def on_host_only(self) -> bool:
+        """Whether the device cannot make such updates."""
+        return self.moments != "float32" or self.stochastic_rounding
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetmem.base.units import format_size, round_down
+from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
-from hetmem.schedule.layout import PAGE_ELEMENTS, ChunkSpec, Layout, ParameterSpec, build_layout, search_chunk_elements
+from hetmem.schedule.layout import (
+    ALIGNMENT_ELEMENTS,
+    PAGE_ELEMENTS,
+    ChunkSpec,
+    Layout,
+    ParameterSpec,
+    build_layout,
+    search_chunk_elements,
+)
 from hetmem.schedule.trace import Tier
 
 STAGED_ROLES = 4
@@ -21,6 +29,11 @@ _HOST_PER_STAGING = 4
 
 COPY_BYTES = 2
 """Of an element of a 16-bit copy."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENT_BYTES = {"bfloat16": 2, "8bit": 1}
+SCALED_ELEMENTS = 256
+"""Elements of a moment of 8 bits that share a scale."""
 
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
 PAGE_BYTES = 4096
@@ -86,6 +99,8 @@ class Ground:
     """What host memory lacks for the homes of all others."""
     host_bytes: int
     """The most that the run can use of host memory."""
+    moments: str = "float32"
+    """What each moment takes of an element: see `planner.workload.Updating`."""
 
     @property
     def slot_bytes(self) -> int:
@@ -104,10 +119,17 @@ class Ground:
 
     def home_bytes(self, chunk: int, role: str) -> int:
         """Bytes that a home of `role` of `chunk` takes."""
-        return self.chunks[chunk].span * self.layout.chunk_elements * self.role_itemsize(chunk, role)
+        elements = self.chunks[chunk].span * self.layout.chunk_elements
+        nbytes = elements * self.role_itemsize(chunk, role)
+        if role in MOMENTS and self.moments == "8bit":
+            parameters = min(len(self.layout.placements), elements // ALIGNMENT_ELEMENTS)
+            nbytes += round_up(4 * (elements // SCALED_ELEMENTS + parameters), PAGE_BYTES)
+        return nbytes
 
     def role_itemsize(self, chunk: int, role: str) -> int:
         """Bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy."""
+        if role in MOMENTS and self.moments != "float32":
+            return min(_MOMENT_BYTES[self.moments], self.chunks[chunk].itemsize)
         return COPY_BYTES if role == "compute" else self.chunks[chunk].itemsize
 
 
@@ -196,13 +218,13 @@ def survey(
     copies: bool,
     chunk_bytes: int | None,
     beside_bytes: int = 0,
-    lent_bytes: Callable[[Sequence[int]], int] | None = None,
+    saved_bytes: Callable[[Sequence[int]], int] | None = None,
 ) -> Ground:
     """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
 
     `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
-    = searched. `beside_bytes`: what is known to be on the device beside chunks. `lent_bytes`: what gradients of chunks
-    of so many bytes take if they have no homes of their own. Raises `NoRoom`, which says the tier, the bytes that are
+    = searched. `beside_bytes`: what is known to be on the device beside chunks. `saved_bytes`: what less than
+    AdamW's gradients and states chunks of so many bytes take. Raises `NoRoom`, which says the tier, the bytes that are
     missing and the parameter that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
@@ -233,8 +255,8 @@ def survey(
     if not resident:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
         missing -= round_down(host_bytes, PAGE_BYTES)
-        if lent_bytes is not None:
-            missing -= sum(trained_sizes) - lent_bytes(trained_sizes)
+        if saved_bytes is not None:
+            missing -= saved_bytes(trained_sizes)
         if uses_nvme:  # what is too large for the rest of one tier lies on the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.device_bytes - capacities.device_fragment_bytes - beside_bytes)

@@ -55,6 +55,7 @@ def test_the_chunk_size(chunk_bytes: int | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("copies", [None, False, True])
 def test_16_bit_copies_at_home_and_the_precision(copies: bool | None, tmp_path: Path) -> None:
     plan = replace(planned(STREAMED, mixed_precision=torch.bfloat16), home_copies=copies)
+    plan = replace(plan, budget_bytes=plan.capacity_bytes)  # which has room for either
     chunks = testing.of(run(plan, tmp_path)).chunks()
     assert {chunk.compute_dtype for chunk in chunks} == {torch.bfloat16}
     assert {"compute" in chunk.homes for chunk in chunks} == {copies is not False}
@@ -122,7 +123,7 @@ def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users()
     assert said["join"] == 1
     assert plan.activation_bytes["with checkpointing"] < plan.activation_bytes["as written"]
     for other in plan.alternatives:
-        assert other["advice"] in str(plan)
+        assert other["advice"] in " ".join(str(plan).split())
 
 
 def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None:
@@ -134,8 +135,8 @@ def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None
         assert getattr(plan, name) == getattr(own, name), name
     assert plan.step_seconds == pytest.approx(own.step_seconds, rel=0.01)
     assert plan.activation_bytes["as written"] > plan.role_bytes["device"]["activations"]
-    assert "every layer checkpointed" in str(plan)
-    assert "have the model checkpoint every layer" in str(plan)
+    assert "every layer checkpointed" in " ".join(str(plan).split())
+    assert "checkpoint every layer" in plan.code()
     assert not any("checkpoint" in other["advice"] for other in plan.alternatives)
     roomy = replace(STREAMED, device=16 * MIB)
     light, whole = (

@@ -221,11 +221,7 @@ def managed_by(decorator: str) -> nn.Module:
 def test_a_plan_says_the_decorator_whose_runs_do_as_planned(profile: Path) -> None:
     plan = replace(planned(profile), prefetch=None)
     assert 0 < plan.streamed_update_share < 1
-    assert plan.decorator == (
-        f'@hetmem.managed(hetmem.Budget(device="12MiB", host="16MiB", device_chunks="4MiB"), '
-        f'chunk_bytes={plan.chunk_bytes}, hardware="{profile}")'
-    )
-    assert f"write: {plan.decorator}" in str(plan)
+    assert f'hardware="{profile}"' in plan.decorator
     assert_runs_as(plan, managed_by(plan.decorator))
 
 
@@ -233,11 +229,12 @@ def test_what_keywords_cannot_say_is_in_the_plans_own_file(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(ENGINES)
-    assert plan.decorator == '@hetmem.managed(plan="plan.json")'
-    assert replace(planned(profile), prefetch={"uses_ahead": 3, "in_flight": 1}).decorator == plan.decorator
+    assert plan.needs_its_file
+    assert replace(planned(profile), prefetch={"uses_ahead": 3, "in_flight": 1}).needs_its_file
+    assert not replace(planned(profile), prefetch=None).needs_its_file
     monkeypatch.chdir(tmp_path)
     plan.save("plan.json")
-    assert_runs_as(plan, managed_by(plan.decorator))
+    assert_runs_as(plan, managed_by('@hetmem.managed(plan="plan.json")'))
 
 
 def assert_runs_as(plan: planner.Plan, model: nn.Module) -> None:
@@ -256,7 +253,7 @@ def test_a_plan_compares_both_ways_and_has_the_slots_beside_the_homes(profile: P
     assert plan.streaming is not None
     assert plan.streaming["share"] == plan.streamed_update_share
     assert plan.streaming["step_seconds"] < 0.97 * plan.streaming["host_step_seconds"]
-    text = str(plan)
+    text = " ".join(str(plan).split())
     assert format_seconds(plan.streaming["host_step_seconds"]) in text
     assert f"{plan.streamed_update_share:.0%} there with their states sent for it" in text
     assert plan.role_bytes["device"][SENT_STATES] > 0
@@ -284,7 +281,7 @@ def test_the_command_line_names_the_profile_unless_figures_of_it_were_changed(
     first = planner.Plan.load(tmp_path / "plan.json")
     assert first.streamed_update_share > 0
     assert first.profile_name == str(profile)
-    assert "write: @hetmem.managed(" in capsys.readouterr().out
+    assert "@hetmem.managed(" in capsys.readouterr().out
     assert main([*command, "--set", "host.cores=3"]) == 0
     changed = planner.Plan.load(tmp_path / "plan.json")
     assert changed.profile_name is None

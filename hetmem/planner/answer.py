@@ -1,0 +1,148 @@
+"""The answer of `decide` as a `Plan`: sums by role and tier, and what a program has to say. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hetmem.planner.budgets import needed
+from hetmem.planner.checks import TIERS
+from hetmem.planner.decide import Decision
+from hetmem.planner.plan import KEPT, SENT_STATES, Plan
+from hetmem.planner.reservation import state_bytes
+from hetmem.planner.workload import Updating
+from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.placement import Capacities
+from hetmem.schedule.prefetch import Prefetch
+from hetmem.schedule.trace import Tier
+
+
+def plan_of(
+    decision: Decision,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    activation_bytes: dict[str, int],
+    nvme_directories: tuple[str, ...],
+    mixed_precision: str | None,
+    profile_name: str | None = None,
+    *,
+    checkpointing: bool = False,
+    inference: bool = False,
+    setup: tuple[str, ...] = (),
+) -> Plan:
+    """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
+    workload, best = decision.workload, decision.candidate
+    streams = best is not None and best.setting.streamed
+    roles = _roles(decision, capacities)
+    compute = decision.micro_batches * workload.compute_seconds(hardware.device)
+    terms = best.result.terms if best is not None else {"compute": compute}
+    peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
+    if best is not None:
+        peaks["device"] = best.result.device_peak_bytes
+    binding = max(terms, key=lambda name: terms[name]) if best is not None else None
+    given = capacities if best is None else best.setting.capacities
+    chunk_bytes = None if best is None else best.setting.chunk_bytes
+    if best is not None:
+        given, chunk_bytes = needed(workload, best, hardware, decision.micro_batches, peaks)
+    return Plan(
+        model=workload.name,
+        hardware=hardware.name,
+        parameters=workload.numel,
+        rows=workload.rows,
+        tokens=workload.tokens,
+        micro_batches=decision.micro_batches,
+        checkpointing=checkpointing,
+        mixed_precision=mixed_precision,
+        fits=best is not None,
+        capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
+        budget_bytes={name: getattr(given, f"{name}_bytes") for name in TIERS},
+        peak_bytes=peaks,
+        role_bytes=roles,
+        step_seconds=best.result.seconds if best else None,
+        stall_seconds=best.result.stall_seconds if best else None,
+        terms=dict(terms),
+        binding=binding,
+        link_bytes=dict(best.result.bytes) if best else {},
+        flops=workload.flops * decision.micro_batches,
+        activation_bytes=activation_bytes,
+        chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
+        slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
+        chunk_bytes=chunk_bytes,
+        device_chunks=given.device_chunk_bytes,
+        home_copies=given.home_copies,
+        prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
+        device_update_share=best.result.device_updates if best else 0.0,
+        streamed_update_share=best.result.streamed_updates if best else 0.0,
+        streaming=asdict(best.streaming) if best and best.streaming else None,
+        profile=json.loads(hardware.to_json()) if streams else None,
+        profile_name=profile_name if streams else None,
+        optimizer=_optimizer(decision.updating),
+        alternatives=tuple(asdict(other) for other in decision.alternatives),
+        approximations=(),
+        combined=None,
+        inference=inference,
+        setup=setup,
+        at_peak=tuple({"what": what, "bytes": nbytes} for what, nbytes in workload.at_peak),
+        peak_operator=workload.peak_operator,
+        logits_bytes=workload.logits_bytes,
+        compute_bound_rows=_compute_bound_rows(terms, workload.rows, compute) if best else None,
+        largest_parameters=decision.largest_parameters,
+        missing_bytes=dict(decision.missing_bytes),
+        reasons=decision.reasons,
+        advice=decision.advice,
+        nvme_directories=nvme_directories,
+    )
+
+
+def _optimizer(how: Updating) -> dict[str, Any]:
+    """The options that are not the default ones."""
+    options: dict[str, Any] = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
+    options |= {"gradients": "streamed"} if how.streamed_gradients else {}
+    options |= {"moments": how.moments} if how.moments != "float32" else {}
+    return options | ({"stochastic_rounding": True} if how.stochastic_rounding else {})
+
+
+def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, int]]:
+    """Bytes by tier and role; of a model that does not fit, what it would need."""
+    best = decision.candidate
+    if best is None:
+        streamed = decision.updating.streamed_gradients
+        activations, states = (
+            decision.workload.peak_live_bytes,
+            state_bytes(decision.workload, streamed_gradients=streamed, moments=decision.updating.moments),
+        )
+        beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
+        on_nvme = {"states": beyond} if beyond else {}
+        return {"device": {"activations": activations}, "host": {"states": states - beyond}, "nvme": on_nvme}
+    roles = {name: best.arrangement.bytes_by_role(Tier[name.upper()]) for name in TIERS}
+    for tier, moved in best.result.moved_bytes.items():
+        _move(roles[tier], moved, roles["device"])
+    for tier, nbytes in best.result.new_bytes.items():
+        roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
+    if best.result.update_slot_bytes:
+        roles["device"][SENT_STATES] = best.result.update_slot_bytes
+    homes = sum(roles["device"].values())
+    roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
+    roles["device"]["activations"] = best.result.non_model_peak_bytes
+    return roles
+
+
+def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]) -> None:
+    """Homes that go to the device leave their places behind, which stay reserved."""
+    for role, nbytes in moved.items():
+        gone = min(nbytes, left.get(role, 0))  # another cut into chunks was rehearsed: a little more may have moved
+        left[role] = left.get(role, 0) - gone
+        left[KEPT] = left.get(KEPT, 0) + gone
+        device[role] = device.get(role, 0) + gone
+        if not left[role]:
+            del left[role]
+
+
+def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> int:
+    """`work`, what the device computes, grows with the batch; what moves does not, nor what the thread does beside."""
+    others = max(seconds for name, seconds in terms.items() if name != "compute")
+    beside = max(0.0, terms["compute"] - work)
+    return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows

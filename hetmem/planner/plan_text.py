@@ -1,0 +1,169 @@
+"""A plan as text of at most 80 columns: what fits, what a step waits for, what to change, and a block to paste.
+
+Knows a `Plan` only; it computes nothing but shares and sums.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from hetmem.base.units import format_seconds, format_size
+from hetmem.planner.checks import MARGIN_SHARE, TIERS
+from hetmem.schedule.prefetch import Prefetch
+
+Plan = Any
+"""`planner.plan.Plan`, which asks for its text here."""
+
+_WIDTH = 80
+_SHOWN = 4
+"""Kinds of tensors at the peak that are named."""
+_LOGITS_SHARE = 0.25
+"""Of what is on the device beside chunks: from there on logits are told of."""
+_FULL_WRITES = 600
+"""A drive is rated for, by the makers of common ones."""
+_DAY = 86400
+
+_RESOURCES = {
+    "compute": "compute",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "update": "optimizer update",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+}
+
+
+def described(plan: Plan, saved_as: str | None = None) -> str:
+    """The whole of `plan`, one figure a line. `saved_as`: the file that the plan of the block is in."""
+    parts = [*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))]
+    return "\n".join([*parts, *_choices(plan), *_block(plan, saved_as)])
+
+
+def _wrapped(text: str, indent: str = "  ") -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _count(number: float) -> str:
+    """`number` as people say it: 70.6 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
+    size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} tokens a batch"
+    batch += ", every layer checkpointed" if plan.checkpointing else ""
+    batch += ", inference" if plan.inference else ""
+    yield _wrapped(f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}")
+    yield "fits" if plan.fits else "DOES NOT FIT"
+
+
+def _tiers(plan: Plan) -> Iterator[str]:
+    yield f"{'tier':7}{'peak':>11}{'budget':>12}   of which"
+    for tier in TIERS:
+        there = plan.role_bytes[tier].items()
+        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
+        if sum(nbytes for _, nbytes in there) > plan.peak_bytes[tier]:
+            roles += " (the most of each, at different moments)"
+        peak, budget = format_size(plan.peak_bytes[tier]), format_size(plan.budget_bytes[tier])
+        yield _wrapped(f"{tier:7}{peak:>11} {budget:>11}   {roles}".rstrip(), " " * 33)
+    if plan.fits:
+        limits = ", ".join(f"{tier} {format_size(plan.capacity_bytes[tier])}" for tier in TIERS)
+        margin = f"{MARGIN_SHARE:.0%} more, on the device what must stay free too"
+        yield _wrapped(f"budget: the peak and {margin}; planned within {limits}")
+    others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
+    yield _wrapped(f"activations: {', '.join(others)}")
+    largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
+    if largest:
+        yield _wrapped(f"most at {plan.peak_operator}: {largest}")
+    if plan.logits_bytes > _LOGITS_SHARE * max(plan.activation_bytes.values(), default=0):
+        yield _wrapped(
+            f"logits and their gradients are {format_size(plan.logits_bytes)} of that: a loss that is computed in "
+            f"chunks of tokens avoids them (torch.nn.functional.linear_cross_entropy, from torch 2.13)"
+        )
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    assert plan.step_seconds is not None and plan.tokens_per_second is not None and plan.overlap is not None
+    speed = f"{plan.tokens_per_second:.1f} tokens/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
+    yield f"step: {format_seconds(plan.step_seconds)}, {speed}; overlap {plan.overlap:.2f}"
+    for name, seconds in plan.terms.items():
+        mark = "  <- binds" if name == plan.binding else ""
+        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(seconds):>12}{mark}"
+    yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
+    if any(plan.link_bytes.values()):
+        ahead = plan.prefetch or asdict(Prefetch())
+        yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
+    if not plan.inference:
+        yield _wrapped(f"optimizer: {_updates(plan)}")
+    if plan.streaming is not None:
+        sent, alone = (format_seconds(plan.streaming[name]) for name in ("step_seconds", "host_step_seconds"))
+        how = f"states of {plan.streaming['share']:.0%} of the parameters sent to the device for their update"
+        yield _wrapped(f"judged both: {how}: {sent} a step; updated by the host: {alone}")
+    if plan.link_bytes.get("nvme_write"):
+        yield _wrapped(_wear(plan))
+    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
+    yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
+    for other in plan.alternatives:
+        how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
+        how += ", states sent to the device for their update" if other.get("streamed") else ""
+        yield _wrapped(f"judged too: {other['advice']}: {how}, {memory} of activations")
+    yield from (_wrapped(f"do: {advice}") for advice in plan.advice)
+
+
+def _updates(plan: Plan) -> str:
+    """Where the parameters are updated."""
+    there, sent = plan.device_update_share, plan.streamed_update_share
+    streamed = f"{sent:.0%} there with their states sent for it, " if sent else ""
+    return f"{there:.0%} of the parameters are updated on the device, {streamed}{1 - there - sent:.0%} by the host"
+
+
+def _wear(plan: Plan) -> str:
+    """How long a drive of the planned size lasts."""
+    assert plan.step_seconds is not None
+    daily = plan.link_bytes["nvme_write"] / plan.step_seconds * _DAY
+    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / daily
+    return (
+        f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(daily)} a day; a drive of "
+        f"{format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts {days:.0f} days"
+    )
+
+
+def _refusal(plan: Plan) -> Iterator[str]:
+    missing = " and ".join(f"{format_size(nbytes)} on {tier}" for tier, nbytes in plan.missing_bytes.items())
+    yield f"missing: {missing}"
+    yield from (_wrapped(f"because {reason}") for reason in plan.reasons)
+    yield from (_wrapped(f"{'cheapest' if at == 0 else 'or'}: {advice}") for at, advice in enumerate(plan.advice))
+    if plan.largest_parameters < plan.parameters:
+        yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    """What changes the mathematics, and is the user's to choose."""
+    if plan.approximations:
+        yield "changes the mathematics:"
+    for other in plan.approximations:
+        yield _wrapped(f"  {other['advice']}: {format_seconds(other['step_seconds'])} a step", "    ")
+
+
+def _block(plan: Plan, saved_as: str | None) -> Iterator[str]:
+    best = plan.best
+    if not best.fits:
+        return
+    assert best.step_seconds is not None
+    how = f"{format_seconds(best.step_seconds)} a step"
+    if plan.combined is not None:
+        peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
+        how += f", all with the same bits; peaks {peaks}"
+    yield ""
+    yield _wrapped(f"paste ({how}):")
+    yield textwrap.indent(best.code(saved_as if best.needs_its_file else None), "    ")
+    if best.needs_its_file and saved_as is None:
+        yield _wrapped(
+            'do: save it with -o plan.json and give plan="plan.json" in place of all else: keywords cannot say it all'
+        )

@@ -1,0 +1,170 @@
+"""What `hetmem plan` says, as a user types it: what is pasted runs within what was planned, and nothing is advised that
+the machine has not."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers
+
+import hetmem
+from hetmem.cli import main
+from hetmem.planner import Plan
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128}
+SHAPES: dict[str, Any] = {
+    "LlamaForCausalLM": lambda: transformers.LlamaConfig(vocab_size=512, num_key_value_heads=2, **SMALL),
+    "BertForSequenceClassification": lambda: transformers.BertConfig(vocab_size=512, **SMALL),
+    "ViTForImageClassification": lambda: transformers.ViTConfig(image_size=32, patch_size=8, **SMALL),
+    "T5ForConditionalGeneration": lambda: transformers.T5Config(
+        vocab_size=512, d_model=64, d_ff=128, num_layers=3, num_heads=2, d_kv=32, decoder_start_token_id=0
+    ),
+    "MixtralForCausalLM": lambda: transformers.MixtralConfig(
+        vocab_size=512, num_key_value_heads=2, num_local_experts=4, **SMALL
+    ),
+    "WhisperForConditionalGeneration": lambda: transformers.WhisperConfig(
+        d_model=64, vocab_size=512, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=1500,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    ),
+}  # fmt: skip
+
+
+def config_file(name: str, directory: Path) -> Path:
+    config = SHAPES[name]()
+    config.architectures = [name]
+    config.save_pretrained(directory)
+    return directory / "config.json"
+
+
+def typed(*words: object) -> int:
+    return main(["plan", *map(str, words)])
+
+
+def pasted(out: str) -> str:
+    return textwrap.dedent(out[out.index("):\n", out.index("paste (")) + 3 :])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LlamaForCausalLM", ["--device-memory", "2MiB", "--host-memory", "64MiB", "--precision", "float32"]),
+        pytest.param(
+            "BertForSequenceClassification",
+            ["--device-memory", "64MiB", "--host-memory", "64MiB"],
+            marks=pytest.mark.nightly,
+        ),
+        ("ViTForImageClassification", []),
+    ],
+)
+def test_what_is_pasted_runs_within_the_planned_peaks(
+    name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the budget is what is needed, not all that the machine has."""
+    saved = tmp_path / "plan.json"
+    assert typed("--hf-config", config_file(name, tmp_path), "--batch", 2, "--sequence", 32, *words, "-o", saved) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    plan = Plan.load(saved)
+    assert plan.budget_bytes["host"] < max(2 * plan.peak_bytes["host"], 16 << 20)
+    code = pasted(out).replace(f"{name}(...)", f"{name}(config)")
+    scope: dict[str, Any] = {"hetmem": hetmem, "torch": torch, name: getattr(transformers, name)}
+    scope["config"] = SHAPES[name]()
+    exec(code, scope)
+    model, optimizer = scope["model"], scope["optimizer"]
+    tokens = torch.ones(2, 32, dtype=torch.long)
+    labels = tokens if name == "LlamaForCausalLM" else torch.ones(2, dtype=torch.long)
+    first = {"pixel_values": torch.ones(2, 3, 32, 32)} if name.startswith("ViT") else {"input_ids": tokens}
+    for _ in range(3):
+        model(**first, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tiers = hetmem.report(model).to_dict()["tiers"]
+    assert tiers["host"]["peak_bytes"] <= plan.peak_bytes["host"]
+    assert tiers["device"]["peak_bytes"] <= plan.budget_bytes["device"]
+    hetmem.release(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        pytest.param("T5ForConditionalGeneration", [], "T5ForConditionalGeneration: ", marks=pytest.mark.nightly),
+        ("MixtralForCausalLM", ["--precision", "float32"], "as its weights are"),
+        pytest.param(
+            "WhisperForConditionalGeneration",
+            ["--input", "input_features=1x80x3000:float32"],
+            "fits",
+            marks=pytest.mark.nightly,
+        ),
+        ("LlamaForCausalLM", ["--lora", 4], 'peft.LoraConfig(r=4, target_modules="all-linear")'),
+        ("LlamaForCausalLM", ["--inference"], "model.eval().requires_grad_(False)"),
+        ("LlamaForCausalLM", ["--moments", "8bit", "--device-memory", "2MiB"], 'moments="8bit"'),
+        ("LlamaForCausalLM", ["--stochastic-rounding", "--device-memory", "2MiB"], "model = model.bfloat16()"),
+    ],
+)
+def test_what_a_configuration_names_is_planned(
+    name: str, words: list[Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("--hf-config", config_file(name, tmp_path), "--sequence", 32, *words) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_missing_file_is_told_of_before_anything_is_imported_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("--hf-config", "nowhere.json") == 2
+    assert "no such file: nowhere.json" in capsys.readouterr().err
+
+
+def test_logits_that_fill_the_device_are_named_with_what_avoids_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(vocab_size=32768, num_key_value_heads=2, **SMALL)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    typed("--hf-config", tmp_path / "config.json", "--sequence", 64)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "64x32768" in out
+    assert "a loss that is computed in chunks of tokens avoids them" in out
+
+
+def test_nothing_is_advised_that_the_machine_has_not_and_smaller_states_are_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config_file("LlamaForCausalLM", tmp_path)
+    machine = ["--set", "host.memory_bytes=4MiB", "--set", "device.memory_bytes=2MiB", "--chunk-bytes", "64KiB"]
+    assert typed("--hf-config", file, "--sequence", 32, "--precision", "float32", *machine) in (0, 1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "raise Budget(" not in out
+    room = ["--host-memory", "1600KiB", "--device-memory", "1MiB", "--chunk-bytes", "16KiB"]
+    assert typed("--hf-config", file, "--sequence", 32, *room) == 1
+    out = capsys.readouterr().out
+    choices = out[out.index("changes the mathematics:") :]
+    assert 'hetmem.AdamW(stochastic_rounding=True, overlap="backward", gradients="streamed")' in " ".join(
+        choices.split()
+    )
+
+
+def test_the_life_of_a_drive_is_said_in_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = config_file("LlamaForCausalLM", tmp_path)
+    room = ["--device-memory", "1MiB", "--host-memory", "2MiB", "--nvme", "64MiB", "--chunk-bytes", "32KiB"]
+    assert typed("--hf-config", file, "--sequence", 16, "--precision", "float32", *room) == 0
+    assert re.search(r"rated for 600 full writes lasts \d+ days", " ".join(capsys.readouterr().out.split()))
+
+
+def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, saved = config_file("LlamaForCausalLM", tmp_path), tmp_path / "plan.json"
+    room = ["--device-memory", "3MiB", "--host-memory", "16MiB", "--precision", "float32", "--sequence", 32]
+    typed("--hf-config", file, *room, "--set", "host.update_bytes_per_second=2e8", "-o", saved)
+    out = capsys.readouterr().out
+    plan = Plan.load(saved)
+    assert plan.combined is None
+    assert "all with the same bits" in out
+    assert f"plan={json.dumps(str(saved))}" in pasted(out)
+    assert plan.constructor in pasted(out)
