@@ -249,6 +249,11 @@ class Plan:
                 raise PlanError(f"plan: {name}: expected {wanted}, got {data[name]!r}")
         if data["fits"] and not (data["step_seconds"] and data["terms"] and data["binding"] in data["terms"]):
             raise PlanError("plan: one that fits has step_seconds, terms, and the longest of them as binding")
+        if data["combined"] is not None:
+            try:
+                cls.from_dict(data["combined"])
+            except PlanError as error:
+                raise PlanError(f"plan: combined: expected a plan or null: {error}") from error
         values: dict[str, Any] = {name: tuple(data[name]) if name in TUPLES else data[name] for name in names}
         return cls(**values)
 

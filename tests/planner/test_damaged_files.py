@@ -76,8 +76,7 @@ def test_roles_that_are_more_than_the_peak_are_said_to_be_of_different_moments()
     for peak, expected in ((5 << 20, True), (7 << 20, False)):
         peaks = {**data["peak_bytes"], "device": peak}
         text = str(Plan.from_dict({**data, "role_bytes": roles, "peak_bytes": peaks}))
-        line = next(line for line in text.splitlines() if line.startswith("device "))
-        assert (said in line) == expected
+        assert (said in " ".join(text.split())) == expected  # it may be on two lines
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, 1000])
