@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 ORDER = (
-    "errors",
+    "errors torch_private",
     "base",
     "schedule",  # decides
     "cuda",  # kernels

@@ -12,13 +12,13 @@ from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.checkpoint.values import Encoder
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.torch_private import is_traceable_wrapper_subclass
 
 
 @runtime_checkable

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetmem.base.units import format_size, round_up
 from hetmem.errors import CheckpointError
+from hetmem.torch_private import is_traceable_wrapper_subclass
 
 VERSION = "1"
 OPTIMIZER, EXTRA = "optimizer:", "extra:"

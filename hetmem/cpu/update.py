@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from hetmem import torch_private
 from hetmem.base.units import round_down
 from hetmem.cpu import loops
 from hetmem.cpu.tiles import Task, as_array, check_flat, cut, one_torch_thread, tiles_of
@@ -124,7 +125,7 @@ def adamw_on_device(
     if params[0].device.type != "cpu":
         counts = list(torch.stack(counts).to(params[0].device).unbind())
     lists: Any = [params, grads, exp_avgs, exp_avg_sqs, counts]
-    grouped: Any = torch._C._group_tensors_by_device_and_dtype(lists, False)  # as torch's own does
+    grouped: Any = torch_private.group_by_device_and_dtype(lists, False)  # as torch's own does
     for alike, _ in grouped.values():
         if step.grad_scale == 1.0:
             _fused(step, *alike)
@@ -233,7 +234,7 @@ def _fused(
     exp_avg_sqs: list[torch.Tensor],
     steps: list[torch.Tensor],
 ) -> None:
-    torch._fused_adamw_(
+    torch_private.fused_adamw(
         params, grads, exp_avgs, exp_avg_sqs, [], steps,
         lr=step.lr, beta1=step.beta1, beta2=step.beta2, weight_decay=step.weight_decay, eps=step.eps,
         amsgrad=False, maximize=step.maximize,

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from hetmem import torch_private
 from hetmem.base.config import Limits
 from hetmem.engine.early_views import refuse_early_views
 from hetmem.engine.homes import Memory
@@ -210,7 +211,7 @@ def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
             if parameter.grad is None and not hooks and parameter.numel():
                 alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
                 with suppress(RuntimeError):
-                    torch._C._swap_tensor_impl(parameter, alone)
+                    torch_private.swap_impl(parameter, alone)
 
 
 def settle_in(managed: ManagedParameter, device: torch.device) -> None:

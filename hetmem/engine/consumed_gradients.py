@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.memory.chunk import ManagedParameter
 
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -28,7 +29,7 @@ class UsedUp(torch.Tensor):
     @staticmethod
     def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str, *, stepped: bool) -> UsedUp:
         """In the shape of `like`, all of it the one `element`."""
-        made = torch.Tensor._make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
+        made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, stepped
         return made
 
@@ -42,7 +43,7 @@ class UsedUp(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        leaves = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        leaves = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         if func in _ZERO:
             for leaf in leaves:
                 leaf.hetmem_zeroed = True

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetmem.engine.param_views import storage_references
 from hetmem.errors import ManageError
+from hetmem.torch_private import is_traceable_wrapper_subclass
 
 _OBJECTS_DEEP = 2
 """So far beyond a module objects are looked into that are neither modules nor containers: a cache, a configuration."""

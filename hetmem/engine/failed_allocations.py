@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
+from hetmem import torch_private
 from hetmem.base.units import format_size
 from hetmem.engine.homes import Memory
 from hetmem.engine.out_of_memory import Shortage
@@ -39,5 +38,5 @@ class Refusals:
         error = self._shortage.error(what, live_bytes, refused_bytes=asked_bytes)
         given = min(asked_bytes, memory.device_pool.held_bytes())
         self.said = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
-        if torch._C._current_graph_task_id() != -1:  # nobody in Python gets to see the error of a backward's node first
+        if torch_private.current_graph_task() != -1:  # Python sees no error of a backward's node before it
             logging.getLogger("hetmem").error(self.said)

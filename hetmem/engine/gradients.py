@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.consumed_gradients import clear_zeroed
 from hetmem.engine.listener import Watcher
 from hetmem.engine.live_bytes import nobody_sees
@@ -177,7 +178,7 @@ class GradientSink:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
         self._sends.complete.begin()
         self.told = any(watcher.is_to_be_told for watcher in self.watchers)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
         if not self.told:
             self.runtime.hold_all("backward")
@@ -196,7 +197,7 @@ class GradientSink:
     def finish(self) -> None:
         """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
         self.runtime.release_all()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self._taken else ():
                 if managed in self._taken:
                     previous = self._taken.pop(managed)
@@ -206,7 +207,7 @@ class GradientSink:
         self.told = True
         for watcher in self.watchers:
             watcher.backward_over()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.NoFunctionsOfSubclasses():
             self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
 

@@ -17,17 +17,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hetmem import torch_private
 from hetmem.errors import DeviceAccessError
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.torch_private import TorchDispatchMode, temporarily_clear_interpreter_stack, tree_leaves
 
-_transform: Any = torch._C._functorch.maybe_current_level
+_transform: Any = torch_private.transform_level
 _inference = torch.is_inference_mode_enabled
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-_function_modes: Any = torch._C._len_torch_function_stack
+_dispatch_modes: Any = torch_private.dispatch_modes_around
+_function_modes: Any = torch_private.function_modes_around
 
 
 class DeviceMonitor(TorchDispatchMode):
@@ -95,8 +94,8 @@ class DeviceMonitor(TorchDispatchMode):
     def _outside(self, *, transformed: bool, inference: bool, modes: bool) -> Iterator[None]:
         with (
             self._pause,
-            torch._C._DisableTorchDispatch() if modes else nullcontext(),
-            torch._C.DisableTorchFunction() if modes else nullcontext(),
+            torch_private.NoDispatch() if modes else nullcontext(),
+            torch_private.NoFunctions() if modes else nullcontext(),
             torch.inference_mode(False) if inference else nullcontext(),
             temporarily_clear_interpreter_stack() if transformed else nullcontext(),
         ):
@@ -108,14 +107,14 @@ class DeviceMonitor(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or _accumulates():
             return func(*args, **kwargs)
-        if isinstance(func, torch._ops.HigherOrderOperator):  # with functions among its arguments
+        if isinstance(func, torch_private.HigherOrderOperator):  # with functions among its arguments
             result = func(*args, **kwargs)
             self.count(str(func), tree_leaves(result))
             return result
         if self._strict and not (self.transformed or self.left or _only_views(func)):
             self._check(func, tree_leaves((args, kwargs)))
         if torch.is_inference_mode_enabled() and _is_of_several(func):
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            with torch_private.without_dispatch_keys(torch_private.DispatchKey.ADInplaceOrView, False):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -182,7 +181,7 @@ def nodes_behind(outputs: Any) -> Iterator[Any]:
 def _accumulates() -> bool:
     """Whether a gradient is being accumulated: then the user's hooks run, which may read homes. A checkpoint runs a
     backward of its own within a node that is watched, so that node's mode is on."""
-    return hasattr(torch._C._current_autograd_node(), "variable")
+    return hasattr(torch_private.current_node(), "variable")
 
 
 class _Paused:
@@ -215,8 +214,8 @@ def _has_memory(value: Any) -> bool:
     a backward of many gradients at once)."""
     return (
         isinstance(value, torch.Tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-        and not torch._C._functorch.is_legacy_batchedtensor(value)
+        and not torch_private.is_of_a_transform(value)
+        and not torch_private.is_of_an_old_transform(value)
         and value.layout is torch.strided
         and not value.is_meta
         and not value._is_zerotensor()
@@ -243,7 +242,7 @@ def _is_of_several(func: Any) -> bool:
     in it do not know what they are views of; torch computes a product with a view of a weight in another order then.
     Everywhere else only those others are a mode's. Of `chunk` and `narrow` it is known before they are a mode's, and
     torch refuses to be told again."""
-    has, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    has, name = torch_private.has_kernel, func.name()
     return bool(has(name, "CompositeImplicitAutograd") and not has(name, "ADInplaceOrView"))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter
 from hetmem.memory.device_pool import DevicePool
@@ -196,7 +197,7 @@ class Bindings:
         managed.device = None
 
 
-references: Any = torch._C._storage_Use_Count
+references: Any = torch_private.storage_references
 
 
 def storage_references(tensor: torch.Tensor) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
+from hetmem import torch_private
 from hetmem.errors import ManageError
 from hetmem.schedule.layout import ParameterSpec
 
@@ -36,7 +36,7 @@ def compute_dtypes(
     kept = {
         id(parameter)
         for part in module.modules()
-        if isinstance(part, _NormBase) and part.running_mean is not None
+        if isinstance(part, torch_private.NormBase) and part.running_mean is not None
         for parameter in part.parameters(recurse=False)
     }
     narrow = mixed_precision or torch.float32

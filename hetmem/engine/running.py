@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 
-import torch
+from hetmem import torch_private
 
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(torch_private.current_graph_task() != -1)
 
 
 class Running:

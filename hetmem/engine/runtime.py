@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, MomentSeen
 from hetmem.engine.homes import Memory
@@ -34,7 +35,7 @@ from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, STEP, Moment
 from hetmem.schedule.tracer import StepTracer, segment_name
 
-_functions_around: Any = torch._C._len_torch_function_stack
+_functions_around: Any = torch_private.function_modes_around
 PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
 _tuple: Any = tuple.__new__
 """Makes a named tuple of a tuple, without Python."""

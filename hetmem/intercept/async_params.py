@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from hetmem import torch_private
 from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.engine.param_views import storage_references
 from hetmem.engine.traffic import Traffic
@@ -25,6 +25,7 @@ from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.tensor_views import without_graph
+from hetmem.torch_private import tree_leaves
 
 _TOLD: list[Any] = [
     getattr(torch.Tensor, name)
@@ -118,7 +119,7 @@ class _Waiting:
                         turns.enter_context(_read_at_home(leaf))
                 if not any(isinstance(leaf, _Waiting) for leaf in leaves):
                     return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_private.NoFunctionsOfSubclasses():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.gradients import hide_gradients, show_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
@@ -150,7 +151,7 @@ class Regions:
         self.tracing.region = False
         if region is not None:
             self._leases.end(region.call)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.NoFunctionsOfSubclasses():
                 for parameter, gradient in region.hidden:
                     show_gradient(parameter, gradient)
             region.compute.enter_functions_again()

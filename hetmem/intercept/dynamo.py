@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from hetmem import torch_private
 from hetmem.memory.interrupts import HELD_BACK
 
-_EVAL: Any = torch._C._dynamo.eval_frame
+_EVAL: Any = torch_private.eval_frame
 _SKIP = _EVAL._FrameExecStrategy(_EVAL._FrameAction.SKIP, _EVAL._FrameAction.DEFAULT)
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
@@ -78,7 +78,7 @@ def has_compiled_forward(module: torch.nn.Module) -> bool:
 
 def can_compile() -> bool:
     """Whether modules are to be compiled here: a dispatch mode would see nothing of what their code does."""
-    return not _get_current_dispatch_mode_stack()
+    return not torch_private.dispatch_mode_stack()
 
 
 def _nothing() -> None:

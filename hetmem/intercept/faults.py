@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
@@ -24,8 +25,8 @@ from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
-_get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_AsItIs: Any = torch._C.DisableTorchFunctionSubclass
+_get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
+_AsItIs: Any = torch_private.NoFunctionsOfSubclasses
 
 
 class _Asks(Enum):

@@ -19,21 +19,23 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
 
+from hetmem import torch_private
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.torch_private import TorchDispatchMode
 
-_AUTOGRAD: Any = torch._C._autograd
-_get_compiler: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_AUTOGRAD: Any = torch_private.autograd
+_get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
 
 
 CALLS: Any = next(
-    (each for each in torch.nn.Module._call_impl.__code__.co_consts if getattr(each, "co_name", "") == "inner"), None
+    (each for each in torch_private.call_of_a_module.__code__.co_consts if getattr(each, "co_name", "") == "inner"),
+    None,
 )
 """What torch calls a module that has hooks in, and these, as long as it is not compiled; None in a torch without."""
 
@@ -129,7 +131,7 @@ class Compute:
     """
 
     def __init__(self, began: Call, ended: Callable[[Compute], None], let_go: Callable[[Call], None]) -> None:
-        self.task, self.thread = torch._C._current_graph_task_id(), get_ident()
+        self.task, self.thread = torch_private.current_graph_task(), get_ident()
         self.calls, self.let_go, self.is_over = [began], let_go, False
         self.functions_running = 0
         """Functions that `functions` was called for and that have not returned: while there is one, it is under way."""
@@ -166,7 +168,7 @@ class Compute:
     def is_computing(self, top: FrameType | None) -> bool:
         """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
         calls = self.calls
-        if not calls or self.task != torch._C._current_graph_task_id():
+        if not calls or self.task != torch_private.current_graph_task():
             return False
         return calls[-1].is_next_on(top) or calls[-1].is_on(top)
 
@@ -184,14 +186,14 @@ class Compute:
 
     def leave_functions(self) -> None:
         """`enter_functions` does not count until `enter_functions_again`."""
-        stack = _get_current_function_mode_stack()
+        stack = torch_private.function_mode_stack()
         self._left = [mode for mode in stack if not self._is_own(mode)], stack
         _exchange_modes(stack, self._left[0])
 
     def enter_functions_again(self) -> None:
         """On its thread; nothing happens if what was entered meanwhile has not been left, or if it is over."""
         (others, before), self._left = self._left, ([], [])
-        if not self.is_over and before and _get_current_function_mode_stack() == others:
+        if not self.is_over and before and torch_private.function_mode_stack() == others:
             _exchange_modes(others, before)
 
     def _is_own(self, mode: TorchFunctionMode) -> bool:
@@ -303,7 +305,7 @@ class Hook:
     def is_over(self) -> bool:
         """Whether it does nothing any more."""
         if self._compute is None:
-            return bool(torch._C._current_graph_task_id() == -1)
+            return bool(torch_private.current_graph_task() == -1)
         compute = self._compute()
         return compute is None or compute.is_over
 
@@ -311,7 +313,7 @@ class Hook:
 def forget_what_is_over() -> None:
     """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode and hooks if they are
     on top. The one in whose place something is called just now is not there, and comes back after that."""
-    functions, operators = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    functions, operators = torch_private.function_mode_stack(), torch_private.dispatch_mode_stack()
     if any(isinstance(mode, _Functions) and mode.is_over() for mode in functions):
         lasting = [mode for mode in functions if not (isinstance(mode, _Functions) and mode.is_over())]
         _exchange_modes(functions, lasting)
@@ -324,6 +326,6 @@ def forget_what_is_over() -> None:
 def _exchange_modes(before: Sequence[TorchFunctionMode], after: Sequence[TorchFunctionMode]) -> None:
     """The stack of function modes, `before`, is `after`."""
     for _ in before:
-        _pop_mode()
+        torch_private.pop_mode()
     for mode in after:
-        _push_mode(mode)
+        torch_private.push_mode(mode)

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
 from hetmem.engine.running import in_backward
@@ -50,6 +50,7 @@ from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.intercept.unmanaged import explain, is_of_torch, raised_in_call
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.torch_private import tree_leaves, tree_map
 
 
 class _OfThread(threading.local):
@@ -212,7 +213,7 @@ class Interception:
             if torch.is_grad_enabled():
                 runtime.turn.trainers.add(compute.thread)
             runtime.trailing.pause()
-            transformed = torch._C._functorch.maybe_current_level() is not None
+            transformed = torch_private.transform_level() is not None
             with runtime.unwatched():
                 if transformed:
                     runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
@@ -363,7 +364,7 @@ class Interception:
         if self._current(sys._getframe()) is not None:
             return True
         if in_backward():
-            node = torch._C._current_autograd_node()
+            node = torch_private.current_node()
             return node is not None and not hasattr(node, "variable")
         self._forget_interrupted()
         return False
@@ -383,7 +384,7 @@ class Interception:
 
     def _current(self, top: FrameType | None) -> Compute | None:
         """What computes now, by the stack that has `top` on top; what has ended without a hook is forgotten."""
-        here, task = self._here(), torch._C._current_graph_task_id()
+        here, task = self._here(), torch_private.current_graph_task()
         while here and (here[-1].task > task or here[-1].has_ended(top)):
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it

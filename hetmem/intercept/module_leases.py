@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
@@ -17,7 +18,7 @@ from hetmem.intercept.forward_scope import Call
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 
 
 class Leases:

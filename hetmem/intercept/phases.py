@@ -11,14 +11,15 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from hetmem import torch_private
 from hetmem.engine.running import RUNNING, in_backward
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.schedule.trace import STEP
+from hetmem.torch_private import tree_leaves
 
 _PASSED_THROUGH = ("hetmem.intercept.backward", "hetmem.intercept.requested_gradients")
 _FORWARDS = 32
@@ -81,7 +82,7 @@ def _forget_nodes_that_did_not_run() -> None:
     the graph: what the forward saved, and the model that it is of. It drops them when it looks for the first node of
     the thread's next backward, and there may be none: so here is one.
     """
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+    with torch_private.NoFunctions(), torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
@@ -161,7 +162,7 @@ class Segments:
             self._runtime.events.begin_segment("backward")  # one more of the same trace
         with self._runtime.unwatched():
             self.backward_began()
-        engine: Any = torch.autograd.Variable._execution_engine
+        engine: Any = torch_private.engine
         engine.queue_callback(_Ended(self, self.backwards))
 
     def settle_if_raised(self) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hetmem import torch_private
 from hetmem.errors import ManageError
 
 
 def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
     """Raise `ManageError` where whoever calls `model` would read its weights or gradients past hetmem; `streams`: they
     are on the device only for operators."""
-    if torch.compiler.is_exporting() or (streams and torch._C._get_tracing_state() is not None):
+    if torch.compiler.is_exporting() or (streams and torch_private.tracing_state() is not None):
         raise ManageError(
             "a managed model cannot be exported or traced: do that with copy.deepcopy(model), which is an ordinary "
             "module with the same weights"

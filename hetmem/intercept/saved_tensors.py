@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
@@ -18,9 +19,9 @@ from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
-_AUTOGRAD: Any = torch._C._autograd
+_AUTOGRAD: Any = torch_private.autograd
 _STRIDED = torch.strided
-_functions_around: Any = torch._C._len_torch_function_stack
+_functions_around: Any = torch_private.function_modes_around
 
 
 def _nodes_of_casts() -> tuple[type, type]:
@@ -107,7 +108,7 @@ class SavedTensors:
 
     def pack_by(self, others: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """What `others` keep instead of `tensor`. They see a weight as operators do, and keep its home."""
-        with torch._C.DisableTorchFunction():
+        with torch_private.NoFunctions():
             place = self.pack(tensor)
             if not isinstance(place, Saved) or place.dtype is not place.managed.chunk.compute_dtype:
                 return others(tensor)
@@ -120,7 +121,7 @@ class SavedTensors:
         packed = others(given)
         if in_backward():  # a checkpoint compares what it keeps there with what it was given before
             return packed
-        with torch._C.DisableTorchFunction(), self._runtime.unwatched():
+        with torch_private.NoFunctions(), self._runtime.unwatched():
             given.data = managed.home.as_strided(place.size, place.stride, place.offset)
         return _OfWeight(place, packed)
 
@@ -169,7 +170,7 @@ class SavedTensors:
         if self._runtime.bindings.resting:
             self._runtime.bindings.end_rest()
         managed = packed.managed
-        if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
+        if torch.is_grad_enabled() and torch_private.current_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
         if nobody_sees():
             return self._view(packed, managed)
@@ -193,7 +194,7 @@ class SavedTensors:
             base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
         tensor = base.as_strided(packed.size, packed.stride, packed.offset)
         tensor = torch.conj(tensor) if packed.conj else tensor
-        return torch._neg_view(tensor) if packed.neg else tensor
+        return torch_private.negative_view(tensor) if packed.neg else tensor
 
 
 class Pack(Hook):
@@ -228,7 +229,7 @@ class Pack(Hook):
     @called_by_autograd
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
-        with torch._C.DisableTorchFunction():  # within a custom function a mode would see each question as a use
+        with torch_private.NoFunctions():  # within a custom function a mode would see each question as a use
             if saved is not None and self.counts():
                 packed = saved.pack(tensor)
                 return saved if isinstance(packed, Saved) else self._saved, packed, tensor._version

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
@@ -218,7 +219,7 @@ _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 @cache
 def _observe_allocator() -> None:
     """Once in a process, as torch takes no observer off again. Another allocator than torch's own calls no observer."""
-    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    attach: Any = torch_private.attach_out_of_memory_observer
     if attach is not None:
         with contextlib.suppress(RuntimeError):  # of cudaMallocAsync, or a plugin's
             attach(_refused)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from hetmem import torch_private
 from hetmem.memory import mapping
 
 Memory = memoryview | torch.Tensor
@@ -21,7 +22,9 @@ def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int =
     if numel == 0:
         return torch.empty(0, dtype=dtype, device=memory.device)
     part = memory[offset_bytes : offset_bytes + numel * dtype.itemsize]
-    alone: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(part))  # the public way may wait for a stream
+    alone: torch.Tensor = torch_private.from_dlpack(
+        torch_private.to_dlpack(part)
+    )  # the public way may wait for a stream
     return alone.view(dtype)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from hetmem import torch_private
 from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
@@ -196,11 +197,11 @@ class AdamWRule:
         step = AdamWStep(
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], 0, bool(group["maximize"]), scale
         )
-        torch._foreach_add_(steps, 1)
+        torch_private.foreach_add(steps, 1)
         try:
             adamw_on_device(step, params, grads, exp_avgs, exp_avg_sqs, steps)
         except BaseException:
-            torch._foreach_sub_(steps, 1)
+            torch_private.foreach_sub(steps, 1)
             raise
 
     def _equals_host(self, update: ParameterUpdate) -> bool:

@@ -20,12 +20,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hetmem.base.units import GIB, format_size
 from hetmem.planner.plan import PlanError
+from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
 _VIEWS: dict[Any, bool] = {}
 

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.engine.precision import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
+from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
 _NAMED_BYTES = 1 << 16
 """Smaller tensors are not what fills a device."""

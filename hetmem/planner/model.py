@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hetmem.intercept.module_building import as_written
@@ -25,6 +24,7 @@ from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
 from hetmem.planner.meta_trace import trace_step
 from hetmem.planner.plan import PlanError
 from hetmem.planner.workload import Workload
+from hetmem.torch_private import tree_leaves, tree_map
 
 Builder = Callable[[], nn.Module]
 

@@ -1,0 +1,93 @@
+"""The names of torch that hetmem uses and torch promises nothing about: each with its reason, for torch 2.11 to 2.13.
+
+No other module of hetmem reads a private name of torch's modules: `tests/test_torch_private.py` holds that, and asks of
+them what hetmem relies on, so that a torch that changes one fails there, by name. Of torch's objects hetmem reads the
+private attributes in `ATTRIBUTES`. Private operators (`torch.ops.aten._…`) and `torch._dynamo.graph_break`, which is
+imported late, are named where they are met.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
+    "temporarily_clear_interpreter_stack",
+    "tree_leaves",
+    "tree_map",
+]
+
+_C: Any = torch._C
+
+ATTRIBUTES = {
+    "_version": "writes to a tensor that autograd counts; torch's notes on autograd name it",
+    "_cdata": "the address of a storage's C++ object, which all its views share: the key of maps from storages",
+    "_parameters": "what a module owns itself, without the order of properties and generators",
+    "_buffers": "the same, of buffers",
+    "_backward_hooks": "whether a gradient has hooks of the user's, who may change it",
+    "_post_accumulate_grad_hooks": "the same, behind the accumulation",
+    "_forward_pre_hooks": "hooks that compute a weight before each call, as torch's spectral_norm does",
+    "_apply": "through which `to`, `cuda` and `half` of a module go",
+}
+
+# ---- autograd ----
+current_graph_task = _C._current_graph_task_id  # which backward runs on this thread; -1: none
+current_node = _C._current_autograd_node  # within which node of it: a custom function's backward, an accumulation
+autograd = _C._autograd  # whether hooks of saved tensors are in force, and whose are innermost
+engine: Any = torch.autograd.Variable._execution_engine  # calls back at the end of the backward that runs
+
+# ---- functions and operators on their way ----
+NoFunctions = _C.DisableTorchFunction  # hetmem's own operators are no uses of weights, for modes and subclasses
+NoFunctionsOfSubclasses = _C.DisableTorchFunctionSubclass  # the same, for subclasses only
+NoDispatch = _C._DisableTorchDispatch  # and no modes of operators
+function_modes_around = _C._len_torch_function_stack  # how many modes of the user's are in force
+dispatch_modes_around = _C._len_torch_dispatch_stack
+function_mode_stack = _get_current_function_mode_stack
+push_mode, pop_mode = _push_mode, _pop_mode  # a mode that begins in one hook and ends in another
+dispatch_mode_stack = _get_current_dispatch_mode_stack
+without_dispatch_keys = _C._SetExcludeDispatchKeyGuard  # a view under inference_mode keeps its base
+DispatchKey = _C.DispatchKey
+has_kernel = _C._dispatch_has_kernel_for_dispatch_key  # whether an operator decomposes on this device
+
+# ---- torch.func ----
+transform_level = _C._functorch.maybe_current_level  # None outside of transforms
+is_of_a_transform = _C._functorch.is_functorch_wrapped_tensor  # such a tensor has no storage of its own
+is_of_an_old_transform = _C._functorch.is_legacy_batchedtensor
+
+# ---- modules and compilers ----
+NormBase: Any = _NormBase  # what BatchNorm and InstanceNorm share: running statistics, which stay in float32
+call_of_a_module = torch.nn.Module._call_impl  # its frames, between a caller's and a hook's
+HigherOrderOperator = torch._ops.HigherOrderOperator  # `cond`, `while_loop`: operators that call functions
+eval_frame = _C._dynamo.eval_frame  # who compiles the frames that follow
+tracing_state = _C._get_tracing_state  # a trace by torch.jit would keep addresses
+
+# ---- what hetmem replaces, where torch has no hook: the reasons are with the replacements ----
+REPLACED = {
+    "torch.autograd._engine_run_backward": "intercept.backward: the begin and the end of every backward",
+    "torch.amp.grad_scaler._MultiDeviceReplicator.get": "intercept.grad_scalers: waits for copies to host memory",
+    "torch.nn.Module._apply, of one instance": "intercept.module_hooks: `to`, `cuda`, `half` leave weights at home",
+    "Parameter.__class__": "engine.param_views: an unbound weight tells of functions that meet it (ADR 25)",
+}
+
+# ---- memory ----
+storage_references = _C._storage_Use_Count  # how many tensors hold a storage: the use count of a copy (ADR 2)
+make_subclass = torch.Tensor._make_subclass  # a tensor of a subclass over memory that exists
+swap_impl = _C._swap_tensor_impl  # a parameter gets memory of its own and stays the same object
+from_dlpack, to_dlpack = _C._from_dlpack, _C._to_dlpack  # the public ones may wait for a stream
+negative_view = torch._neg_view  # what a saved view was, lazily negated
+foreach_add, foreach_sub = torch._foreach_add_, torch._foreach_sub_  # of many step counts in one call, as torch's AdamW
+group_by_device_and_dtype = _C._group_tensors_by_device_and_dtype  # as torch's AdamW does before its kernel
+fused_adamw = torch._fused_adamw_  # the kernel behind AdamW(fused=True), whose bits hetmem promises
+attach_out_of_memory_observer = getattr(_C, "_cuda_attach_out_of_memory_observer", None)  # not in builds without CUDA
