@@ -288,8 +288,7 @@ MUTATIONS = {
     "look at every weight in each call of a module": Mutation(
         "intercept/module_leases.py",
         "        by_id = self._by_id\n",
-        "        by_id = self._by_id\n"
-        "        for each in self._runtime.parameters:\n            id(each)\n",
+        "        by_id = self._by_id\n        for each in self._runtime.parameters:\n            id(each)\n",
         "tests/intercept/test_call_counts.py::test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is",
     ),
     "carry commands out before those given earlier": Mutation(
