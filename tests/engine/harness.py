@@ -95,8 +95,18 @@ def hetmem_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("hetmem-")}
 
 
-def all_hetmem_threads_end(others: Iterable[threading.Thread] = ()) -> bool:
-    """Whether those of every dropped model end by themselves, also of the models of earlier tests, but for `others`.
+_earlier: set[threading.Thread] = set()
+"""Threads of hetmem that were there when the test began: of models that earlier tests have left in cycles."""
+
+
+def begin_test() -> None:
+    """Let threads of earlier tests be no matter of this one."""
+    _earlier.clear()
+    _earlier.update(hetmem_threads())
+
+
+def all_hetmem_threads_end() -> bool:
+    """Whether those of every model that the test has dropped end by themselves.
 
     A model whose backward or step has raised may take three collections: what torch's objects hold is not seen by
     the collector before they are gone themselves.
@@ -104,7 +114,7 @@ def all_hetmem_threads_end(others: Iterable[threading.Thread] = ()) -> bool:
 
     def none_is_left() -> bool:
         gc.collect()
-        return not hetmem_threads().difference(others)
+        return not hetmem_threads() - _earlier
 
     return comes_to_be(none_is_left)
 
