@@ -52,14 +52,14 @@ def main() -> None:
         traffic = runtime.traffic
         residency = traffic.residency
         slots = [0]
-        carry_out = traffic.carrier._carry_out
+        carry_out = traffic.executor._carry_out
 
         def count(command: Any, now: bool) -> None:
             if isinstance(command, Fetch) and command.target is Tier.DEVICE:
                 slots[0] += residency.blocks[command.block].span
             carry_out(command, now)
 
-        traffic.carrier._carry_out = count
+        traffic.executor._carry_out = count
         batches = demo.random_batches(demo.read_corpus(demo.GPTConfig().vocabulary)[0], model.context, "cpu")
         for step in range(options.steps + 2):
             if step == 2:

@@ -32,8 +32,8 @@ POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",
     "release a copy": "hetmem.schedule.residency:Residency.release",
     "copy done": "hetmem.schedule.residency:Residency.done",
-    "carry out": "hetmem.engine.executor:Carrier._carry_out",
-    "note an end": "hetmem.engine.executor:Carrier._note",
+    "carry out": "hetmem.engine.executor:Executor._carry_out",
+    "note an end": "hetmem.engine.executor:Executor._note",
     "take an end": "hetmem.memory.transfer:TransferEngine.take",
     "copy now": "hetmem.memory.transfer:TransferEngine.copy_now",
     "take a slot": "hetmem.memory.device_pool:DevicePool.prepare",
@@ -51,8 +51,8 @@ POINTS = {
     "give a home away": "hetmem.engine.write_check:give_away",
     "give a copy away": "hetmem.engine.param_views:give_away",
     "gradients arrive": "hetmem.engine.gradients:GradientSink.arrive",
-    "send a gradient": "hetmem.engine.gradient_copies:Homeward.send",
-    "gradient is home": "hetmem.engine.gradient_copies:Homeward._arrived",
+    "send a gradient": "hetmem.engine.gradient_copies:GradientCopies.send",
+    "gradient is home": "hetmem.engine.gradient_copies:GradientCopies._arrived",
     "move a home": "hetmem.engine.rehome:_copy",
     "pump updates": "hetmem.schedule.updates:HostUpdates.pump",
     "open an update": "hetmem.schedule.updates:HostUpdates._open",
@@ -442,7 +442,7 @@ def fill_idle_memory(module: torch.nn.Module) -> None:
 
 def updates_begun(module: torch.nn.Module) -> list[str]:
     """Return the names of the parameters whose update has begun in the present step."""
-    return [managed.name for watcher in registry.of_module(module).gradients.watchers for managed in watcher.begun()]
+    return [managed.name for listener in registry.of_module(module).gradients.listeners for managed in listener.begun()]
 
 
 def is_used_up(gradient: torch.Tensor | None) -> bool:

@@ -105,7 +105,7 @@ MUTATIONS = {
     ),
     "read gradients before they have arrived": Mutation(
         "engine/gradient_copies.py",
-        "self._carrier.wait_while(lambda: self.sends.under_way)",
+        "self._executor.wait_while(lambda: self.sends.under_way)",
         "pass",
         "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
     ),

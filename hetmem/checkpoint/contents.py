@@ -105,10 +105,10 @@ def refuse_half_stepped(model: torch.nn.Module, way_out: str, optimizer: torch.o
     own = {id(each) for each in parameters_of(optimizer)} if isinstance(optimizer, Streaming) else set[int]()
     found = filter(None, map(registry.of_parameter, model.parameters()))
     for interception in dict.fromkeys(interception for interception, _ in found):
-        for watcher in list(interception.gradients.watchers):
+        for listener in list(interception.gradients.listeners):
             if not own:
-                watcher.settle()
-            if any(id(managed.parameter) not in own for managed in watcher.begun()):
+                listener.settle()
+            if any(id(managed.parameter) not in own for managed in listener.begun()):
                 raise CheckpointError(f"some weights are one step further than others: {way_out}")
 
 

@@ -49,7 +49,7 @@ class _LetsGo(ContextDecorator):
 _LETS_GO = _LetsGo()
 
 
-class Carrier:
+class Executor:
     """The one that tells `engine` to copy, and `residency` what became of it."""
 
     def __init__(

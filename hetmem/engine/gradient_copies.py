@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from hetmem.engine.executor import Carrier
+from hetmem.engine.executor import Executor
 from hetmem.engine.pending import Pending
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
@@ -25,13 +25,13 @@ class Close(Protocol):
         """See there."""
 
 
-class Homeward:
+class GradientCopies:
     """Carries out what `sends` decides; each gradient closes its role, with `close`, when it has arrived."""
 
     def __init__(
-        self, engine: TransferEngine, pending: Pending, carrier: Carrier, close: Close, most_bytes: int
+        self, engine: TransferEngine, pending: Pending, executor: Executor, close: Close, most_bytes: int
     ) -> None:
-        self._engine, self._pending, self._carrier, self._close = engine, pending, carrier, close
+        self._engine, self._pending, self._executor, self._close = engine, pending, executor, close
         self.sends: GradientSends[Chunk] = GradientSends(pending, most_bytes)
         self.arriving = self.sends.arriving
         self.lost: Callable[[Chunk], None] = lambda chunk: None
@@ -97,4 +97,4 @@ class Homeward:
 
     def wait(self) -> None:
         """Every gradient has arrived at home, or its error is raised when all others have."""
-        self._carrier.wait_while(lambda: self.sends.under_way)
+        self._executor.wait_while(lambda: self.sends.under_way)

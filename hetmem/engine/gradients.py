@@ -15,7 +15,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.consumed_gradients import clear_zeroed
-from hetmem.engine.listener import Watcher
+from hetmem.engine.listener import GradientListener
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.old_gradients import OldGradients
 from hetmem.engine.runtime import Runtime
@@ -36,11 +36,11 @@ class GradientSink:
         self.runtime = runtime
         self.segments = segments
         segments.backward_began, segments.backward_ended = self.begin, self.finish
-        self.watchers: WeakOnes[Watcher] = WeakOnes()
+        self.listeners: WeakOnes[GradientListener] = WeakOnes()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""
         self.told = True
-        """Whether any of `watchers` has to be told of each gradient of this backward."""
+        """Whether any of `listeners` has to be told of each gradient of this backward."""
         self.sent_home: list[ManagedParameter] = []
         """Those that hooks of the user find at home, until something is computed once more."""
         self.lends = False
@@ -79,12 +79,12 @@ class GradientSink:
 
     def counts_arrivals(self) -> bool:
         """Whether somebody has to know how many gradients of a parameter the next backward has."""
-        return self.segments.several and any(watcher.begins_early for watcher in self.watchers)
+        return self.segments.several and any(listener.begins_early for listener in self.listeners)
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """See `Watcher`."""
-        for watcher in self.watchers:
-            watcher.expect(managed, arrivals)
+        """See `GradientListener`."""
+        for listener in self.listeners:
+            listener.expect(managed, arrivals)
 
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
@@ -94,8 +94,8 @@ class GradientSink:
         if type(parameter) is managed.unbound_kind:
             self.send_home(managed)
         if self.told or self.runtime.traffic.updating:
-            for watcher in self.watchers:
-                watcher.coming(managed)
+            for listener in self.listeners:
+                listener.coming(managed)
         clear_zeroed(parameter)
         if managed not in self._taken:
             self._taken[managed] = parameter.grad
@@ -138,8 +138,8 @@ class GradientSink:
         if has_hooks_of_the_user(parameter):
             self.arrive()
         if self.told or self.runtime.traffic.updating:
-            for watcher in self.watchers:
-                watcher.arrived(managed)
+            for listener in self.listeners:
+                listener.arrived(managed)
 
     def send_home(self, managed: ManagedParameter) -> None:
         """Hooks of what arrives at `managed` run: it is its home there, and an ordinary parameter."""
@@ -154,8 +154,8 @@ class GradientSink:
 
     def lost(self, chunk: Chunk) -> None:
         """A gradient of `chunk` was sent and did not arrive."""
-        for watcher in self.watchers:
-            watcher.lost(chunk)
+        for listener in self.listeners:
+            listener.lost(chunk)
 
     def is_there(self, chunk: Chunk) -> None:
         """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in
@@ -166,18 +166,18 @@ class GradientSink:
     @property
     def half_stepped(self) -> bool:
         """Whether a step has begun to update weights and is not over."""
-        return any(True for watcher in self.watchers for _ in watcher.begun())
+        return any(True for listener in self.listeners for _ in listener.begun())
 
     def use_again(self, used: list[ManagedParameter]) -> None:
         """`used` are computed with between the begin of a backward and the end of the step."""
-        for watcher in self.watchers:
+        for listener in self.listeners:
             for managed in used:
-                watcher.used_again(managed)
+                listener.used_again(managed)
 
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
         self._sends.complete.begin()
-        self.told = any(watcher.is_to_be_told for watcher in self.watchers)
+        self.told = any(listener.is_to_be_told for listener in self.listeners)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
         if not self.told:
@@ -205,8 +205,8 @@ class GradientSink:
                         show_gradient(managed.parameter, previous)
         self.arrive()
         self.told = True
-        for watcher in self.watchers:
-            watcher.backward_over()
+        for listener in self.listeners:
+            listener.backward_over()
         with torch_private.NoFunctionsOfSubclasses():
             self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
@@ -243,7 +243,7 @@ class GradientSink:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
-        if on_nvme and not any(watcher.begins_early for watcher in self.watchers):
+        if on_nvme and not any(listener.begins_early for listener in self.listeners):
             self._sends.complete.comes(chunk, id(managed), _awaited, adds=adds)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
@@ -253,8 +253,8 @@ class GradientSink:
 
     def keep(self, chunk: Chunk) -> bool:
         """Keep gradients of `chunk` on the device, where their update reads them; False if they go home."""
-        for watcher in self.watchers:
-            place = watcher.place_on_device(chunk)
+        for listener in self.listeners:
+            place = listener.place_on_device(chunk)
             if place is not None:
                 chunk.homes[Role.GRAD] = Home(Tier.DEVICE, place)
                 self._lent.add(chunk)
@@ -292,8 +292,8 @@ class GradientSink:
             del chunk.homes[Role.GRAD]  # whose place it was, asked for this
         else:
             self.runtime.memory.take_back(chunk, Role.GRAD)
-        for watcher in self.watchers:
-            watcher.used_up(chunk, shown)
+        for listener in self.listeners:
+            listener.consumed(chunk, shown)
 
     def bring_home(self, chunk: Chunk) -> None:
         """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises
@@ -400,8 +400,8 @@ def honour_written_gradients(runtime: Runtime, chunk: Chunk, taken: Container[Ma
         if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
             managed.grad_version = managed.grad_home._version
             written = True
-    home, carrier = chunk.homes.get(Role.GRAD), runtime.traffic.carrier
-    mixed = home is not None and home.block is not None and carrier.exposed.mixed(home.block)
+    home, executor = chunk.homes.get(Role.GRAD), runtime.traffic.executor
+    mixed = home is not None and home.block is not None and executor.exposed.mixed(home.block)
     if written or mixed or _staged_differs(runtime, chunk, taken):
         runtime.traffic.superseded(chunk, Role.GRAD)
 
@@ -415,7 +415,7 @@ def _staged_differs(runtime: Runtime, chunk: Chunk, taken: Container[ManagedPara
         return False
     if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
         return False
-    staged = runtime.traffic.carrier.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
+    staged = runtime.traffic.executor.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
     at_home = chunk.flat(Role.GRAD)
     for managed in chunk.parameters:
         if (is_home_gradient(managed) or managed in taken) and managed.numel:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Container
 
 from hetmem.engine.events import CopyChange, EventLog, Fault
-from hetmem.engine.executor import Carrier
+from hetmem.engine.executor import Executor
 from hetmem.engine.pending import Pending
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk
@@ -26,21 +26,21 @@ class Uses:
         self,
         residency: Residency,
         engine: TransferEngine,
-        carrier: Carrier,
+        executor: Executor,
         pending: Pending,
         events: EventLog,
         updating: Container[Chunk],
     ) -> None:
-        self._residency, self._engine, self._carrier, self._pending = residency, engine, carrier, pending
+        self._residency, self._engine, self._executor, self._pending = residency, engine, executor, pending
         self._events, self._updating = events, updating
-        self._execute = carrier.execute
+        self._execute = executor.execute
         self._unfetched: set[tuple[int, Tier]] = set()
         """Copies that were asked for to be overwritten, of which the events do not know yet."""
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
         """One more use of `block` on `tier`: its slot, once it is there. No use is left behind if this raises."""
         if tier is Tier.DEVICE and (slot := self._residency.acquire_again(block, tier)) is not None:
-            self._carrier.order_behind_making(slot)
+            self._executor.order_behind_making(slot)
             return slot
         missing = tier is Tier.DEVICE and self._residency.state(block, tier) is not CopyState.VALID
         start = time.perf_counter() if missing else 0.0
@@ -58,18 +58,18 @@ class Uses:
             self._events.faults.append(Fault(start, block, time.perf_counter() - start))
         slot = self._residency.place(block, tier)
         if tier is Tier.DEVICE:
-            self._carrier.order_behind_making(slot)
+            self._executor.order_behind_making(slot)
         return slot
 
     def _wait_for(self, block: int, tier: Tier, *, hastens: bool) -> CapacityError | None:
         """What was asked for is there; or the error that it is not, and the use is taken back. So it is if this raises,
         which it does for what else fails."""
-        chunk = self._carrier.chunk_of_block[block][0]
+        chunk = self._executor.chunk_of_block[block][0]
         try:
             if hastens and chunk in self._updating:
                 self._pending.hasten(chunk)
             while self._residency.state(block, tier) is not CopyState.VALID:
-                if tier is Tier.DEVICE and self._carrier.order_compute_after(block):
+                if tier is Tier.DEVICE and self._executor.order_compute_after(block):
                     break
                 if not self._pending.go_on():
                     return self._withdraw(block, tier)
@@ -121,4 +121,4 @@ class Uses:
     def _mark_use(self, block: int) -> None:
         """Also of a copy that was superseded while it was in use: what comes to lie there must not come too early."""
         if self._engine.ordered and (slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0:
-            self._carrier.mark_use(slot)
+            self._executor.mark_use(slot)

@@ -9,7 +9,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter
 from hetmem.memory.tensor_views import Memory
 
 
-class Watcher(Protocol):
+class GradientListener(Protocol):
     """An optimizer that updates while backward goes on."""
 
     @property
@@ -30,7 +30,7 @@ class Watcher(Protocol):
         """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
 
     def arrived(self, managed: ManagedParameter) -> None:
-        """It is on its way home: `Homeward.arriving` says whether it is there."""
+        """It is on its way home: `GradientCopies.arriving` says whether it is there."""
 
     def lost(self, chunk: Chunk) -> None:
         """A gradient of `chunk` did not get home, which is raised in the backward: no update may read it."""
@@ -38,7 +38,7 @@ class Watcher(Protocol):
     def backward_over(self) -> None:
         """The backward is over, and its gradients are where the user finds them."""
 
-    def used_up(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
+    def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
         """The gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
 
     def used_again(self, managed: ManagedParameter) -> None:

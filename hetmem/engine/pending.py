@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from hetmem.engine.executor import Carrier
+from hetmem.engine.executor import Executor
 from hetmem.engine.weak import WeakOnes
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.transfer import TransferEngine
@@ -38,8 +38,8 @@ class Worker(Protocol):
 class Pending:
     """Commands that `residency` gave and `executor` has begun, and jobs, which are no commands."""
 
-    def __init__(self, residency: Residency, engine: TransferEngine, carrier: Carrier) -> None:
-        self._residency, self._engine, self._carrier = residency, engine, carrier
+    def __init__(self, residency: Residency, engine: TransferEngine, executor: Executor) -> None:
+        self._residency, self._engine, self._executor = residency, engine, executor
         self._jobs = 0
         self.workers: WeakOnes[Worker] = WeakOnes()
         self._at_work: set[Worker] = set()
@@ -74,7 +74,7 @@ class Pending:
         """Something begins that is no command, and that waiting for memory may have to wait for. Returns what to tag it
         with: the thread that trains calls `done`, with its error, when it is over."""
         self._jobs += 1
-        return self._carrier.expect(partial(self._over, done))
+        return self._executor.expect(partial(self._over, done))
 
     def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
         """The same for what tells of its errors by itself. Returns what any thread calls at its end."""
@@ -99,11 +99,11 @@ class Pending:
     # ---- waiting -----------------------------------------------------------------------------------------------
 
     def wait_for_one(self) -> None:
-        """Wait until one transfer, or job, has ended: see `Carrier.wait_for_one`."""
-        self._carrier.wait_for_one()
+        """Wait until one transfer, or job, has ended: see `Executor.wait_for_one`."""
+        self._executor.wait_for_one()
 
     def busy(self) -> bool:
-        """Whether anything is under way that `Carrier.wait_for_one` can wait for."""
+        """Whether anything is under way that `Executor.wait_for_one` can wait for."""
         return bool(self._residency.in_flight() or self._jobs)
 
     def pump(self) -> None:
@@ -113,21 +113,21 @@ class Pending:
 
     def poll(self) -> None:
         """Take note of what has finished meanwhile."""
-        if self._engine.anything_over() and self._carrier.poll():
+        if self._engine.anything_over() and self._executor.poll():
             self.pump()
 
     def go_on(self) -> bool:
         """Wait for something that is under way, or have somebody give memory up; False if there is neither."""
         self.pump()
         if self.busy():
-            self._carrier.wait_for_one()
+            self._executor.wait_for_one()
             return True
         return self.make_way()
 
     def drain(self) -> None:
         """Wait until no command is in flight; an error of a transfer is raised here."""
         while self._residency.in_flight():
-            self._carrier.wait_for_one()
+            self._executor.wait_for_one()
 
     def quiesce(self) -> None:
         """Wait until nothing is under way, whatever fails; then the first error is raised. A disk that hangs is waited
@@ -135,11 +135,11 @@ class Pending:
         first: BaseException | None = None
         while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
             try:
-                self._carrier.wait_for_one()
+                self._executor.wait_for_one()
             except Exception as error:  # noqa: PERF203 - each wait may fail
                 first = first or error
         try:
             if first is not None:
                 raise first
         finally:
-            del first  # as in `Carrier.execute`
+            del first  # as in `Executor.execute`

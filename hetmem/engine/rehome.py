@@ -54,14 +54,14 @@ class ResidentShare:
         if idle == self._idle_seen:
             return
         self._idle_seen = idle
-        watchers = list(self._sink.watchers)
-        updated = set[int]().union(*(watcher.updates_on_device() for watcher in watchers))
+        listeners = list(self._sink.listeners)
+        updated = set[int]().union(*(listener.updates_on_device() for listener in listeners))
         chunks = [chunk for chunk in runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
         chosen = choose([self._candidate(chunk) for chunk in chunks], idle)
         if not chosen:
             return
-        for watcher in watchers:
-            watcher.settle()
+        for listener in listeners:
+            listener.settle()
         runtime.traffic.pending.drain()
         with runtime.room.moving_homes():
             for at in chosen:
@@ -76,8 +76,8 @@ class ResidentShare:
             self._leave_device()
         enough = memory.device_home_bytes - nbytes
         with self._runtime.room.moving_homes():
-            for watcher in self._sink.watchers:
-                watcher.give_device_back()
+            for listener in self._sink.listeners:
+                listener.give_device_back()
             last_first = list(reversed(self._moved))
             last_first.sort(key=traffic.updating.__contains__)
             for chunk in last_first:
@@ -145,7 +145,7 @@ class ResidentShare:
             return False
         if any(self._sink.has_taken(managed) for managed in chunk.parameters):
             return False
-        return all(watcher.may_move(chunk) for watcher in self._sink.watchers)
+        return all(listener.may_move(chunk) for listener in self._sink.listeners)
 
     def _is_held(self, managed: ManagedParameter) -> bool:
         """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
@@ -260,8 +260,8 @@ class ResidentShare:
                 managed.grad_address = managed.grad_home.data_ptr()
             else:
                 managed.grad_home = None
-        for watcher in self._sink.watchers:
-            watcher.moved(chunk)
+        for listener in self._sink.listeners:
+            listener.moved(chunk)
 
 
 def _is_whole(chunk: Chunk, updated: set[int]) -> bool:

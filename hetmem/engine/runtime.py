@@ -65,7 +65,7 @@ class Runtime:
         self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
-        self.unwatched = self.traffic.carrier.unwatched = self.monitor.unwatched
+        self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.turn = Turn(self.events.newest)
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
@@ -222,7 +222,7 @@ class Runtime:
                         self._acquire_device(managed, block, operator)
                 else:
                     if self._engine.ordered:
-                        self.traffic.carrier.order_behind_making(slot)
+                        self.traffic.executor.order_behind_making(slot)
                     if managed.device is None:
                         with self.unwatched():
                             self.bindings.open_device(managed, self.memory.device_pool, slot)
@@ -255,7 +255,7 @@ class Runtime:
             if first is not None:
                 raise first
         finally:
-            del first  # as in `Carrier.execute`
+            del first  # as in `Executor.execute`
 
     def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """`used` rest, and those that nobody holds may be evicted."""

@@ -12,8 +12,8 @@ import torch
 
 from hetmem.engine.build import recast_all
 from hetmem.engine.events import EventLog
-from hetmem.engine.executor import Carrier
-from hetmem.engine.gradient_copies import Homeward
+from hetmem.engine.executor import Executor
+from hetmem.engine.gradient_copies import GradientCopies
 from hetmem.engine.homes import Memory
 from hetmem.engine.leases import Uses
 from hetmem.engine.param_views import Bindings
@@ -49,14 +49,14 @@ class Traffic:
         self.engine = engine
         self._memory = memory
         self._tracer = tracer
-        self.carrier = Carrier(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
-        self.execute, self.wait_for_one = self.carrier.execute, self.carrier.wait_for_one
-        self.pending = Pending(residency, engine, self.carrier)
-        self.gradients = Homeward(
-            engine, self.pending, self.carrier, self.close_role, in_flight_bytes(memory.device_bytes)
+        self.executor = Executor(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
+        self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
+        self.pending = Pending(residency, engine, self.executor)
+        self.gradients = GradientCopies(
+            engine, self.pending, self.executor, self.close_role, in_flight_bytes(memory.device_bytes)
         )
         self.updating: set[Chunk] = set()
-        self._uses = Uses(residency, engine, self.carrier, self.pending, events, self.updating)
+        self._uses = Uses(residency, engine, self.executor, self.pending, events, self.updating)
         self.acquire, self.release = self._uses.acquire, self._uses.release
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
@@ -70,7 +70,7 @@ class Traffic:
         home = chunk.homes[role]
         if self._memory.streams:
             home.block = self.residency.add(self._memory.block(chunk, role))
-            self.carrier.chunk_of_block[home.block] = (chunk, role)
+            self.executor.chunk_of_block[home.block] = (chunk, role)
 
     def ensure_homes(self, chunks: Iterable[Chunk], roles: Iterable[Role]) -> None:
         """Give each of `roles` of `chunks` a home where it has none. Raises `BudgetError` if there is no room."""
@@ -110,7 +110,7 @@ class Traffic:
             self.wait_for_one()
         if self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
-        return self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+        return self.executor.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
 
     def copy_counts(self, chunk: Chunk) -> bool:
         """Whether the copy on the device is what operators see, or will be before any that is asked for from now on."""
@@ -118,7 +118,7 @@ class Traffic:
         state = None if block is None else self.residency.state(block, Tier.DEVICE)
         if block is None or state is not CopyState.LOADING:
             return state is CopyState.VALID
-        return self.carrier.order_compute_after(block)
+        return self.executor.order_compute_after(block)
 
     def copy_equals_home(self, chunk: Chunk) -> None:
         """The copy on the device, if there is one, has just come to say what the newest copy in host memory says."""
@@ -127,7 +127,7 @@ class Traffic:
         if chunk.operand == Role.COMPUTE or home.tier is Tier.DEVICE:
             return
         if self.residency.state(home.block, Tier.DEVICE) in PLACED:
-            self.carrier.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
+            self.executor.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
 
     def copy_home_again(self, chunk: Chunk) -> None:
         """Have the copy of `chunk`, whose home is on the device too, say what that says now. Waits for nothing."""
@@ -137,15 +137,15 @@ class Traffic:
         if Role.COMPUTE in chunk.homes:
             recast_all(chunk)
         if self.residency.state(block, Tier.DEVICE) is CopyState.VALID:
-            copy = self.carrier.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
+            copy = self.executor.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
             self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
-            self.carrier.mark_making(self.residency.slot(block, Tier.DEVICE))
+            self.executor.mark_making(self.residency.slot(block, Tier.DEVICE))
 
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """The newest that host memory, or NVMe, holds of `role` of `chunk`, as a flat tensor."""
         block = chunk.homes[role].block
         if block is not None and self.residency.state(block, Tier.HOST) is CopyState.VALID:
-            return self.carrier.staged(chunk, role, self.residency.slot(block, Tier.HOST))
+            return self.executor.staged(chunk, role, self.residency.slot(block, Tier.HOST))
         return chunk.flat(role)
 
     # ---- host memory -------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Traffic:
         except BaseException:
             self.release(home.block, Tier.HOST)
             raise
-        return self.carrier.staged(chunk, role, slot)
+        return self.executor.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
         """Begin what `open_role` does, and do not wait: see `role_is_there`. Nothing is asked for if this raises."""
@@ -201,10 +201,10 @@ class Traffic:
             return chunk.flat(role)
         assert home.block is not None
         self._uses.tell_of(home.block, Tier.HOST)
-        staged = self.carrier.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
-        if self.carrier.exposed.mixed(home.block):
+        staged = self.executor.staged(chunk, role, self.residency.slot(home.block, Tier.HOST))
+        if self.executor.exposed.mixed(home.block):
             staged.copy_(chunk.flat(role))  # nobody writes there while hetmem is asked
-            self.carrier.exposed.forget(home.block)
+            self.executor.exposed.forget(home.block)
         return staged
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
@@ -241,7 +241,7 @@ class Traffic:
                         self.execute(self.residency.settle(block))
                     self.wait_for_one()
         except Exception:
-            self.carrier.wait_while(lambda: any(map(self.residency.writing, blocks)))
+            self.executor.wait_while(lambda: any(map(self.residency.writing, blocks)))
             raise
 
     def superseded(self, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
@@ -250,7 +250,7 @@ class Traffic:
         if block is None:
             return
         if not self.residency.copied(block):
-            self.carrier.exposed.forget(block)
+            self.executor.exposed.forget(block)
             return
         self.wait_until_written([chunk.homes[role]])
         for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
@@ -260,7 +260,7 @@ class Traffic:
                 self.wait_for_one()
             if self.residency.state(block, tier) is not CopyState.WAITING:  # what is not there yet is not old
                 self.execute(self.residency.invalidate(block, tier))
-            self.carrier.exposed.forget(block)
+            self.executor.exposed.forget(block)
 
     def hold(self, chunk: Chunk) -> None:
         """The user may write to the parameters of `chunk` next: until a forward begins nothing is read ahead from their
@@ -322,13 +322,13 @@ class Traffic:
         block = chunk.operand_block
         if block is not None:
             self.copy_equals_home(chunk)
-            self.carrier.near = None if near is None else (chunk, near)
+            self.executor.near = None if near is None else (chunk, near)
             try:
                 self.execute(self.residency.resume(block))
                 if renew:
                     self.execute(self.residency.prefetch(block, Tier.DEVICE))
             finally:
-                self.carrier.near = None
+                self.executor.near = None
 
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:

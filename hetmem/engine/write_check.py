@@ -68,7 +68,7 @@ class Writes:
         due = {each.chunk for chunk in chunks if trained for each in chunk.parameters if each.parameter.requires_grad}
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
-        copied = bool(self._traffic.carrier.chunk_of_block)
+        copied = bool(self._traffic.executor.chunk_of_block)
         for chunk in chunks:
             if chunk in counted:
                 self._notice_counted_of(chunk, counted[chunk])
@@ -115,7 +115,7 @@ class Writes:
         """Whether the 16-bit copy of `chunk` is to be compared. While its update trails it is not the user's turn."""
         if chunk in self._traffic.updating:
             return False
-        seen = self._traffic.carrier.fingerprints
+        seen = self._traffic.executor.fingerprints
         return due or seen.differ(chunk, chunk.flat(Role.PARAM))
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
@@ -134,7 +134,7 @@ class Writes:
 
     def look_ahead(self, chunks: Iterable[Chunk]) -> None:
         """The homes of `chunks` are looked at next: what is looked at on NVMe is read together."""
-        residency, fingerprints = self._traffic.residency, self._traffic.carrier.fingerprints
+        residency, fingerprints = self._traffic.residency, self._traffic.executor.fingerprints
         if self._store is None:
             return
         for chunk in chunks:
@@ -152,7 +152,7 @@ class Writes:
         if chunk in self._traffic.updating:  # which makes it, and its copy, anew
             self.home_copies.renewed(chunk)
         elif chunk.operand == Role.COMPUTE:
-            self._traffic.carrier.fingerprints.take(chunk, chunk.flat(Role.PARAM))
+            self._traffic.executor.fingerprints.take(chunk, chunk.flat(Role.PARAM))
             stale = self.home_copies.stale(chunk)
             self.noticed.update(map(id, stale))
             if stale:
@@ -253,7 +253,7 @@ class Writes:
     def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
         """Whether the home of `chunk`, or of `managed` in it, was written since copies of it were made."""
         home, traffic = chunk.homes[Role.PARAM], self._traffic
-        residency, fingerprints = traffic.residency, traffic.carrier.fingerprints
+        residency, fingerprints = traffic.residency, traffic.executor.fingerprints
         if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
             return False  # without a copy, or what is at home is older than every copy
         while self._coming(chunk):  # perhaps what was there before

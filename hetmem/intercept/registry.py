@@ -88,7 +88,7 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
                     found[0].runtime.hold_homes()
                 found[0].share.others_update = True
                 failed = _updated(*found) or failed
-                if any(found[1] in watcher.begun() for watcher in found[0].gradients.watchers):
+                if any(found[1] in listener.begun() for listener in found[0].gradients.listeners):
                     raise RuntimeError(updated_by_another(found[1].name))
     for interception in models:
         _count_step(interception.runtime)

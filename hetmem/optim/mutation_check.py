@@ -22,7 +22,7 @@ GOES_THROUGH = (
 """The usual reason for a gradient, or a forward, behind an update that has begun."""
 
 
-class Untouched:
+class MutationCheck:
     """What one optimizer's backward left to its step."""
 
     def __init__(self, passes: Passes, writes: Writes) -> None:

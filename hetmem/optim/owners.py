@@ -17,7 +17,7 @@ import torch
 
 from hetmem.engine.consumed_gradients import updated_by_another
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.listener import Watcher
+from hetmem.engine.listener import GradientListener
 from hetmem.errors import ManageError
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import ManagedParameter, Role
@@ -92,7 +92,7 @@ class Owners:
         alone = last is not None and last() in (None, owner)
         self._last[id(managed)] = weakref.ref(owner) if alone else None
 
-    def steps(self, stepped: Iterable[ManagedParameter], owner: Owner, others: Iterable[Watcher]) -> None:
+    def steps(self, stepped: Iterable[ManagedParameter], owner: Owner, others: Iterable[GradientListener]) -> None:
         """`owner` steps `stepped`. Raises RuntimeError if one of `others` has updated any of them in this step."""
         self._taken_by(owner)
         begun = {managed for other in others for managed in other.begun()}
@@ -136,14 +136,14 @@ def owners_of(interception: Interception) -> Owners:
     return _owners.setdefault(interception, Owners())
 
 
-def ends_with_its_optimizer(watcher: Watcher, sink: GradientSink) -> Callable[[Any], None]:
-    """To be called when an optimizer is gone: takes `watcher`, whoever else may hold it, out of the backwards."""
-    own, sinks = weakref.ref(watcher), weakref.ref(sink)
+def ends_with_its_optimizer(listener: GradientListener, sink: GradientSink) -> Callable[[Any], None]:
+    """To be called when an optimizer is gone: takes `listener`, whoever else may hold it, out of the backwards."""
+    own, sinks = weakref.ref(listener), weakref.ref(sink)
 
     def gone(_: Any) -> None:
         alive, watched = own(), sinks()
         if alive is not None and watched is not None:
-            watched.watchers.discard(alive)
+            watched.listeners.discard(alive)
 
     return gone
 

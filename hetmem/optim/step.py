@@ -27,7 +27,7 @@ from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.gradient_counts import Arrivals
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
-    Untouched,
+    MutationCheck,
     came_late,
     changed,
     edits_gradients,
@@ -64,13 +64,13 @@ class Stepper:
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
         self._progress: dict[Chunk, Progress] = {}
-        self._untouched = Untouched(self._passes, self._runtime.writes)
+        self._mutations = MutationCheck(self._passes, self._runtime.writes)
         self._comparer = WorkersCompare(workers)
         self._runtime.writes.home_copies.compare_with(self._comparer)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self._runtime.traffic.pending.workers.add(self._updates)
-        interception.gradients.watchers.add(self)
+        interception.gradients.listeners.add(self)
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
@@ -83,16 +83,16 @@ class Stepper:
 
     @property
     def begins_early(self) -> bool:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         return self._optimizer.overlap is not Overlap.OFF
 
     @property
     def is_to_be_told(self) -> bool:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         return bool(self._progress) or self.begins_early or self._optimizer.gradients is Gradients.STREAMED
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         self._arrivals.expect(managed, arrivals)
 
     def coming(self, managed: ManagedParameter) -> None:
@@ -120,13 +120,13 @@ class Stepper:
         self._updates.pump()
 
     def lost(self, chunk: Chunk) -> None:
-        """See `Watcher`. What is queued of `chunk` waits for its gradients, and nothing of it is begun."""
+        """See `GradientListener`. What is queued of `chunk` waits for its gradients, and nothing of it is begun."""
         self._updates.forget(chunk)
         self._drop(chunk)
 
     def backward_over(self) -> None:
-        """See `Watcher`. Some streamed gradients are used up: whoever clips them is told there and then, and whoever
-        clips the others, by a wrong norm, in the step."""
+        """End a backward. Used-up streamed gradients raise when they are read; a clip of the other gradients alone is
+        refused in the step, by its wrong norm."""
         begun = [progress for progress in self._progress.values() if progress.begun]
         chunks = {progress.chunk for progress in begun}
         for chunk in self._kept.chunks:
@@ -135,24 +135,24 @@ class Stepper:
         for progress in begun:
             self._passes.see_what_is_left(progress)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
-            self._untouched.see(self._waiting(chunks))
+            self._mutations.see(self._waiting(chunks))
             with self._runtime.unwatched(), torch.no_grad():
-                self._untouched.show(begun)
+                self._mutations.show(begun)
 
-    def used_up(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
-        """See `Watcher`."""
+    def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
+        """See `GradientListener`."""
         if chunk in self._progress:
-            self._untouched.show_more(parameters)
+            self._mutations.show_more(parameters)
 
     def _waiting(self, begun: Collection[Chunk]) -> Iterator[tuple[ManagedParameter, dict[str, Any], int]]:
-        """See `Untouched.see`: those in chunks that are not in `begun`."""
+        """See `MutationCheck.see`: those in chunks that are not in `begun`."""
         for managed in self._runtime.parameters:
             group = self._groups.get(id(managed.parameter))
             if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
                 yield managed, group, self._arrivals.of(managed)
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         return self._places.place_on_device(chunk)
 
     def used_again(self, managed: ManagedParameter) -> None:
@@ -170,19 +170,19 @@ class Stepper:
     # ---- homes that move -------------------------------------------------------------------------------------------
 
     def updates_on_device(self) -> set[int]:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         return self._places.same_on_device(self._optimizer.groups_by_parameter())
 
     def settle(self) -> None:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         self.synchronize()
 
     def give_device_back(self) -> None:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         self._updates.streamed.give_slots_back()
 
     def may_move(self, chunk: Chunk) -> bool:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         progress = self._progress.get(chunk)
         self._passes.notice_states(chunk)
@@ -190,7 +190,7 @@ class Stepper:
         return not bound and not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         self._optimizer.states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
@@ -226,7 +226,7 @@ class Stepper:
         self._interception.reset()
         self._interception.segments.begin_step()
         self._refuse_edits()
-        self._untouched.show_no_more(progress for progress in self._progress.values() if progress.begun)
+        self._mutations.show_no_more(progress for progress in self._progress.values() if progress.begun)
         waiting = [chunk for chunk in self._runtime.chunks if not self._has_begun(chunk)]
         self._runtime.traffic.forget_read_ahead(waiting)
         self._runtime.writes.look_ahead(self._runtime.chunks)
@@ -255,7 +255,7 @@ class Stepper:
 
     def own(self, stepped: Iterable[ManagedParameter]) -> None:
         """`stepped` are this optimizer's. Raises RuntimeError if another one has updated any of them in a backward."""
-        others = (other for other in self._interception.gradients.watchers if other is not self)
+        others = (other for other in self._interception.gradients.listeners if other is not self)
         self.owners.steps(stepped, self._optimizer, others)
 
     def own_whole(self, update: WholeUpdate) -> None:
@@ -281,13 +281,13 @@ class Stepper:
         return self._runtime
 
     def begun(self) -> Iterable[ManagedParameter]:
-        """See `Watcher`."""
+        """See `GradientListener`."""
         return (part.managed for progress in self._progress.values() if progress.begun for part in progress.parts)
 
     def square_sums(self, chunks: Work) -> list[Sums]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
         with self._remembering_a_failure():
-            self._check_untouched()
+            self._check_mutations()
             wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
             for progress in wanted:
                 if not (progress.sums or progress.summing):
@@ -298,7 +298,7 @@ class Stepper:
     def update(self, chunks: Work, grad_scale: float) -> None:
         """Update `chunks`; gradients count `grad_scale` times."""
         with self._remembering_a_failure():
-            self._check_untouched()
+            self._check_mutations()
             wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
             for progress in wanted:
                 if progress.begun and progress.scale != grad_scale:
@@ -329,7 +329,7 @@ class Stepper:
         self._updates.owe()  # what trails and fails from here on is nobody's to repeat
         if updated:
             with self._runtime.unwatched(), torch.no_grad():
-                self._untouched.leave(self._progress.values())
+                self._mutations.leave(self._progress.values())
         self._end()
         self._runtime.statistics.steps += updated
         self._runtime.after_step()
@@ -392,7 +392,7 @@ class Stepper:
 
     def _end(self) -> None:
         self.failed = False
-        self._untouched.forget()
+        self._mutations.forget()
         for chunk in list(self._progress):
             self._drop(chunk)
         self._arrivals.end_step(sees_all=self._runtime.memory.streams)  # on the device they are autograd's own
@@ -420,8 +420,8 @@ class Stepper:
             raise changed(progress.parts, self._optimizer, self._progress.values())
         return progress
 
-    def _check_untouched(self) -> None:
-        self._untouched.check([progress for progress in self._progress.values() if progress.begun], self._optimizer)
+    def _check_mutations(self) -> None:
+        self._mutations.check([progress for progress in self._progress.values() if progress.begun], self._optimizer)
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 

@@ -184,7 +184,7 @@ class Passes:
     def notice_before(self, progress: Progress) -> None:
         """A step begins. What a pass of `progress` will read, and has not, it may find in staging, and it has seen
         nothing that could be compared with the home later."""
-        if not progress.begun:  # else `Untouched` sees it
+        if not progress.begun:  # else `MutationCheck` sees it
             self.notice_written(progress.chunk)
         if not progress.kept and any(part.sample is None for part in progress.parts):
             honour_written_gradients(self._runtime, progress.chunk)

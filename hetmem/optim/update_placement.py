@@ -74,7 +74,7 @@ class UpdatePlaces:
         return Way.STREAMED if self._streams(progress) else Way.HOST
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
-        """For gradients of `chunk`, which nobody but its update will see; see `Watcher`."""
+        """For gradients of `chunk`, which nobody but its update will see; see `GradientListener`."""
         hooked = any(has_hooks_of_the_user(managed.parameter) for managed in chunk.parameters)
         return self._updates.place_for(chunk) if self._comes_there(chunk) and not hooked else None
 

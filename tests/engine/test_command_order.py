@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.engine.executor import Carrier
+from hetmem.engine.executor import Executor
 from hetmem.intercept import registry
 from hetmem.intercept.phases import _Ended
 from hetmem.schedule.residency import Residency
@@ -41,9 +41,9 @@ def test_no_command_overtakes_one_that_was_given_before_it(tmp_path: Path, monke
             return commands
 
         monkeypatch.setattr(Residency, name, spy)
-    carry_out = Carrier._carry_out
+    carry_out = Executor._carry_out
     monkeypatch.setattr(
-        Carrier, "_carry_out", lambda self, command, now: (carried_out.append(command), carry_out(self, command, now))
+        Executor, "_carry_out", lambda self, command, now: (carried_out.append(command), carry_out(self, command, now))
     )
     model = tight(stack(), tmp_path)
     optimizer = hetmem.AdamW(model.parameters())
@@ -101,16 +101,16 @@ def test_a_backward_that_the_garbage_collector_ends_in_the_middle_of_something_e
         tmp_path,
     )
     segments = registry.of_module(managed).segments
-    carry_out = Carrier._carry_out
+    carry_out = Executor._carry_out
     ended: list[bool] = []
 
-    def collects(self: Carrier, command: Any, now: bool) -> None:
+    def collects(self: Executor, command: Any, now: bool) -> None:
         if segments.in_backward:
             _Ended(segments, segments.backwards - earlier)  # and dropped
             ended.append(not segments.in_backward)
         carry_out(self, command, now)
 
-    monkeypatch.setattr(Carrier, "_carry_out", collects)
+    monkeypatch.setattr(Executor, "_carry_out", collects)
     train_both(plain, managed, vector_batches(3, 4, 64))
     assert ended
     assert not any(ended)

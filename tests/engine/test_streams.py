@@ -172,7 +172,7 @@ def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator
         before = device.streams.ordered
         slot = traffic.acquire(fetched, Tier.DEVICE)
         traffic.pending.drain()
-        traffic.carrier.on_device(outside, slot).sum()
+        traffic.executor.on_device(outside, slot).sum()
         traffic.execute(residency.invalidate(fetched, Tier.DEVICE))
         assert traffic.acquire(fetched, Tier.DEVICE) == slot
     assert device.streams.ordered == before + 2

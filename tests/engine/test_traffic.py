@@ -291,7 +291,7 @@ def test_it_is_the_user_s_turn_after_a_backward_that_raised_at_its_end(tmp_path:
     runtime = runtime_of(managed)
     assert runtime.events.running() is None
     (chunk,) = (chunk for chunk in runtime.chunks if chunk.parameters[0].name == "other.weight")
-    block, exposed = chunk.homes[Role.GRAD].block, runtime.traffic.carrier.exposed
+    block, exposed = chunk.homes[Role.GRAD].block, runtime.traffic.executor.exposed
     assert block is not None and chunk.homes[Role.GRAD].tier is Tier.NVME
     exposed.reads(block, chunk, Role.GRAD)
     assert exposed.mixed(block), "he may be writing to a gradient that is read from now on"

@@ -122,7 +122,7 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
     once.arm(1)
     with pytest.raises(torch.OutOfMemoryError):
         traffic.execute(commands)
-    assert not traffic.carrier._commands, "they are waited for, and would never come"
+    assert not traffic.executor._commands, "they are waited for, and would never come"
     traffic.pending.drain()
     assert [traffic.residency.state(block, Tier.DEVICE) is None for block in blocks] == [True, False]
 

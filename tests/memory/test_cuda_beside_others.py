@@ -119,7 +119,7 @@ def test_a_copy_that_one_stream_makes_is_there_for_the_others(cuda: FakeCuda, tm
     limits = hetmem.Budget(device="64MiB", host="64MiB")
     managed = manage(mlp(), limits, tmp_path, device=CpuCuda(), mixed_precision=torch.bfloat16)
     traffic = registry.of_module(managed).runtime.traffic
-    chunk = traffic.carrier.chunk_of_block[0][0]
+    chunk = traffic.executor.chunk_of_block[0][0]
     block = chunk.operand_block
     assert block is not None
     traffic.forget_copies()
@@ -130,5 +130,5 @@ def test_a_copy_that_one_stream_makes_is_there_for_the_others(cuda: FakeCuda, tm
         traffic.execute(traffic.residency.prefetch(block, Tier.DEVICE))
     assert side.asked, "nothing is late"
     slot = traffic.acquire(block, Tier.DEVICE)
-    assert torch.equal(traffic.carrier.on_device(chunk, slot).float(), chunk.flat(chunk.operand).float())
+    assert torch.equal(traffic.executor.on_device(chunk, slot).float(), chunk.flat(chunk.operand).float())
     traffic.release(block, Tier.DEVICE)

@@ -212,13 +212,13 @@ DROPS: dict[str, Callable[[Any, Any], object]] = {
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
-@pytest.mark.parametrize("used_up", ["in the backward", "after it", "before what is dropped", "in the step"])
+@pytest.mark.parametrize("consumed", ["in the backward", "after it", "before what is dropped", "in the step"])
 @pytest.mark.parametrize("way", DROPS)
 def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
-    way: str, used_up: str, overlap: str, tmp_path: Path
+    way: str, consumed: str, overlap: str, tmp_path: Path
 ) -> None:
     """torch would make none, or one with zeros."""
-    if used_up == "in the backward":
+    if consumed == "in the backward":
         _, managed, _, right = used_up_by_backward(tmp_path, overlap)
     else:
         plain, managed = pair(mlp, "host", tmp_path)
@@ -228,11 +228,11 @@ def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
         with testing.updates_held():
             loss_of(managed, batch).backward()
             assert not any(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
-    if used_up == "before what is dropped":
+    if consumed == "before what is dropped":
         right.synchronize()
         assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
     DROPS[way](managed, right)
-    if used_up == "after it":
+    if consumed == "after it":
         right.synchronize()
     with pytest.raises(RuntimeError, match="changed after their update had begun"):
         right.step()
