@@ -90,4 +90,8 @@ negative_view = torch._neg_view  # what a saved view was, lazily negated
 foreach_add, foreach_sub = torch._foreach_add_, torch._foreach_sub_  # of many step counts in one call, as torch's AdamW
 group_by_device_and_dtype = _C._group_tensors_by_device_and_dtype  # as torch's AdamW does before its kernel
 fused_adamw = torch._fused_adamw_  # the kernel behind AdamW(fused=True), whose bits hetmem promises
-attach_out_of_memory_observer = getattr(_C, "_cuda_attach_out_of_memory_observer", None)  # not in builds without CUDA
+
+
+def out_of_memory_observer() -> Any:
+    """Return what attaches an observer to the CUDA allocator; None in builds without CUDA."""
+    return getattr(_C, "_cuda_attach_out_of_memory_observer", None)

@@ -219,7 +219,7 @@ _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 @cache
 def _observe_allocator() -> None:
     """Once in a process, as torch takes no observer off again. Another allocator than torch's own calls no observer."""
-    attach: Any = torch_private.attach_out_of_memory_observer
+    attach: Any = torch_private.out_of_memory_observer()
     if attach is not None:
         with contextlib.suppress(RuntimeError):  # of cudaMallocAsync, or a plugin's
             attach(_refused)

@@ -21,6 +21,7 @@ for _absent in os.environ.get("FAKED_ABSENT", "hypothesis transformers playwrigh
 
 import torch  # noqa: E402
 
+from hetmem import torch_private  # noqa: E402
 from hetmem.cuda.backend import CupyBackend  # noqa: E402
 from tests.memory.fake_cuda import FakeCuda, LateKernels, current_stream, install  # noqa: E402
 
@@ -83,7 +84,9 @@ def install_device(seed: int | None = None) -> None:
     }
     for name, replacement in extra.items():
         _put(torch.cuda, name, replacement)
-    _put(torch, "_fused_adamw_", _rounded_otherwise(torch._fused_adamw_))
+    rounded = _rounded_otherwise(torch._fused_adamw_)
+    _put(torch, "_fused_adamw_", rounded)
+    _put(torch_private, "fused_adamw", rounded)
     _put(torch.Tensor, "is_pinned", lambda tensor: _is_pinned(fake, tensor))
     _put(torch.Tensor, "pin_memory", lambda tensor: _pinned(fake, tensor))
     _install_kernels()

@@ -35,4 +35,4 @@ def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own() -> 
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     last = ended.stdout.strip().splitlines()[-1]
-    assert "passed" in last and "skipped" not in last, last
+    assert "passed" in last and "skipped" not in last, last  # "xfailed" is said, and allowed

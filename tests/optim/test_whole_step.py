@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import torch_private
 from hetmem.memory.chunk import Role
 from hetmem.optim.update_pass import Passes
 from hetmem.schedule.trace import Tier
@@ -113,7 +114,7 @@ def test_it_is_one_call_for_each_group(
             scale = optimizer.scale
             scale(loss_of(module, (x if mixed is None else x.to(mixed),))).backward()
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "_fused_adamw_", lambda *args, **more: (calls.append(1), KERNEL(*args, **more)))
+            patch.setattr(torch_private, "fused_adamw", lambda *args, **more: (calls.append(1), KERNEL(*args, **more)))
             whole[1].step()
         chunks[1].step()
         for _, optimizer in (whole, chunks):
