@@ -95,13 +95,14 @@ class Executor:
         """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
         return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
+    @_LETS_GO
+    @HELD_BACK
     def poll(self) -> bool:
         """Take note of what has finished meanwhile; whether anything has."""
         noted = False
-        with _LETS_GO, HELD_BACK:
-            while (finished := self._engine.take(wait=False)) is not None:
-                noted = True
-                self._note(finished)
+        while (finished := self._engine.take(wait=False)) is not None:
+            noted = True
+            self._note(finished)
         return noted
 
     @_LETS_GO

@@ -61,15 +61,13 @@ class Updates(HostUpdates[Job]):
                 assert batch is not None
                 while batch.run_one():
                     self._traffic.pending.poll()  # what has come meanwhile makes room for more
-            elif not self._traffic.pending.busy() and self._opening:
-                if not self._traffic.pending.make_way(self):
-                    if self._opening[0] is stuck:
-                        raise self._cannot_open(stuck)
-                    stuck = self._opening[0]
-                    self.give_way()  # a read of it failed earlier: once more
-                continue
-            if not self.idle:
+            if self._traffic.pending.busy():
                 self._traffic.wait_for_one()
+            elif self._opening and not self._traffic.pending.make_way(self):
+                if self._opening[0] is stuck:
+                    raise self._cannot_open(stuck)
+                stuck = self._opening[0]
+                self.give_way()  # a read of it failed earlier: once more
 
     def wait_for(self, chunk: Chunk) -> None:
         """Nothing computes with `chunk`; what is queued stays so."""

@@ -117,7 +117,8 @@ class GradientSends(Generic[ChunkT]):
         return bool(self._on_their_way)
 
     def wait_for_room(self) -> None:
-        """Wait while too many bytes are on their way."""
+        """Take note of those that have arrived, so that updates begin; wait while too many bytes are on their way."""
+        self._waiting.poll()
         while self._bytes > self._most_bytes and self._on_their_way.total() > 1:
             self._waiting.wait_for_one()
 

@@ -314,23 +314,19 @@ def test_gradients_that_are_scaled_without_a_version_are_seen_wherever_they_lie(
 ) -> None:
     """`GradScaler.unscale_` counts none: an update that has begun is refused, a norm is of what is there."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"device": torch.cuda.memory_allocated() + (40 << 20), "host": "64MiB", **limits}
+    sizes: dict[str, Any] = {"device": torch.cuda.memory_allocated() + (4 << 20), "host": "64MiB", **limits}
     managed: Any = hetmem.manage(Small(), hetmem.Budget(**sizes), device="cuda", chunk_bytes="64KiB")
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, **options)
     for batch in batches(3):
         managed(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    before = [parameter.detach().cpu().clone() for parameter in managed.parameters()]
     managed(batches(1)[0]).backward()
-    begun = not all(map(torch.equal, before, (parameter.detach().cpu() for parameter in managed.parameters())))
     there = {p for p in managed.parameters() if p.grad.is_cuda}
     assert bool(there) == (limits["device_chunks"] != "256KiB") and len(there) < len(list(managed.parameters()))
     for parameter in there or managed.parameters():
         parameter.grad.data.mul_(4.0)
     if "max_grad_norm" not in options:
-        if not begun and not there:
-            pytest.xfail("small gradients are all in flight until the backward ends: no update begins in it")
         with pytest.raises(RuntimeError, match="changed after their update had begun"):
             optimizer.step()
     else:

@@ -227,12 +227,7 @@ def no_collection() -> Iterator[None]:
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param(
-            "bring",
-            marks=pytest.mark.xfail(
-                reason="something of the shared updates holds the error; not found yet", strict=False
-            ),
-        ),
+        "bring",
         "home",
         "host",
         "gradient",
