@@ -91,7 +91,7 @@ class SegmentTrace:
         return max(moment.non_model_bytes for moment in seen), (max(max(moment.own_bytes) for moment in seen),)
 
 
-class Uses:
+class UseSequence:
     """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. Those at
     the indices `overwritten` write their blocks without reading them, so that nothing is prefetched for them. `times`
     says when each comes, on a clock that the uses of another tier have too; one round takes `period`. Made once for all
@@ -129,13 +129,13 @@ class Schedule:
 
     def __init__(
         self,
-        uses: Sequence[tuple[int, ...]] | Uses = (),
+        uses: Sequence[tuple[int, ...]] | UseSequence = (),
         *,
         periodic: bool = True,
         barrier: int | None = None,
         segment: int = NEVER,
     ) -> None:
-        known = uses if isinstance(uses, Uses) else Uses(uses)
+        known = uses if isinstance(uses, UseSequence) else UseSequence(uses)
         self.uses = known.blocks
         self._count = len(self.uses)
         self.periodic = periodic and bool(self.uses)
@@ -155,7 +155,7 @@ class Schedule:
         self._times, self._period = known.times, known.period
 
     def time(self, at: int) -> int:
-        """When the use number `at`, counted as `position` is, comes on the clock of `Uses`; NEVER if that is NEVER."""
+        """Return when the use number `at` comes on the clock of `UseSequence`; NEVER if `at` is NEVER."""
         if at >= NEVER or not self._count:
             return NEVER
         lap, inside = divmod(at, self._count)
@@ -290,7 +290,7 @@ class TraceBook:
     def __init__(self) -> None:
         self._traces: dict[Hashable, SegmentTrace] = {}
         self._successor: dict[Hashable, Hashable] = {}
-        self._uses: dict[Hashable, tuple[list[SegmentTrace], Uses, Uses]] = {}
+        self._uses: dict[Hashable, tuple[list[SegmentTrace], UseSequence, UseSequence]] = {}
 
     def get(self, key: Hashable) -> SegmentTrace | None:
         """The trace of `key`, or None if no such segment was seen."""
@@ -336,14 +336,16 @@ class TraceBook:
         first = len(chain[0].moments) if chain else 0
         return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
-    def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[Uses, Uses]:
+    def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[UseSequence, UseSequence]:
         """The uses of `chain`, which starts with `key`, on the device and in host staging; kept as long as it is."""
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
             starts = accumulate((len(trace.host_blocks) for trace in chain), initial=0)
             device_times, host_times, period = _times(chain)
-            device = Uses([moment.blocks for trace in chain for moment in trace.moments], (), device_times, period)
-            host = Uses(
+            device = UseSequence(
+                [moment.blocks for trace in chain for moment in trace.moments], (), device_times, period
+            )
+            host = UseSequence(
                 [(block,) for trace in chain for block in trace.host_blocks],
                 [start + at for trace, start in zip(chain, starts, strict=False) for at in trace.overwritten],
                 host_times,

@@ -7,7 +7,18 @@ from collections.abc import Iterable
 import pytest
 
 from tests.schedule.stories import DEVICE, HOST, NVME, read, residency, up, use
-from tests.schedule.tested import NEVER, STEP, Command, Drop, Moment, Residency, Schedule, SegmentTrace, TraceBook, Uses
+from tests.schedule.tested import (
+    NEVER,
+    STEP,
+    Command,
+    Drop,
+    Moment,
+    Residency,
+    Schedule,
+    SegmentTrace,
+    TraceBook,
+    UseSequence,
+)
 
 
 def book(device: dict[str, Iterable[int]], host: Iterable[int] = (), step: Iterable[int] = ()) -> TraceBook:
@@ -140,7 +151,7 @@ def test_the_clock_counts_the_blocks_that_are_used_anew_on_either_tier() -> None
 
 @pytest.mark.parametrize("periodic", [True, False])
 def test_the_first_use_at_a_time_is_the_first_that_does_not_come_before_it(periodic: bool) -> None:
-    schedule = Schedule(Uses([(0,), (1,), (2,), (3,)], (), [1, 1, 4, 6], 9), periodic=periodic)
+    schedule = Schedule(UseSequence([(0,), (1,), (2,), (3,)], (), [1, 1, 4, 6], 9), periodic=periodic)
     for time in range(30):
         found = [at for at in range(40 if periodic else 4) if schedule.time(at) >= time]
         assert schedule.first_at(time) == (found[0] if found else NEVER)
@@ -167,7 +178,7 @@ def test_both_schedules_are_known_before_anything_begins() -> None:
     r = residency(*[NVME] * 8, device=1, host=2, lookahead=1)
     for block in (0, 1):
         answer(r, r.prefetch(block, HOST))
-    assert r.expect(HOST, Schedule(Uses([(0,), (1,)], (), [100, 101], 102))) == []
+    assert r.expect(HOST, Schedule(UseSequence([(0,), (1,)], (), [100, 101], 102))) == []
     known = book({"forward": (2, 3, 3, 4, 5, 6, 7, 1)}, host=(0, 0))
     assert r.expect_all(known.schedules("forward"))[0] == Drop(1, HOST, 1)
 
