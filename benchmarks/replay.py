@@ -217,7 +217,9 @@ class Speed:
     evictions: int
 
 
-def go_through(traffic: SimulatedTraffic, segment: Sequence[tuple[int, ...]], coming: UseSequence, seconds: float) -> None:
+def go_through(
+    traffic: SimulatedTraffic, segment: Sequence[tuple[int, ...]], coming: UseSequence, seconds: float
+) -> None:
     """The uses of `segment`, with which `coming` begins, on the device, each for `seconds`; staging has no others."""
     schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment)), Tier.HOST: Schedule()}
     traffic.execute(traffic.residency.expect_all(schedules))

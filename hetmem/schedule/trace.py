@@ -11,7 +11,7 @@ one. Another batch size or sequence length has the same: the order of uses does 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Container, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, zip_longest
@@ -161,14 +161,6 @@ class Schedule:
         lap, inside = divmod(at, self._count)
         return lap * self._period + self._times[inside]
 
-    def first_at(self, time: int) -> int:
-        """The first use, counted as `position` is, that does not come before `time` on that clock; NEVER if none."""
-        if not self._count or not self._period:
-            return NEVER
-        lap, inside = divmod(time, self._period)
-        index = bisect_left(self._times, inside)
-        return lap * self._count + index if self.periodic or (lap == 0 and index < self._count) else NEVER
-
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
         one as long as the trace is followed. False, and nothing moves, if none is known."""
@@ -250,14 +242,6 @@ class Schedule:
         if not self.periodic and end > self._count:
             end = self._count
         return end if self.barrier is None or end < self.barrier else self.barrier
-
-    def present_until(self, present: Container[int], start: int, count: int) -> int:
-        """The first use from `start` on, of the next `count`, that has a block which is not `present`; the end of them
-        if there is none. Nothing is looked for behind the horizon, wherever that is."""
-        for at, blocks in enumerate(self.between(start, self.horizon(count)), start):
-            if not all(map(present.__contains__, blocks)):
-                return at
-        return self.position + count
 
     def reads(self, at: int) -> bool:
         """Whether the use number `at`, counted as `position` is, needs what its blocks hold now. It does not if it

@@ -11,19 +11,18 @@ from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, res
 from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, UseSequence, Write
 
 
-def test_what_comes_next_is_fetched_ahead_a_few_at_a_time() -> None:
+def test_what_comes_next_is_fetched_ahead_a_few_at_a_time_by_the_uses_that_have_not_come() -> None:
     r = residency(HOST, HOST, HOST, HOST, device=4, lookahead=3)
     assert r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)])) == [up(0, 0), up(1, 1)]
-    assert r.done(up(1, 1)) == [up(2, 2)]
-    assert r.done(up(0, 0)) == r.done(up(2, 2)) == [], "the fourth is further away than the lookahead"
-    assert use(r, 0, DEVICE) == [up(3, 3)]
+    assert r.done(up(1, 1)) == r.done(up(0, 0)) == [], "when they arrive begins nothing"
+    assert use(r, 0, DEVICE) == [up(2, 2)]
+    assert use(r, 1, DEVICE) == [up(3, 3)]
     assert (fetches(r), r.counts.faults[DEVICE]) == ((4, 0), 0)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.parametrize("count", [40, 120])
 def test_what_is_missing_far_ahead_is_fetched_as_soon_as_it_is_in_sight(count: int, when: str) -> None:
-    """Uses further ahead are looked at too, so that most later looks can be left out."""
     far = count - 10
     r = residency(*[HOST] * count, device=count, lookahead=4)
     for block in range(count):
