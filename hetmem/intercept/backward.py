@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hetmem.engine.running import RUNNING, in_backward
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section, Turn
+from hetmem.engine.turns import RUNNING, Section, Turn, in_backward
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again

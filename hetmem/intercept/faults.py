@@ -17,8 +17,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.turns import in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.intercept.saved_tensors import SavedTensors

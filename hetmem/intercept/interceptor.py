@@ -19,9 +19,8 @@ import torch
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
-from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section
+from hetmem.engine.turns import Section, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.compile_regions import Regions
 from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
