@@ -9,6 +9,8 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +20,14 @@ from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, precision_of
 from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
 from hetmem.planner.answer import plan_of
-from hetmem.planner.checks import OPTIONS
-from hetmem.planner.choices import approximations, combined
-from hetmem.planner.decide import Variant, decide
-from hetmem.planner.hugging_face import hugging_face_call
+from hetmem.planner.decide import Variant, approximations, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
     Call,
     checkpointed,
     divided,
+    hugging_face_call,
     in_bfloat16,
     joined,
     trace,
@@ -35,10 +35,9 @@ from hetmem.planner.model import (
     traced,
     with_adapters,
 )
-from hetmem.planner.plan import Plan, PlanError
-from hetmem.planner.profiles import known_profiles, load_profile
+from hetmem.planner.plan import OPTIONS, Plan, PlanError
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.hardware import HardwareProfile
+from hetmem.schedule.hardware import HardwareProfile, ProfileError
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
@@ -269,3 +268,29 @@ def _variants(
             text = f"{how}join two micro-batches to one of {2 * workload.rows}"
             kind = kind.replace("divide", "join")
             yield Variant(kind, text, functools.partial(of, joined(call, 2), results), micro_batches // 2)
+
+
+_SHIPPED = resources.files("hetmem").joinpath("profiles")
+
+
+def known_profiles() -> list[str]:
+    """The names of the shipped profiles."""
+    names = (file.name for file in _SHIPPED.iterdir())
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+
+
+def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
+    """The shipped profile `name`, or the one in the file of that name. Raises `ProfileError`."""
+    if not isinstance(name, (str, os.PathLike)):
+        raise ProfileError(f"hardware must be the name of a profile, its path or a HardwareProfile, got {name!r}")
+    text = os.fspath(name)
+    if text in known_profiles():
+        return HardwareProfile.from_json(_SHIPPED.joinpath(f"{text}.json").read_text())
+    path = Path(text)
+    if not path.is_file():
+        known = ", ".join(known_profiles())
+        raise ProfileError(f"no hardware profile {text!r}: it is no file, and the shipped ones are {known}")
+    try:
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except (ProfileError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{text}: {error}") from error

@@ -1,13 +1,8 @@
-"""What an operator gives and costs, without running it, and memory that a builder must not fill for it.
+"""Says what an operator gives and costs without running it, and keeps a builder from filling real memory.
 
-What one operator costs: floating-point operations and bytes, from the shapes it was called with.
-
-What operators make on the `meta` device and what that costs, remembered by the shapes they were called with.
-
-Working out a shape takes an operator up to a millisecond, and a model of equal layers asks for the same ones again and
-again: a plan of 80 layers spends most of its time there. Only what neither shares memory nor writes is remembered.
-
-Keeps a builder from filling real memory while it is planned, which is done for models that have none here.
+Costs are floating-point operations and bytes, from the shapes that an operator was called with. Working out a shape
+takes up to a millisecond, and a model of equal layers asks for the same ones again and again. So results are
+remembered by shapes, where they neither share memory nor are written.
 """
 
 from __future__ import annotations
@@ -162,6 +157,36 @@ class Results:
         except TypeError:
             return None
         return key
+
+
+def attention(
+    results: Results,
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Call attention as devices run it: `meta` would take the path that keeps the whole matrix of scores."""
+    fused = dropout_p == 0.0 or (query.is_meta and results.fuses_dropout)
+    plain = fused and query.dim() == 4 and query.shape[-1] == value.shape[-1]
+    if not plain or (attn_mask is not None and attn_mask.requires_grad):
+        result: torch.Tensor = func(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output
 
 
 def _key_of(value: Any) -> Any:

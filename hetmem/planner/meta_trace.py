@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from hetmem.engine.build import compute_dtypes, specs
-from hetmem.planner.meta_results import Cost, Results, rows_and_tokens
+from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
 from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
@@ -337,7 +337,7 @@ class _Uses(TorchFunctionMode):
         if not _metadata_only(func):
             self._tracer.called()
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attention(self._tracer.results, func, *args, **kwargs)
+            return attention(self._tracer.results, func, *args, **kwargs)
         if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:
             return self._answers[id(args[0])][1]
         used: list[int] = []
@@ -404,36 +404,6 @@ class _OperatorResults(TorchDispatchMode):
 def _name(func: Any) -> str:
     """As people call the operator `func`."""
     return str(func).removeprefix("aten.").partition(".")[0].strip("_")
-
-
-def _attention(
-    results: Results,
-    func: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attention as devices run it: `meta` would take the path that keeps the whole matrix of scores."""
-    fused = dropout_p == 0.0 or (query.is_meta and results.fuses_dropout)
-    plain = fused and query.dim() == 4 and query.shape[-1] == value.shape[-1]
-    if not plain or (attn_mask is not None and attn_mask.requires_grad):
-        result: torch.Tensor = func(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return result
-    if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return output
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

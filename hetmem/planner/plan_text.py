@@ -11,12 +11,14 @@ from dataclasses import asdict
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.planner.checks import MARGIN_SHARE, TIERS
 from hetmem.schedule.prefetch import Prefetch
 
 Plan = Any
 """`planner.plan.Plan`, which asks for its text here."""
 
+MARGIN_SHARE = 0.05
+"""Of the planned peak of a tier: so much more a run is given."""
+TIERS = ("device", "host", "nvme")
 _WIDTH = 80
 _SHOWN = 4
 """Kinds of tensors at the peak that are named."""

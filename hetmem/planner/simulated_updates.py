@@ -1,23 +1,24 @@
-"""Updates on the simulator's clock: what `schedule.updates` decides, carried out by workers and links that are numbers.
+"""Carries out gradients and updates on the simulator's clock, as `schedule.gradients` and `schedule.updates` decide.
 
-Those on the device have their states brought to a slot on one link, are made behind that, and go home on the other;
-then a copy for operators is made from the slot. Gradients are brought to a place beside the slots, or stay in one as
-they arrive. Pure.
+Gradients go home, or to a place on the device where their update reads them. An update on the device has its states
+brought to a slot on one link, is made behind that, and its states go home on the other; a copy for operators is made
+from the slot. When an update begins is decided in `planner.step_program`. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from hetmem.planner.reservation import Arrangement
+from hetmem.planner.reservation import Arrangement, Crossing, with_own_gradients
 from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.workload import Workload
 from hetmem.schedule.blocks import PLACED, CopyState
+from hetmem.schedule.gradients import Lending
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import SLOTS, Facts, Fitting
+from hetmem.schedule.update_split import SLOTS
 from hetmem.schedule.updates import DeviceUpdates, GradientPlaces, HostUpdates
 
 
@@ -28,14 +29,6 @@ class Staged:
     block: int
     load: bool
     changes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """What of a chunk is brought to the device for its update, and what of it goes home again."""
-
-    there_bytes: int
-    home_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -264,42 +257,127 @@ class SimulatedUpdates(HostUpdates[Update]):
         self.pump()
 
 
-def fits(arrangement: Arrangement, workload: Workload, chunk: int) -> bool:
-    """Whether all of `chunk` can be updated on the device: float32, all of it trained, its homes in host memory."""
-    spec = arrangement.ground.chunks[chunk]
-    if (
-        chunk not in arrangement.homes["exp_avg"]
-        or spec.itemsize != 4
-        or not workload.trainable.issuperset(spec.parameters)
-    ):
-        return False
-    return all(homes[chunk] is Tier.HOST for homes in arrangement.homes.values() if chunk in homes)
+class SimulatedGradients:
+    """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step.
 
+    Chunks that are lent homes of gradients have one from the first arrival to their update; those of which
+    `comes_there` is true have it on the device, as far as `streamed` has places; the bytes of these are `stayed_bytes`.
+    `new_bytes`, by tier: homes that gradients have for good and had not when the run began. Gradients are written
+    to NVMe once those of all parameters of a chunk that are `awaited` are there; None: when the backward is over.
+    """
 
-def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bool = False) -> Facts:
-    """What the choice of `schedule.update_split` depends on, as `optim.update_placement` sees it."""
-    homes, chunks = arrangement.homes, [chunk.index for chunk in arrangement.ground.chunks]
-    fitting = [chunk for chunk in chunks if fits(arrangement, workload, chunk)]
-    copy_bytes = 0
-    if fitting:
-        copy_bytes = workload.compute_itemsizes[arrangement.ground.chunks[fitting[0]].parameters[0]]
-    return Facts(
-        [Fitting(chunk, arrangement.numels[chunk], _bytes(arrangement, chunk)) for chunk in fitting],
-        sum(arrangement.numels[chunk] for chunk in chunks if homes["param"][chunk] is Tier.DEVICE),
-        copy_bytes,
-        copy_bytes if fitting and fitting[0] in homes.get("compute", {}) else 0,
-        gradients_stay,
-    )
+    def __init__(
+        self,
+        traffic: SimulatedTraffic,
+        notes: Notes,
+        streamed: SimulatedDeviceUpdates,
+        blocks: Mapping[tuple[str, int], int],
+        comes_there: Callable[[int], bool],
+        set_aside: tuple[int, ...],
+        awaited: Callable[[int], Collection[int]] | None,
+    ) -> None:
+        self._arrangement: Arrangement
+        self._traffic, self._notes, self._streamed, self._blocks = traffic, notes, streamed, blocks
+        self._kept = streamed.kept
+        self._comes_there, self._awaited = comes_there, awaited
+        self.arrivals: Counter[int] = Counter()
+        self.stayed_bytes = 0
+        self.new_bytes: Counter[Tier] = Counter()
+        self._lending = Lending(set_aside)
+        self._lent: dict[int, int] = {}
+        """The bytes of the homes in host memory that gradients were lent, by chunk."""
+        self._stayed: Counter[int] = Counter()
+        """Bytes that have arrived in chunks whose gradients stay on the device."""
 
+    def begin_step(self) -> None:
+        """No gradient has arrived."""
+        self.arrivals.clear()
+        self._stayed.clear()
 
-def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> Crossing:
-    """All of `chunk` comes to the device but the 16-bit copy, which is made there, and a gradient that is `kept` there;
-    all but the gradient goes home."""
-    made_there = ("compute", "grad") if kept else ("compute",)
-    return Crossing(_bytes(arrangement, chunk, *made_there), _bytes(arrangement, chunk, "grad"))
+    def begin_backward(self) -> None:
+        """Of the backward that begins no gradient has arrived."""
+        self._traffic.gradients.complete.begin()
 
+    def send(self, arrangement: Arrangement, parameter: int, device_bytes: int) -> Arrangement:
+        """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Returns `arrangement`, where its chunk
+        has got a home of its own for that if there was no other. Raises `NoRoom` if there is none at all."""
+        self._arrangement = arrangement
+        chunk, sends = arrangement.chunk_of[parameter], self._traffic.gradients
+        if chunk in arrangement.lent and not self.waits(chunk):
+            sends.find_place(chunk, self)
+            arrangement = self._arrangement
+        spec = arrangement.ground.chunks[chunk]
+        nbytes = arrangement.elements[parameter] * spec.itemsize
+        tier = arrangement.homes["grad"][chunk]
+        if tier is Tier.DEVICE:
+            return arrangement
+        if self._kept.holds(chunk):
+            self._stayed[chunk] += nbytes
+            self.stayed_bytes += nbytes
+            return arrangement
+        if tier is Tier.HOST:
+            self._traffic.send_gradient(chunk, nbytes, device_bytes)
+            return arrangement
+        block = self._blocks["grad", chunk]
+        if self._awaited is not None:
+            sends.complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
+        load = any(other in self.arrivals for other in spec.parameters)
+        self._notes.staged(block, reads=load)
+        self._traffic.open_staged(block, load=load)
+        self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
+        return arrangement
 
-def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:
-    """Of all roles of `chunk` together, without those named."""
-    roles = (role for role, homes in arrangement.homes.items() if chunk in homes and role not in but)
-    return sum(arrangement.role_bytes(chunk, role) for role in roles)
+    def _staged(self, chunk: int, block: int) -> None:
+        """A gradient of `chunk` is in staging, in `block`."""
+        self._traffic.release(block, Tier.HOST, dirty=True)
+        if self._traffic.gradients.to_be_written(chunk):
+            self._traffic.execute(self._traffic.residency.settle(block))
+
+    # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
+
+    def keep(self, chunk: int) -> bool:
+        """Keep gradients of `chunk` on the device, where their update reads them; False if they go home."""
+        if not (self._comes_there(chunk) and self._streamed.find_place()):
+            return False
+        self._kept.take(chunk)
+        return True
+
+    def lend(self, chunk: int) -> bool:
+        """Give gradients of `chunk` a place that was set aside; False if all that are large enough are lent."""
+        place = self._lending.take(self._arrangement.ground.home_bytes(chunk, "grad"))
+        if place is not None:
+            self._lent[chunk] = place
+        return place is not None
+
+    def may_lend(self, chunk: int) -> bool:
+        """Whether a place for gradients of `chunk` was set aside, lent or not."""
+        return self._lending.lends(self._arrangement.ground.home_bytes(chunk, "grad"))
+
+    def give_own(self, chunk: int) -> None:
+        """Give gradients of `chunk` a home for good. Raises `NoRoom` if there is none."""
+        self._arrangement = arrangement = with_own_gradients(self._arrangement, chunk)
+        tier = arrangement.homes["grad"][chunk]
+        self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
+        self._traffic.rehome(self._blocks["grad", chunk], tier)
+
+    def waits(self, chunk: int) -> bool:
+        """Whether gradients of `chunk` have a home that was lent for them."""
+        return chunk in self._lent or self._kept.holds(chunk)
+
+    def retire(self, chunk: int) -> None:
+        """The update of `chunk` has read its gradients."""
+        if chunk in self._lent:
+            self._lending.give(self._lent.pop(chunk))
+
+    def bring_home(self, arrangement: Arrangement, but: Container[int]) -> Arrangement:
+        """The backward is over: what has stayed on the device goes home, except gradients of chunks in `but`. Returns
+        `arrangement` as `send` does."""
+        self._arrangement = arrangement
+        for chunk in self._kept.chunks:
+            if chunk not in but:
+                if not self._traffic.gradients.lend(chunk, self):
+                    self.give_own(chunk)
+                self._traffic.send_home(self._arrangement.role_bytes(chunk, "grad"))
+                self.stayed_bytes -= self._stayed[chunk]
+                self._kept.leave(chunk)
+        return self._arrangement

@@ -11,18 +11,9 @@ from itertools import product
 from operator import sub
 
 from hetmem.errors import CapacityError
-from hetmem.planner.repetition import micro_batches, reading_of
-from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
-from hetmem.planner.simulated_gradients import SimulatedGradients
-from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
-from hetmem.planner.simulated_updates import (
-    SimulatedUpdates,
-    Staged,
-    Update,
-    crossing,
-    facts_of,
-    fits,
-)
+from hetmem.planner.reservation import ROLES, Arrangement, crossing, facts_of, fits, moved, to_the_device
+from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes, micro_batches, reading_of
+from hetmem.planner.simulated_updates import SimulatedGradients, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block

@@ -23,7 +23,7 @@ from tests.planner.tested import (
     arranged,
     micro_batches,
     rehearse,
-    repetition,
+    simulated_trace,
 )
 
 # No figure is a multiple of another one: of ends at the same time the last bits of sums say which is first.
@@ -99,7 +99,7 @@ def test_a_step_comes_to_what_it_does_with_all_of_them_rehearsed(
     room: Capacities, how: Updating, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = steps(room, count, how, UNEVEN)
-    monkeypatch.setattr(repetition, "_REHEARSED", 99)
+    monkeypatch.setattr(simulated_trace, "_REHEARSED", 99)
     whole = steps(room, count, how, UNEVEN)
     assert quick.events < whole.events
     for seconds, exact in [

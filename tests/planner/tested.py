@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from hetmem import planner
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError, repetition, what_if
+from hetmem.planner import Plan, PlanError, simulated_trace, what_if
 from hetmem.planner.decide import Decision, Variant, decide
-from hetmem.planner.link_queue import LinkQueue
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import Call, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT, SENT_STATES
-from hetmem.planner.repetition import micro_batches
-from hetmem.planner.reservation import ROLES, arrange, state_bytes
+from hetmem.planner.reservation import ROLES, Crossing, arrange, fits, state_bytes
 from hetmem.planner.search import (
     Judged,
     Setting,
@@ -23,16 +21,14 @@ from hetmem.planner.search import (
     judged,
     search,
 )
-from hetmem.planner.simulated_trace import Notes
+from hetmem.planner.simulated_trace import Notes, micro_batches
 from hetmem.planner.simulated_updates import (
-    Crossing,
     SimulatedDeviceUpdates,
     SimulatedUpdates,
     Staged,
     Update,
-    fits,
 )
-from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.what_if import grown, largest_parameters, stacks
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
@@ -111,9 +107,9 @@ __all__ = [
     "parse_size",
     "planner",
     "rehearse",
-    "repetition",
     "round_down",
     "search",
+    "simulated_trace",
     "stacks",
     "state_bytes",
     "trace",
