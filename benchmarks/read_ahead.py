@@ -25,8 +25,7 @@ import hetmem
 from benchmarks.replay import go_through, gpt
 from hetmem.planner import load_profile
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.blocks import Block
-from hetmem.schedule.prefetch import FARTHER, Prefetch
+from hetmem.schedule.blocks import FARTHER, Block, Prefetch
 from hetmem.schedule.trace import Tier, Uses
 
 BLOCKS, BLOCK_BYTES, OPERATORS, PASSES = 96, 64 << 20, 4, 4

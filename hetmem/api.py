@@ -26,9 +26,9 @@ from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
+from hetmem.schedule.blocks import Prefetch
 from hetmem.schedule.eviction import EvictionPolicy
 from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

@@ -160,7 +160,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _top_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--once", action="store_true", help="print what is there now, and end")
+    parser.add_argument("--once", action="store_true", help="print the present status, and end")
 
 
 def _top(options: argparse.Namespace) -> int:

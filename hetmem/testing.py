@@ -402,7 +402,7 @@ def updates_as_waited_for() -> Iterator[None]:
     """Have queued updates of all models wait until the end, but for those of chunks that somebody waits for."""
 
     def is_free(original: Callable[..., bool], updates: Any, job: Any) -> bool:
-        return updates._queue._hastened == job.chunk.spec.index and original(updates, job)
+        return updates._queue._first == job.chunk.spec.index and original(updates, job)
 
     with around("is an update free", is_free):
         yield

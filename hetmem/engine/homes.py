@@ -24,7 +24,7 @@ from hetmem.schedule.gradients import Lending, set_aside
 from hetmem.schedule.layout import Layout
 from hetmem.schedule.placement import Room, place, place_copies
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import idle_bytes
+from hetmem.schedule.update_split import idle_bytes, room_bytes
 
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
@@ -306,7 +306,7 @@ class Memory:
 
     def room_bytes(self, non_model_bytes: int) -> int:
         """What is left for copies while everything else takes `non_model_bytes`; below zero if homes take more."""
-        return min(self.device_chunk_bytes, self.usable_bytes - non_model_bytes) - self.device_home_bytes
+        return room_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, self.device_home_bytes)
 
     def is_home_address(self, address: int) -> bool:
         """Whether `address` lies in host memory or a mapped file that hetmem owns."""

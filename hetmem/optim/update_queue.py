@@ -82,7 +82,7 @@ class Updates(HostUpdates[Job]):
 
     def hasten(self, chunk: Chunk) -> None:
         """Somebody waits for `chunk`: if it is queued it is next."""
-        self._queue.hasten(chunk.spec.index)
+        self._queue.put_first(chunk.spec.index)
 
     def close(self) -> None:
         """Carry everything out, or forget it where that fails, and end the threads; later work starts new ones."""

@@ -18,9 +18,9 @@ from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
 from hetmem.planner.reservation import Arrangement, arrange, state_bytes
 from hetmem.planner.search import Judged, Setting, arranged, judged
 from hetmem.planner.workload import Updating, Workload
+from hetmem.schedule.blocks import Prefetch
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
 

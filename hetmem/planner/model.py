@@ -377,7 +377,7 @@ def _inputs_of(kind: Any, config: Any, batch: int, sequence: int) -> dict[str, t
 
 
 def _check_positions(model: torch.nn.Module, path: Path, sequence: int) -> None:
-    """A table of learned positions ends somewhere; on `meta` nobody notices a look beyond its end."""
+    """Refuse a sequence longer than a table of learned positions: on `meta` no operator does."""
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         known = isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position_emb" in last)

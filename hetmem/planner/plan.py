@@ -16,7 +16,7 @@ from hetmem.base.config import Budget
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
 from hetmem.planner.plan_text import TIERS, described
-from hetmem.schedule.prefetch import Prefetch
+from hetmem.schedule.blocks import Prefetch
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),

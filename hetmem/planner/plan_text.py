@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.schedule.prefetch import Prefetch
+from hetmem.schedule.blocks import Prefetch
 
 Plan = Any
 """`planner.plan.Plan`, which asks for its text here."""

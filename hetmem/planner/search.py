@@ -16,10 +16,10 @@ from hetmem.base.units import MIB, format_seconds, round_up
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
+from hetmem.schedule.blocks import FARTHER, Prefetch
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
 from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.prefetch import FARTHER, Prefetch
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
@@ -94,7 +94,7 @@ def search(
 
 def with_streaming(workload: Workload, best: Judged, hardware: HardwareProfile, micro_batches: int) -> Judged:
     """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
-    waits for, whoever updates them; a device to which the host itself copies has no link with time of its own."""
+    waits for, wherever they are updated; a device to which the host itself copies has no link with time of its own."""
     ground, result = best.arrangement.ground, best.result
     beside = ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller
     if beside or best.setting.updating.on_host_only:

@@ -21,7 +21,7 @@ from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.placement import Capacities, Ground, NoRoom
 from hetmem.schedule.trace import DEVICE, HOST, STEP
 from hetmem.schedule.tracer import StepTracer
-from hetmem.schedule.update_split import idle_bytes
+from hetmem.schedule.update_split import idle_bytes, room_bytes
 
 FORWARD, BACKWARD = ("forward",), ("backward",)
 
@@ -128,7 +128,7 @@ class Notes:
     def grew(self, live_bytes: int) -> None:
         """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.
 
-        Only where nobody knows it from a trace. Raises `NoRoom` if it is too much.
+        Only where no trace says it. Raises `NoRoom` if it is too much.
         """
         if not self._tracer.measured:
             return
@@ -155,8 +155,8 @@ class Notes:
         if not self._streams:
             return
         capacities = self._capacities
-        left = capacities.device_bytes - capacities.device_fragment_bytes - non_model_bytes
-        room = min(capacities.chunk_cap_bytes, left) - self.home_bytes
+        usable = capacities.device_bytes - capacities.device_fragment_bytes
+        room = room_bytes(usable, capacities.chunk_cap_bytes, non_model_bytes, self.home_bytes)
         limit = max(0, room // self._slot_bytes)
         if limit != self._limit:
             self._limit = limit

@@ -197,7 +197,7 @@ class SimulatedUpdates(HostUpdates[Update]):
         """`block` is waited for: if it is the operand of an update that is queued, that is next."""
         for update in self._queue:
             if update.operand == block:
-                self._queue.hasten(update.number)
+                self._queue.put_first(update.number)
 
     def _is_free(self, update: Update) -> bool:
         return update.ready()

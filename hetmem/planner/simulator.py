@@ -30,13 +30,13 @@ from hetmem.schedule.blocks import (
     Fetch,
     Link,
     LinkUse,
+    Prefetch,
     Write,
     in_flight_bytes,
 )
 from hetmem.schedule.eviction import EvictionPolicy
 from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.hardware import HardwareProfile, Rate
-from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier
 
@@ -75,13 +75,13 @@ class LinkQueue:
 
 
 class UpdateWorker(Protocol):
-    """Does something behind everything else; see `engine.pending.Worker`."""
+    """Makes updates behind everything else; see `engine.pending.Worker`."""
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
 
     def hasten(self, block: int) -> None:
-        """Somebody waits for `block`: if it is to be worked on, that comes first."""
+        """Work on `block` first, if on it at all: the thread that trains waits for it."""
 
     def give_way(self) -> bool:
         """Let go of memory that is held but not worked with yet; False if there is none."""

@@ -16,10 +16,9 @@ from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes, micro_batch
 from hetmem.planner.simulated_updates import SimulatedGradients, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
-from hetmem.schedule.blocks import Block
+from hetmem.schedule.blocks import Block, Prefetch
 from hetmem.schedule.hardware import HardwareProfile, ThreadCosts
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
-from hetmem.schedule.prefetch import Prefetch
 from hetmem.schedule.trace import STEP, Tier
 from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, StreamedShare
 

@@ -124,7 +124,7 @@ def largest_parameters(
     micro_batches: int = 1,
 ) -> int:
     """Parameters of the largest model of this shape (more layers of the same) that fits as `asked`; `best` is how this
-    one does. An estimate where no layers repeat, where so many fit that nobody tried, or where even these do not (then
+    one does. An estimate where no layers repeat, where more fit than are tried, or where even these do not (then
     never more than this one has).
     """
     if not workload.numel:

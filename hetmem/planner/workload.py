@@ -61,7 +61,7 @@ class Phase:
 class Event:
     """One boundary, with `during` (the operator that uses the parameters) and `after` (all until the next boundary).
 
-    `let_go`: parameters whose last view died since the boundary before, so that nobody uses them any more. `held`:
+    `let_go`: parameters whose last view died since the boundary before, so that they are no longer used. `held`:
     those of `parameters` that are still used after the operator. `live_bytes` is what is not parameters at the
     boundary.
     """
@@ -144,7 +144,7 @@ class Updating:
 
     `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
     from the second step on. `trails`: and a step does not wait for that, as with "forward". `streamed_gradients`:
-    nobody sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they have homes for a while only,
+    no program sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they have homes for a while only,
     updates begin in the first step, and gradients stay on the device where those read them there. `streamed_states`:
     states are sent to the device for their update, as by a run that knows the machine.
     """

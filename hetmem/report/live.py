@@ -139,7 +139,7 @@ def _sparks(seconds: list[float]) -> str:
 def status_directory() -> Path:
     """Where this user's training processes leave their status; made if need be, for this user only.
 
-    Raises PermissionError if somebody else has made it.
+    Raises PermissionError if another user has made it.
     """
     system = Path(f"/run/user/{os.getuid()}")
     base = system if os.access(system, os.W_OK) else Path(tempfile.gettempdir())
@@ -152,7 +152,7 @@ def status_directory() -> Path:
 
 
 def _publish(status: dict[str, Any], name: str) -> None:
-    """Leave `status` for `hetmem top`. Training goes on where that cannot be done: nobody depends on it."""
+    """Leave `status` for `hetmem top`. Training goes on where that cannot be done."""
     try:
         write_atomically(status_directory() / name, json.dumps(status))
     except OSError:
@@ -168,7 +168,7 @@ def statuses() -> list[dict[str, Any]]:
             status = dict(json.loads(path.read_text(encoding="utf-8")))
             age = time.time() - path.stat().st_mtime
         except (OSError, TypeError, ValueError):
-            continue  # gone meanwhile, or nobody's status
+            continue  # gone meanwhile, or no status
         if _runs(process):
             found.append({**status, "age_seconds": age})
         else:

@@ -12,7 +12,7 @@ from hetmem.report.text import comparison, table
 PathLike = str | os.PathLike[str]
 
 _DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError)
-"""What comes of a report of which somebody has cut or changed a part."""
+"""What is raised for a report of which a part is cut off or changed."""
 
 
 def show(path: PathLike) -> str:

@@ -1,4 +1,4 @@
-"""Blocks, their copies on the tiers, the commands about them, and the links that these take. Pure data.
+"""Names blocks, their copies on the tiers, the commands about them, their links, and how far ahead of uses they come.
 
 `Residency` owns the transitions between the states of a copy. The names of links are the same where transfers are made
 and where they are simulated. Commands are named tuples: many are made, and a frozen dataclass takes three times as long
@@ -129,3 +129,20 @@ def in_flight_bytes(device_bytes: int) -> int:
     """Return how many bytes of gradients may be on their way home, and of copies to a tier, at one time: enough to keep
     a link busy, and no noticeable part of a device of `device_bytes`, which holds both meanwhile."""
     return min(_IN_FLIGHT_BYTES, device_bytes // _IN_FLIGHT_PART)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Says that blocks of the next `uses_ahead` uses are fetched, at most `in_flight` at a time, more
+    if small: of copies on the device whose uses have not come, of reads from NVMe that are in flight."""
+
+    uses_ahead: int = 8
+    in_flight: int = 2
+
+    def at_once(self, slot_bytes: int, device_bytes: int) -> int:
+        """Return how many copies in slots of `slot_bytes` are fetched at once, beside a device of `device_bytes`."""
+        return max(self.in_flight, in_flight_bytes(device_bytes) // max(1, slot_bytes))
+
+
+FARTHER = Prefetch(32, 4)
+"""What a plan tries beside the default. Between the two nothing else was better in any case that was simulated."""

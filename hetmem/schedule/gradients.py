@@ -160,38 +160,38 @@ def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:
 
 
 class Lending:
-    """Places of so many bytes each. Whoever asks gets the smallest one that is large enough and that nobody has."""
+    """Lends places of so many bytes each: the smallest free one that is large enough."""
 
     def __init__(self, sizes: Iterable[int] = ()) -> None:
         self._free = sorted(sizes)
         self._largest = max(self._free, default=0)
 
     def add(self, nbytes: int) -> None:
-        """There is one more place, of `nbytes`."""
+        """Add a place of `nbytes`."""
         self._largest = max(self._largest, nbytes)
         self.give(nbytes)
 
     @property
     def free_bytes(self) -> int:
-        """Of all places that nobody has."""
+        """Sum of the bytes of all places that are free."""
         return sum(self._free)
 
     def lends(self, nbytes: int) -> bool:
-        """Whether there is a place for `nbytes` at all, whoever has it."""
+        """Return whether any place, lent or free, is large enough for `nbytes`."""
         return nbytes <= self._largest
 
     def take(self, nbytes: int) -> int | None:
-        """A place for `nbytes`: its own bytes; None if all that are large enough are taken."""
+        """Lend a place for `nbytes` and return its own bytes; None if all that are large enough are lent."""
         at = bisect_left(self._free, nbytes)
         return self._free.pop(at) if at < len(self._free) else None
 
     def give(self, nbytes: int) -> None:
-        """Nobody has a place of `nbytes` any more."""
+        """Take a place of `nbytes` back."""
         insort(self._free, nbytes)
 
 
 class Complete(Generic[ChunkT]):
-    """The chunks of a backward to which no more gradients come."""
+    """Knows the chunks of a backward to which no more gradients come."""
 
     def __init__(self) -> None:
         self._missing: dict[ChunkT, set[int]] = {}
@@ -213,7 +213,7 @@ class Complete(Generic[ChunkT]):
         if missing is None:
             missing = self._missing[chunk] = set(awaited(chunk))
         elif not missing:
-            self._came_again.add(chunk)  # a backward has several of a parameter, and nobody knows how many
+            self._came_again.add(chunk)  # a backward has several of a parameter, and their number is unknown
         missing.discard(parameter)
 
     def __contains__(self, chunk: ChunkT) -> bool:

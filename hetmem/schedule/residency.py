@@ -167,7 +167,7 @@ class Residency:
         return commands
 
     def acquire_again(self, block: int, tier: Tier) -> int | None:
-        """`acquire` of what is there, where nothing is to be begun for it: the first slot of the copy. None, and the
+        """Do as `acquire` where the copy is VALID and nothing is to be begun; return its first slot. None, and the
         use does not count, where `acquire` is to be asked; most uses are of the first kind."""
         cache = self._caches[tier]
         copy = cache.copies.get(block)

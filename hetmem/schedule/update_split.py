@@ -336,6 +336,12 @@ class Candidate:
     nvme_bytes: int = 0
 
 
+def room_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, home_bytes: int) -> int:
+    """Return what is left for copies on a device of `usable_bytes`, beside `home_bytes` of homes and `non_model_bytes`
+    of everything else; below zero if these take more. Homes and copies take at most `chunk_cap_bytes`."""
+    return min(chunk_cap_bytes, usable_bytes - non_model_bytes) - home_bytes
+
+
 def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, chunk_bytes: int) -> int:
     """The bytes that are never used of a device of `usable_bytes`; below zero if that is less than nothing.
 
@@ -344,7 +350,7 @@ def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, ch
     idle, as a slot saves more bytes of the link in a step than a home of its size.
     """
     margin = int(MARGIN_SHARE * usable_bytes)
-    return min(chunk_cap_bytes, usable_bytes - non_model_bytes - margin) - chunk_bytes
+    return room_bytes(usable_bytes, chunk_cap_bytes, non_model_bytes + margin, chunk_bytes)
 
 
 def choose(candidates: Sequence[Candidate], idle: int) -> list[int]:

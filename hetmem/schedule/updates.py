@@ -36,58 +36,58 @@ AT_ONCE = 3
 
 
 class Turns(Generic[T]):
-    """What waits, the lowest `number` first, and of equal ones the first that came. One that is waited for goes before
-    all others."""
+    """Orders what waits: the lowest `number` first, and of equal ones the first that came. One that a thread waits for
+    goes before all others."""
 
     def __init__(self, number: Callable[[T], int]) -> None:
         self._number = number
         self._waiting: list[T] = []  # the next one last
-        self._hastened: int | None = None
+        self._first: int | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[T]:
-        """In the order of their numbers."""
+        """Iterate in the order of their numbers."""
         return reversed(self._waiting)
 
     def add(self, one: T) -> None:
-        """`one` waits. O(number of those that do)."""
+        """Let `one` wait. O(number of those that do)."""
         insort_left(self._waiting, one, key=lambda other: -self._number(other))
 
-    def hasten(self, number: int) -> None:
-        """Somebody waits for those with `number`: if any wait here, they are next, as soon as they are ready."""
+    def put_first(self, number: int) -> None:
+        """Let those with `number` be next as soon as they are ready, if any wait: a thread waits for them."""
         if any(self._number(one) == number for one in self._waiting):
-            self._hastened = number
+            self._first = number
 
     def next(self, ready: Callable[[T], bool]) -> T | None:
-        """Whose turn it is among those that are `ready`; None if none is."""
+        """Return the first of those that are `ready`; None if none is."""
         first = None
         for one in self:
-            hastened = self._number(one) == self._hastened
-            if (first is None or hastened) and ready(one):
+            is_first = self._number(one) == self._first
+            if (first is None or is_first) and ready(one):
                 first = one
-                if hastened or self._hastened is None:
+                if is_first or self._first is None:
                     break
         return first
 
     def take(self, one: T) -> T:
-        """`one` waits no more; returns it."""
+        """Take `one` out and return it."""
         self._waiting.remove(one)
-        if self._number(one) == self._hastened:
-            self._hastened = None
+        if self._number(one) == self._first:
+            self._first = None
         return one
 
     def pop(self) -> T:
-        """Whichever waits no more. Raises `IndexError` if none does."""
+        """Take the next one out and return it. Raises `IndexError` if none waits."""
         return self._waiting.pop()
 
 
 class GradientPlaces(Generic[ChunkT, PlaceT]):
     """Places on the device for gradients of a chunk each, beside the slots: free, borrowed, or that of a chunk.
 
-    Note "kept": a chunk whose states come to the device for their update needs its gradients there too, and nobody else
-    ever sees them if they are streamed. So their home, from the arrival of the first to the end of the kernel that
+    Note "kept": a chunk whose states come to the device for their update needs its gradients there too, and no
+    program sees them if they are streamed. So their home, from the arrival of the first to the end of the kernel that
     reads them, is a place here, and nothing of them crosses the link. There are as many places as slots; an update
     whose gradients are in host memory borrows one to bring them to.
     """

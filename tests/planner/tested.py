@@ -32,13 +32,12 @@ from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.what_if import grown, largest_parameters, stacks
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
-from hetmem.schedule.blocks import Block, CopyState
+from hetmem.schedule.blocks import FARTHER, Block, CopyState, Prefetch
 from hetmem.schedule.eviction import FIFO, LRU, NextUse
 from hetmem.schedule.gradients import Complete
 from hetmem.schedule.hardware import Rate, ThreadCosts
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.prefetch import FARTHER, Prefetch
 from hetmem.schedule.trace import Schedule, Tier
 
 __all__ = [

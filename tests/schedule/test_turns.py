@@ -41,7 +41,7 @@ def test_who_is_not_ready_is_passed_over() -> None:
 
 def test_who_is_waited_for_goes_first_once() -> None:
     made = mostly((0, "a"), (1, "b"), (2, "c"))
-    made.hasten(2)
+    made.put_first(2)
     assert order(made) == "cab"
     for one in ((2, "c"), (0, "a")):
         made.add(one)
@@ -50,14 +50,14 @@ def test_who_is_waited_for_goes_first_once() -> None:
 
 def test_who_is_waited_for_and_not_ready_holds_nobody_up() -> None:
     made = mostly((0, "a"), (2, "c"))
-    made.hasten(2)
+    made.put_first(2)
     assert made.next(lambda one: one[1] != "c") == (0, "a")
     assert made.next(everybody) == (2, "c")
 
 
 def test_who_is_waited_for_and_does_not_wait_here_changes_nothing() -> None:
     made = mostly((1, "b"), (2, "c"))
-    made.hasten(7)
+    made.put_first(7)
     made.add((7, "h"))  # the next step's, for which nobody waits yet
     assert order(made) == "bch"
 
