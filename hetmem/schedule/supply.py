@@ -83,20 +83,24 @@ class Supply:
         if lifted:
             self._held -= lifted
 
-    def serve(self, commands: list[Command]) -> None:
-        """Move requests on, the oldest first: find their source, then a slot, then fetch."""
+    def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
+        """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
+        where only the device has `changed`."""
+        if not self._waiting:
+            return
+        refused: dict[Tier, int] = {}
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
                 continue  # feeding the device has started it meanwhile
-            if tier is DEVICE and block in self._suspended:
+            if tier > changed or (tier is DEVICE and block in self._suspended):
                 continue
             copy = self._caches[tier].copies[block]
             source = self._blocks[block].home
             if copy.load and tier is DEVICE and source is NVME:
-                if not self._stage(block, commands):
+                if not self._stage(block, refused, commands):
                     continue
                 source = HOST
-            if not self._find_place(block, tier, copy, commands):
+            if not self._find_place(block, tier, copy, refused, commands):
                 continue
             self._waiting.remove((tier, block))
             if copy.load:
@@ -104,7 +108,7 @@ class Supply:
             else:
                 self._ledger.let_overwrite(copy)
 
-    def _stage(self, block: int, commands: list[Command]) -> bool:
+    def _stage(self, block: int, refused: dict[Tier, int], commands: list[Command]) -> bool:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
@@ -115,7 +119,7 @@ class Supply:
             staged.state = WAITING
             staging.touch(block)
         if staged.state is WAITING:
-            if not self._find_place(block, HOST, staged, commands):
+            if not self._find_place(block, HOST, staged, refused, commands):
                 if staged.uses == 0:
                     staging.remove(block)
                 return False
@@ -128,7 +132,7 @@ class Supply:
         """Evict what is too much, serve requests, then prefetch: a copy of `cache` has one use less."""
         if cache.slots.used > cache.limit:
             self.trim(cache, commands)
-        self.serve(commands)
+        self.serve(commands, cache.tier)
         self.prefetch(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
@@ -240,11 +244,18 @@ class Supply:
             else:
                 self._ledger.evict(block, cache.tier, commands)
 
-    def _find_place(self, block: int, tier: Tier, copy: Copy, commands: list[Command]) -> bool:
-        """Whether the WAITING `copy` has a place, after one was made if that can be done now."""
+    def _find_place(
+        self, block: int, tier: Tier, copy: Copy, refused: dict[Tier, int], commands: list[Command]
+    ) -> bool:
+        """Give the WAITING `copy` a place if that can be done now; False if not. So many slots in a row as are
+        `refused` on its tier were not to be had just now, for another request."""
         if copy.slot < 0:
-            slot = self._make_room(self._caches[tier], self._blocks[block].span, commands)
+            span = self._blocks[block].span
+            if span >= refused.get(tier, span + 1):
+                return False
+            slot = self._make_room(self._caches[tier], span, commands)
             if slot is None:
+                refused[tier] = span
                 return False
             self._ledger.place(block, tier, copy, slot)
         return True
