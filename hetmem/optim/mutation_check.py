@@ -182,8 +182,8 @@ def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: It
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
         f"either step() was not called after the last backward, or this step has more backwards than any before: "
         f"{advice(optimizer.gradients)}, or begin with the step that has most (streamed gradients allow one). "
-        f"{GOES_THROUGH}. To leave a step out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
-        f"from the weights that are updated. {updated_already(begun)}"
+        f"{GOES_THROUGH}. To leave a step out, or after a backward that did not end, call the optimizer's "
+        f"forget_step() and zero_grad(): it goes on from the weights that are updated. {updated_already(begun)}"
     )
 
 
