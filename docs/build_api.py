@@ -25,8 +25,8 @@ PACKAGES = ("hetmem", "hetmem.optim", "hetmem.errors")
 """Every public name of these is documented."""
 ELSEWHERE = (
     "hetmem.optim.optimizer:OffloadedOptimizer",
-    "hetmem.optim.overlap:Overlap",
-    "hetmem.optim.overlap:Gradients",
+    "hetmem.optim.options:Overlap",
+    "hetmem.optim.options:Gradients",
     "hetmem.schedule.eviction:EvictionPolicy",
     "hetmem.schedule.eviction:CopyFacts",
     "hetmem.planner.plan:Plan",

@@ -56,7 +56,8 @@ class OffloadedOptimizer(Optimizer):
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
-    update, and its home readable; `step` called again, with the same gradients, does the rest.
+    update, and its home readable; `step` called again, with the same gradients, does the rest. Where the update itself
+    fails twice in host memory that it has begun to change, every further `step` says that a checkpoint must be loaded.
     """
 
     writes_homes = True
@@ -269,7 +270,8 @@ class OffloadedOptimizer(Optimizer):
         """Give up a step that was begun in a backward (`overlap`) or has failed, in place of calling `step`.
 
         What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
-        gradients too: `zero_grad()`. Raises the error of a transfer that failed, or of an update that cannot be ended.
+        gradients too: `zero_grad()`. Raises the error of a transfer that failed, and RuntimeError where an update has
+        failed half-way, so that a checkpoint must be loaded.
         """
         with self._turns("forget_step()"):
             self.synchronize()
