@@ -46,7 +46,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._traffic.pending.keep(self)
 
     def compare(self, chunk: Chunk) -> Callable[[], bool]:
-        """See `hetmem.engine.home_copies.CopyComparer`."""
+        """See `hetmem.engine.sampling.CopyComparer`."""
         tasks, found = compare_tasks(chunk.flat(Role.PARAM), chunk.flat(Role.COMPUTE))
         batch = self._workers.begin(tasks)
 
