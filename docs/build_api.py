@@ -47,7 +47,6 @@ FOR_HETMEM = {
         "needs_all_gradients",
         "expected_scale",
         "groups_by_parameter",
-        "has_state",
         "number_of",
         "half_stepped",
         "check_state_dict",
