@@ -36,7 +36,7 @@ POINTS = {
     "note an end": "hetmem.engine.executor:Executor._note",
     "take an end": "hetmem.memory.transfer:TransferEngine.take",
     "copy now": "hetmem.memory.transfer:TransferEngine.copy_now",
-    "take a slot": "hetmem.memory.device_pool:DevicePool.prepare",
+    "take a slot": "hetmem.memory.device:DevicePool.prepare",
     "bind": "hetmem.engine.param_views:Bindings.bind",
     "unbind": "hetmem.engine.param_views:Bindings.unbind",
     "use of a weight": "hetmem.engine.runtime:Runtime._moment",

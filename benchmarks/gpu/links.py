@@ -145,7 +145,7 @@ def _populate(notes: Notes, threads: int) -> None:
 
 def _register(notes: Notes, gib: int, nbytes: int) -> None:
     from hetmem.memory.cuda_device import CudaDevice
-    from hetmem.memory.free_memory import free_host_bytes
+    from hetmem.memory.machine import free_host_bytes
     from hetmem.memory.mapping import Mapping
 
     if free_host_bytes() < 1.3 * nbytes:

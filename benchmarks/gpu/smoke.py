@@ -198,8 +198,7 @@ def _waited_for(check: Callable[[], str]) -> str:
 
 def _late_copies() -> Any:
     """A device on whose copy streams something sleeps before each copy."""
-    from hetmem.memory.compute_streams import ComputeStreams
-    from hetmem.memory.cuda_device import CudaDevice, CudaStreams
+    from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
     from hetmem.memory.stream_copier import StreamCopier
 
     class Sleepy(CudaStreams):

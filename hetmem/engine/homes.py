@@ -15,8 +15,7 @@ from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory import tensor_views
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.device import Device
-from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block

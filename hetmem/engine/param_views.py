@@ -17,7 +17,7 @@ import torch
 from hetmem import torch_private
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter
-from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.device import DevicePool
 from hetmem.memory.tensor_views import give_away
 
 

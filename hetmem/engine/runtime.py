@@ -26,7 +26,7 @@ from hetmem.engine.write_check import Writes
 from hetmem.errors import CapacityError
 from hetmem.intercept.async_params import Trailing
 from hetmem.memory.chunk import ManagedParameter, Role
-from hetmem.memory.page_locks import later
+from hetmem.memory.host_pool import later
 from hetmem.memory.tensor_views import without_graph
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.hardware import HardwareProfile

@@ -22,12 +22,11 @@ from hetmem import torch_private
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
-from hetmem.memory import numa
-from hetmem.memory.compute_streams import ComputeStreams
+from hetmem.memory import machine
 from hetmem.memory.cuda_copies import Moves, Ways, load_ways
-from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.device import DevicePool
+from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.page_locks import PageLocks
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
@@ -74,12 +73,12 @@ class CudaDevice:
     def node(self) -> int | None:
         """The NUMA node it hangs on; None where there is one node only, or it is unknown."""
         address = pci_address(self.torch_device)
-        return None if address is None else numa.node_of(address)
+        return None if address is None else machine.node_of(address)
 
     @cached_property
     def cores(self) -> tuple[int, ...]:
         """Of its NUMA node."""
-        return () if self.node is None else numa.cores_of(self.node)
+        return () if self.node is None else machine.cores_of(self.node)
 
     @cached_property
     def _compute(self) -> ComputeStreams:
@@ -264,6 +263,46 @@ def driver_version() -> str:
         return _DRIVER_VERSION.read_text().strip()
     except OSError:
         return "unknown"
+
+
+class ComputeStreams:
+    """The streams on which a program was seen to compute on one GPU. The default one is always among them.
+
+    Note "pools": torch's allocator keeps memory for the stream that was current when it was taken, and hands it out
+    there again as soon as it is given back. So all slots are taken from the default stream's, whatever stream is
+    current: those of a copy or of the user's would be lost to everybody else.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.default = torch.cuda.default_stream(device)
+        self.seen: dict[torch.cuda.Stream, None] = {self.default: None}
+
+    def current(self) -> torch.cuda.Stream:
+        """The one that is current, from now on seen."""
+        stream = torch.cuda.current_stream(self._device)
+        self.seen[stream] = None
+        return stream
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory that may still be in use by what the default stream was asked for earlier."""
+        with torch.cuda.stream(self.default):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        """Memory that the current stream finds zeroed."""
+        with torch.cuda.stream(self.default):
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        current = torch.cuda.current_stream(self._device)
+        if current != self.default:
+            current.wait_stream(self.default)
+        return memory
+
+    def last_use(self, memory: torch.Tensor) -> None:
+        """Keep `memory`, which is given back next, from being reused before the work of other streams on it is done."""
+        for stream in self.seen:
+            if stream != self.default:
+                memory.record_stream(stream)
 
 
 class CudaStreams:

@@ -1,14 +1,106 @@
 """Pinned host memory: one page-aligned mapping, cut into permanent homes and the slots of a staging ring.
 
-It hands out bytes and keeps to its capacity; it does not know what is in them.
+Here is how it is page-locked too: registered with the CUDA driver in pieces, unregistered on a thread that may wait.
+It hands out bytes and keeps to its capacity; it does not know what is in them, nor torch's allocator.
+
+Note "finalizers": unregistering waits for the driver, which may wait for a lock of the thread that the garbage
+collector has interrupted. A finalizer therefore only queues it (`later`).
 """
 
 from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
 
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory.mapping import Mapping
 from hetmem.schedule.placement import PIECE_BYTES
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
+_MAPPED = 2  # cudaHostRegisterMapped: kernels reach it, at the host's own addresses
+
+
+class PageLocks:
+    """The pieces of `host` that are page-locked, until `end` is called.
+
+    `cudart` has `cudaHostRegister(address, nbytes, flags)` and `cudaHostUnregister(address)`, which return an error
+    code. `piece_bytes`: the most that is registered in one call. `error` is the first code other than 0; pieces
+    registered before it stay so.
+    """
+
+    def __init__(self, cudart: Any, host: Mapping, piece_bytes: int) -> None:
+        self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until it is unregistered
+        self.pieces: list[range] = []
+        self.error = 0
+        _THREAD.begin()
+        for start in range(host.address, host.address + host.nbytes, piece_bytes):
+            piece = range(start, min(start + piece_bytes, host.address + host.nbytes))
+            error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE | _MAPPED)
+            self.error = int(getattr(error, "value", error))  # torch's own enumeration, which need not be a number
+            if self.error:
+                break
+            self.pieces.append(piece)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are page-locked."""
+        return sum(map(len, self.pieces))
+
+    def end(self) -> None:
+        """Unregister all pieces. In a forked child, which has none of the driver's state, it does nothing."""
+        if os.getpid() != self._process:
+            return
+        try:
+            while self.pieces:
+                self._cudart.cudaHostUnregister(self.pieces.pop().start)
+        finally:
+            _THREAD.end()
+
+
+def later(work: Callable[[], None]) -> None:
+    """Do `work`, the end of page-locking, on a thread of its own if memory is page-locked at all, else now."""
+    _THREAD.queue(work)
+
+
+class _Thread:
+    """The thread of `later`; it runs while any `PageLocks` has not ended."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._locks = 0
+
+    def begin(self) -> None:
+        with self._lock:
+            self._locks += 1
+            if self._locks == 1:
+                threading.Thread(target=self._run, name="hetmem-unpin", daemon=True).start()
+
+    def end(self) -> None:
+        with self._lock:
+            self._locks -= 1
+            if not self._locks:
+                self._queue.put(None)
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """Takes no lock: a finalizer may have interrupted the thread that holds it."""
+        if self._locks:
+            self._queue.put(work)
+        else:
+            work()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+            del work
+
+
+_THREAD = _Thread()
+
 
 PAGE_BYTES = 4096
 

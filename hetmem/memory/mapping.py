@@ -17,8 +17,8 @@ import numpy as np
 
 from hetmem.base.units import GIB, MIB, format_size, round_up
 from hetmem.errors import CapacityError
-from hetmem.memory import numa
-from hetmem.memory.free_memory import free_host_bytes
+from hetmem.memory import machine
+from hetmem.memory.machine import free_host_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -149,7 +149,7 @@ class Mapping:
     def prefer_node(self, node: int) -> bool:
         """Let pages that are touched from now on come from the NUMA node `node`, as long as it has free ones; False
         where the system refuses. Those touched before stay where they are."""
-        return numa.prefer(self.address, self.nbytes, node)
+        return machine.prefer(self.address, self.nbytes, node)
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Give the pages of [offset, offset + nbytes) back to the system; views stay valid and read zeros there.

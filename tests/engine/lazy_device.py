@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from hetmem.memory.device import SimDevice
-from hetmem.memory.device_pool import DevicePool
+from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen

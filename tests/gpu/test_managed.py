@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.intercept import registry
-from hetmem.memory.compute_streams import ComputeStreams
-from hetmem.memory.cuda_device import CudaDevice, CudaStreams
+from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link

@@ -37,8 +37,8 @@ ON_NVME = {
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
     "executor.wait_for_one < executor.wait < gradients._send",
-    "progress.sample_of",
-    "progress.bits_at",
+    "chunk_update.sample_of",
+    "chunk_update.bits_at",
     "tiles.as_array",
 )
 WRITES = "write_check.compare < write_check.by_view"

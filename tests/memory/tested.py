@@ -10,15 +10,13 @@ from hetmem.cuda.segments import Segments
 from hetmem.engine import live_bytes
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
-from hetmem.memory import cuda_copies, cuda_device, free_memory, host_pool, mapping, numa, nvme_file, nvme_requests
-from hetmem.memory.compute_streams import ComputeStreams
+from hetmem.memory import cuda_copies, cuda_device, host_pool, machine, mapping, nvme_file, nvme_requests
 from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
-from hetmem.memory.cuda_device import CudaDevice, CudaStreams
-from hetmem.memory.device import SimDevice
-from hetmem.memory.device_pool import DevicePool
-from hetmem.memory.free_memory import free_host_bytes, left_by_groups
+from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
+from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.machine import free_host_bytes, left_by_groups
 from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of
 from hetmem.memory.nvme_requests import DEFAULT, DiskSettings, Requests, settings_for
 from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
@@ -72,14 +70,13 @@ __all__ = [
     "cuda_device",
     "examine",
     "free_host_bytes",
-    "free_memory",
     "host_pool",
     "kernel_cache_directory",
     "left_by_groups",
     "live_bytes",
     "load_ways",
+    "machine",
     "mapping",
-    "numa",
     "nvme_file",
     "nvme_requests",
     "registry",
