@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.engine.failed_allocations import Refusals
 from hetmem.engine.homes import Memory
 from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.engine.out_of_memory import Shortage
 from hetmem.engine.statistics import Statistics
 from hetmem.engine.traffic import Traffic
-from hetmem.engine.weak import weakly
 from hetmem.schedule.trace import Moment, Tier
 from hetmem.schedule.tracer import StepTracer
 

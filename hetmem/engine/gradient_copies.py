@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
 from hetmem.engine.pending import Pending
 from hetmem.memory.chunk import Chunk, Home, Role
@@ -68,7 +69,7 @@ class GradientCopies:
         memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)
         self.leaving[send.number] = memory
-        ended = partial(self._arrived, chunk, send)
+        ended = partial(weakly(self._arrived), chunk, send)
         self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
         self.sent()
         self.sends.wait_for_room()

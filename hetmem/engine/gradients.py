@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.weak import WeakOnes, weakly
 from hetmem.engine.consumed_gradients import clear_zeroed
 from hetmem.engine.listener import GradientListener
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.old_gradients import OldGradients
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.weak import WeakOnes, weakly
 from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
@@ -35,7 +35,7 @@ class GradientSink:
     def __init__(self, runtime: Runtime, segments: Segments) -> None:
         self.runtime = runtime
         self.segments = segments
-        segments.backward_began, segments.backward_ended = self.begin, self.finish
+        segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
         self.listeners: WeakOnes[GradientListener] = WeakOnes()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.engine.build import recast_all
 from hetmem.engine.events import EventLog
 from hetmem.engine.executor import Executor
@@ -53,7 +54,7 @@ class Traffic:
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.pending = Pending(residency, engine, self.executor)
         self.gradients = GradientCopies(
-            engine, self.pending, self.executor, self.close_role, in_flight_bytes(memory.device_bytes)
+            engine, self.pending, self.executor, weakly(self.close_role), in_flight_bytes(memory.device_bytes)
         )
         self.updating: set[Chunk] = set()
         self._uses = Uses(residency, engine, self.executor, self.pending, events, self.updating)

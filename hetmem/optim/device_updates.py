@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.device import Device
@@ -50,7 +52,7 @@ class Slot:
         return found
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _UnderWay:
     job: Job
     slot: Slot
@@ -205,10 +207,14 @@ class StreamedUpdates(DeviceUpdates[Chunk, Job, Slot, Memory]):
         behind = list(slot.marks)
         if borrowed is None:
             behind.append(self._traffic.engine.mark())  # compute may still be writing gradients
-        self._traffic.pending.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), behind)
+        self._traffic.pending.copy_beside(
+            Link.HOST_TO_DEVICE, work, nbytes, partial(weakly(self._brought), weakref.ref(one)), behind
+        )
 
-    def _brought(self, one: _UnderWay, error: BaseException | None) -> None:
+    def _brought(self, brought: weakref.ref[_UnderWay], error: BaseException | None) -> None:
         """All of it is on the device, and updated."""
+        one = brought()
+        assert one is not None, "it is among those that run"
         if error is not None:
             self._fail(one)
             raise error
@@ -217,7 +223,9 @@ class StreamedUpdates(DeviceUpdates[Chunk, Job, Slot, Memory]):
         work = _SendHome([(one.job.opened[role], one.there[role]) for role in roles])
         nbytes = sum(chunk.role_nbytes(role) for role in roles)
         self.sent_home_bytes += nbytes
-        self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
+        self._traffic.pending.copy_beside(
+            Link.DEVICE_TO_HOST, work, nbytes, partial(weakly(self._home), weakref.ref(one), work, nbytes)
+        )
 
     def _have_read(self, one: _UnderWay) -> None:
         """The place of its gradients is free for others, which no stream reads any more."""
@@ -228,8 +236,12 @@ class StreamedUpdates(DeviceUpdates[Chunk, Job, Slot, Memory]):
             with self._runtime.unwatched(), torch.no_grad():
                 self.kept.read(one.job.chunk)
 
-    def _home(self, one: _UnderWay, work: Callable[[], None], nbytes: int, error: BaseException | None) -> None:
+    def _home(
+        self, sent: weakref.ref[_UnderWay], work: Callable[[], None], nbytes: int, error: BaseException | None
+    ) -> None:
         """All of it is at home again. What did not get there is sent once more: the slot still holds it."""
+        one = sent()
+        assert one is not None, "it is among those that run"
         if error is not None:
             try:
                 self._traffic.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)

@@ -75,11 +75,10 @@ class Part:
 class Progress:
     """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `summing`: its
     sums were, and are not made. `disturbed`: its streamed gradients were written to before they were read. `kept`: they
-    are read on the device, where they arrived. `optimizer`: whose update it is, which must live as long."""
+    are read on the device, where they arrived."""
 
     chunk: Chunk
     parts: list[Part]
-    optimizer: object
     sums: list[Sums | torch.Tensor] = field(default_factory=list)
     begun: bool = False
     summing: bool = False
@@ -148,7 +147,7 @@ class Progress:
             state.update({name: _copied(value) for name, value in after.items()})
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Job:
     """Work on `chunk`: `tasks` makes it of `roles` once they are open (the value: whether what they hold matters).
 

@@ -56,9 +56,10 @@ class Stepper:
         self._interception, self.owners = interception, owners_of(interception)
         self._runtime = interception.runtime
         self._kept = KeptGradients(interception.gradients)
-        self._updates = Updates(self._runtime, workers, self._kept)
+        self._updates = Updates(self._runtime, workers, self._kept, self._made_by)
+        streamed = weakref.proxy(self._updates.streamed)  # whose jobs hold `_passes`, which hold `_places`
         self._places = UpdatePlaces(
-            self._runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
+            self._runtime, optimizer.rule, streamed, interception.gradients, optimizer.gradients
         )
         self._passes = Passes(optimizer, interception, self._places, self._kept)
         self._groups: dict[int, dict[str, Any]] = {}
@@ -210,7 +211,7 @@ class Stepper:
             for m in chunk.parameters
             if id(m.parameter) in self._groups and m.parameter.grad is not None
         ]
-        progress = self._progress[chunk] = Progress(chunk, self._passes.parts(chunk, members), self._optimizer)
+        progress = self._progress[chunk] = Progress(chunk, self._passes.parts(chunk, members))
         self._passes.notice_states(chunk)
         if self._optimizer.needs_all_gradients:
             self._add_sums(progress)
@@ -415,7 +416,7 @@ class Stepper:
         if progress is None or not (progress.begun or untouched):
             self._passes.notice(chunk)
             self._drop(chunk)
-            progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
+            progress = self._progress[chunk] = Progress(chunk, parts)
         elif not untouched:
             raise changed(progress.parts, self._optimizer, self._progress.values())
         return progress

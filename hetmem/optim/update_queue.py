@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.cpu.workers import Batch, WorkerPool
 from hetmem.engine.build import recast_all
 from hetmem.engine.events import Span
@@ -28,12 +30,14 @@ from hetmem.schedule.updates import HostUpdates
 
 
 class Updates(HostUpdates[Job]):
-    """The jobs of one optimizer on one runtime. An error leaves a chunk as it was or updated, or says what is left."""
+    """The jobs of one optimizer, `owner()`, on one runtime. An error leaves a chunk as it was or updated, or says what
+    is left."""
 
-    def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients) -> None:
+    def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients, owner: Callable[[], object]) -> None:
         super().__init__(lambda job: job.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
-        self.streamed: StreamedUpdates = StreamedUpdates(runtime, kept, self._queue.add, self._go_on)
+        self._owner = owner
+        self.streamed: StreamedUpdates = StreamedUpdates(runtime, kept, weakly(self._queue.add), weakly(self._go_on))
 
     def add(self, job: Job) -> None:
         """Queue `job`."""
@@ -43,7 +47,7 @@ class Updates(HostUpdates[Job]):
             self._queue.add(job)
         else:
             self.streamed.add(job)
-        self._traffic.pending.keep(self)
+        self._traffic.pending.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
         with self._runtime.unwatched(), without_graph():
@@ -116,9 +120,9 @@ class Updates(HostUpdates[Job]):
         for job in stay:
             self._queue.add(job)
         if self.idle:
-            self._traffic.pending.forget(self)
+            self._traffic.pending.forget(self._owner())
         else:
-            self._traffic.pending.keep(self)
+            self._traffic.pending.keep(self._owner())
 
     def _dismiss(self, job: Job) -> None:
         if job.writes:
@@ -160,13 +164,15 @@ class Updates(HostUpdates[Job]):
             self._close(job, failed=True)
             raise
         self._running.append(job)
-        ended = self._traffic.pending.expect_job(partial(self._ended, job))
+        ended = self._traffic.pending.expect_job(partial(weakly(self._ended), weakref.ref(job)))
         job.began = time.perf_counter()
         job.batch = self._workers.begin([tasks[place] for place in job.left.places] or tasks, after=ended)
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, ended: weakref.ref[Job]) -> None:
+        """Note the end of a job, which is still among those that run: what waits for it holds neither."""
+        job = ended()
+        assert job is not None and job.batch is not None
         self._running.remove(job)
-        assert job.batch is not None
         try:
             if job.batch.error is not None:
                 self._once_more(job.batch, job.batch.error)
@@ -181,7 +187,7 @@ class Updates(HostUpdates[Job]):
 
     def _go_on(self) -> None:
         if self.idle:
-            self._traffic.pending.forget(self)
+            self._traffic.pending.forget(self._owner())
         self.pump()
 
     @staticmethod

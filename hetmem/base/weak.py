@@ -10,15 +10,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """`method`, which is bound, for those whom its owner must not outlive; it does nothing when that is gone."""
+def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Return `method`, which is bound, for a part of its owner to call: it does not keep the owner alive, and returns
+    None when that is gone."""
     bound: Any = method
     owner, function = weakref.ref(bound.__self__), bound.__func__
 
-    def call(*args: P.args, **keywords: P.kwargs) -> None:
+    def call(*args: P.args, **keywords: P.kwargs) -> T | None:
         alive = owner()
-        if alive is not None:
-            function(alive, *args, **keywords)
+        return None if alive is None else function(alive, *args, **keywords)
 
     return call
 
