@@ -6,11 +6,13 @@ Times are seconds of `time.perf_counter`. An entry costs about a microsecond; th
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.update_split import Way
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""
@@ -104,3 +106,25 @@ class EventLog:
     def running(self) -> tuple[str, float] | None:
         """The segment that runs now and when it began."""
         return self._segment
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Peaks in bytes, waiting in seconds. Only grows."""
+
+    device_peak_bytes: int = 0
+    chunk_peak_bytes: int = 0
+    non_model_peak_bytes: int = 0
+    stall_seconds: float = 0.0
+    steps: int = 0
+    updated_bytes: Counter[Way] = field(default_factory=Counter)
+    """Of parameters, by where they were updated."""
+
+    def device_in_use(self, chunk_bytes: int, non_model_bytes: int) -> None:
+        """Chunks and everything else held these many bytes of the device at one time."""
+        if chunk_bytes > self.chunk_peak_bytes:  # told of each use of a weight: three calls of `max` cost more
+            self.chunk_peak_bytes = chunk_bytes
+        if non_model_bytes > self.non_model_peak_bytes:
+            self.non_model_peak_bytes = non_model_bytes
+        if chunk_bytes + non_model_bytes > self.device_peak_bytes:
+            self.device_peak_bytes = chunk_bytes + non_model_bytes

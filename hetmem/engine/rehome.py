@@ -13,9 +13,8 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.engine.consumed_gradients import UsedUp
 from hetmem.engine.gradients import GradientSink, is_home_gradient
-from hetmem.engine.param_views import is_shared, rest_of, storage_references
+from hetmem.engine.param_views import UsedUp, is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
