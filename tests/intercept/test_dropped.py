@@ -182,5 +182,5 @@ def test_a_cell_of_a_notebook_that_runs_again_finds_all_that_it_took_given_back(
         assert comes_to_be(lambda: not any(each() is not None for each in dropped), 5)  # noqa: B023 - called here
         assert comes_to_be(lambda: not own_threads(), 5)
         assert list(tmp_path.iterdir()) == []
-        seen.append(sum(type(each).__module__.startswith("hetmem.") for each in gc.get_objects()))
+        seen.append(sum(str(type(each).__module__).startswith("hetmem.") for each in gc.get_objects()))
     assert seen[0] >= seen[1] >= seen[2], "objects of hetmem"
