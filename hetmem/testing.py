@@ -7,6 +7,7 @@ rebuilt without touching a test.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,6 +131,10 @@ class Inside:
         self._traffic, self._memory = self._runtime.traffic, self._runtime.memory
 
     # ---- facts -------------------------------------------------------------------------------------------------
+
+    def runtime(self) -> weakref.ref[object]:
+        """Return a reference to what runs the model, which is dead once all that it has taken is given back."""
+        return weakref.ref(self._runtime)
 
     def chunks(self) -> list[ChunkFacts]:
         """Return the chunks in the order of their indices."""

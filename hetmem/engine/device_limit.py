@@ -16,7 +16,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.units import MIB, format_size, round_down, round_up
-from hetmem.engine.events import Statistics, weakly
+from hetmem.base.weak import weakly
+from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
 from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.engine.traffic import Traffic

@@ -6,11 +6,10 @@ Times are seconds of `time.perf_counter`. An entry costs about a microsecond; th
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.update_split import Way
@@ -129,43 +128,3 @@ class Statistics:
             self.non_model_peak_bytes = non_model_bytes
         if chunk_bytes + non_model_bytes > self.device_peak_bytes:
             self.device_peak_bytes = chunk_bytes + non_model_bytes
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def weakly(method: Callable[P, None]) -> Callable[P, None]:
-    """`method`, which is bound, for those whom its owner must not outlive; it does nothing when that is gone."""
-    bound: Any = method
-    owner, function = weakref.ref(bound.__self__), bound.__func__
-
-    def call(*args: P.args, **keywords: P.kwargs) -> None:
-        alive = owner()
-        if alive is not None:
-            function(alive, *args, **keywords)
-
-    return call
-
-
-class WeakOnes(Generic[T]):
-    """Objects that somebody else holds, in the order in which they came. To go through a few of them at each gradient
-    takes a quarter of what a `WeakSet` does."""
-
-    def __init__(self) -> None:
-        self._references: list[weakref.ref[T]] = []
-
-    def add(self, one: T) -> None:
-        """`one` is among them for as long as it lives."""
-        alive = [reference for reference in self._references if reference() is not None and reference() is not one]
-        self._references = [*alive, weakref.ref(one)]
-
-    def discard(self, one: T) -> None:
-        """`one` is not among them any more, if it was."""
-        self._references = [reference for reference in self._references if reference() not in (None, one)]
-
-    def __iter__(self) -> Iterator[T]:
-        for reference in self._references:
-            one = reference()
-            if one is not None:
-                yield one

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hetmem.engine.events import CopyChange, EventLog, Span, Statistics, Transfer, WeakOnes
+from hetmem.base.weak import WeakOnes, weakly
+from hetmem.engine.events import CopyChange, EventLog, Span, Statistics, Transfer
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.sampling import Exposed, Fingerprints
@@ -312,21 +313,28 @@ class Pending:
         self._residency, self._engine, self._executor = residency, engine, executor
         self._jobs = 0
         self.workers: WeakOnes[Worker] = WeakOnes()
-        self._at_work: set[Worker] = set()
+        self._at_work: Callable[[], set[object] | None] = lambda: None
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
-    def keep(self, worker: Worker) -> None:
-        """`worker` has begun something, and lives until it says `forget`, whoever drops it."""
-        self._at_work.add(worker)
+    def keep_in(self, at_work: set[object]) -> None:
+        """Let `keep` count as long as `at_work` is held, where the model is: what a worker does holds the runtime,
+        which must not hold it."""
+        self._at_work = weakref.ref(at_work)
 
-    def forget(self, worker: Worker) -> None:
-        """`worker` has done everything."""
-        self._at_work.discard(worker)
+    def keep(self, owner: object) -> None:
+        """Keep `owner`, whose worker has begun something, alive until `forget`, or until the model is dropped."""
+        if (at_work := self._at_work()) is not None:
+            at_work.add(owner)
+
+    def forget(self, owner: object) -> None:
+        """End `keep`: its worker has done everything."""
+        if (at_work := self._at_work()) is not None:
+            at_work.discard(owner)
 
     def hasten(self, chunk: Chunk) -> None:
         """Somebody waits for `chunk`: whoever is to work on it does that first."""
-        for worker in self._at_work:
+        for worker in self.workers:
             worker.hasten(chunk)
 
     def make_way(self, worker: Worker | None = None) -> bool:
@@ -344,7 +352,7 @@ class Pending:
         """Something begins that is no command, and that waiting for memory may have to wait for. Returns what to tag it
         with: the thread that trains calls `done`, with its error, when it is over."""
         self._jobs += 1
-        return self._executor.expect(partial(self._over, done))
+        return self._executor.expect(partial(weakly(self._over), done))
 
     def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
         """The same for what tells of its errors by itself. Returns what any thread calls at its end."""
@@ -378,7 +386,7 @@ class Pending:
 
     def pump(self) -> None:
         """Have all who work go on."""
-        for worker in list(self._at_work):
+        for worker in self.workers:
             worker.pump()
 
     def poll(self) -> None:
@@ -465,7 +473,7 @@ class GradientCopies:
         memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)
         self.leaving[send.number] = memory
-        ended = partial(self._arrived, chunk, send)
+        ended = partial(weakly(self._arrived), chunk, send)
         self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
         self.sent()
         self.sends.wait_for_room()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.events import WeakOnes, weakly
+from hetmem.base.weak import WeakOnes, weakly
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import clear_zeroed, is_shared
 from hetmem.engine.runtime import Runtime
@@ -137,7 +137,7 @@ class GradientSink:
     def __init__(self, runtime: Runtime, segments: Segments) -> None:
         self.runtime = runtime
         self.segments = segments
-        segments.backward_began, segments.backward_ended = self.begin, self.finish
+        segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
         self.listeners: WeakOnes[GradientListener] = WeakOnes()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""

@@ -70,6 +70,11 @@ class Memory:
         host = self.host_pool.mapping.address
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
 
+    def __del__(self) -> None:
+        """Part chunks from their parameters, each of which holds the other: memory is free without a collection."""
+        for chunk in self.chunks:
+            chunk.parameters.clear()
+
     def close(self) -> None:
         """End page-locking and the store's threads and files. Homes stay readable as long as somebody holds them."""
         if self.store is not None:

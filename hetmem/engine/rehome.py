@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hetmem.engine.events import weakly
+from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink, is_home_gradient
 from hetmem.engine.param_views import UsedUp, is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime

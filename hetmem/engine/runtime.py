@@ -72,7 +72,7 @@ class Runtime:
         self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
-        self.give_leases_up: Callable[[], bool] = lambda: False
+        self.give_leases_up: Callable[[], bool | None] = lambda: False
         """Called where copies that are used at once have no room: whether some are used no more."""
         self._held: dict[int, ManagedParameter] = {}
         self._holds_all = False

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.engine.build import recast_all
 from hetmem.engine.events import CopyChange, EventLog, Fault, Statistics
 from hetmem.engine.executor import Executor, GradientCopies, Pending
@@ -156,7 +157,7 @@ class Traffic:
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.pending = Pending(residency, engine, self.executor)
         self.gradients = GradientCopies(
-            engine, self.pending, self.executor, self.close_role, in_flight_bytes(memory.device_bytes)
+            engine, self.pending, self.executor, weakly(self.close_role), in_flight_bytes(memory.device_bytes)
         )
         self.updating: set[Chunk] = set()
         self._uses = Uses(residency, engine, self.executor, self.pending, events, self.updating)

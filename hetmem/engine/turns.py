@@ -78,7 +78,7 @@ class Section:
 
     __slots__ = ("native", "runs", "thread", "what")
 
-    def __init__(self, what: str, thread: int, runs: Callable[[], bool] | None) -> None:
+    def __init__(self, what: str, thread: int, runs: Callable[[], bool | None] | None) -> None:
         self.what, self.thread, self.runs = what, thread, runs
         self.native = threading.get_native_id()
 
@@ -107,7 +107,7 @@ class Turn:
         self._last: Section | None = None
 
     def take(
-        self, what: str, runs: Callable[[], bool] | None = None, ready: Callable[[], bool] | None = None
+        self, what: str, runs: Callable[[], bool | None] | None = None, ready: Callable[[], bool] | None = None
     ) -> Section:
         """Begin a section of this thread once no other one has the turn, and `ready` says that it may begin.
 

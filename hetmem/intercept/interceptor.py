@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
 from hetmem.engine.runtime import Runtime
@@ -73,7 +74,7 @@ class Interception:
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients)
-        self.share.left = self._left_device
+        self.share.left = weakly(self._left_device)
         self._computes = _OfThread()
         self._process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -405,9 +406,9 @@ class Interception:
             )
 
     def _begin(self, call: Call) -> Compute:
-        compute = Compute(call, self._end, self.leases.end)
+        compute = Compute(call, weakly(self._end), self.leases.end)
         ready = None if compute.task >= 0 or self._here() else self.is_whole
-        compute.section = self.runtime.turn.take("a forward", compute.runs, ready)
+        compute.section = self.runtime.turn.take("a forward", weakly(compute.runs), ready)
         HELD_BACK.begin_segment()
         self._here().append(compute)
         return compute

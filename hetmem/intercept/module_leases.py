@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
@@ -30,7 +31,7 @@ class Leases:
         self._bound: list[Call] = []
         """Calls that have weights bound, outermost first."""
         self._device_type = runtime.memory.device.torch_device.type
-        runtime.give_leases_up = self._give_up
+        runtime.give_leases_up = weakly(self._give_up)
 
     def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
         """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises.

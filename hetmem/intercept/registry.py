@@ -29,6 +29,8 @@ from hetmem.memory.interrupts import HELD_BACK
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_at_work: WeakKeyDictionary[torch.nn.Module, set[object]] = WeakKeyDictionary()
+"""The optimizers that work behind training of each: they refer to what manages it, so that must not hold them."""
 _taken: dict[int, list[tuple[Turn, Section]]] = {}
 """By thread, for the step of an optimizer that is not hetmem's."""
 _warned: WeakSet[Interception] = WeakSet()
@@ -147,6 +149,7 @@ _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)
 def add(module: torch.nn.Module, interception: Interception) -> None:
     """`module` is managed by `interception` from now on."""
     _modules[module] = interception
+    interception.runtime.traffic.pending.keep_in(_at_work.setdefault(module, set()))
     for managed in interception.runtime.parameters:
         _parameters[managed.parameter] = weakref.ref(interception)  # it holds the parameter
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from hetmem.base.weak import weakly
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.blocks import Link, LinkUse
@@ -192,7 +193,7 @@ class TransferEngine:
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._beside = 0  # jobs under way that are none of the copier's
         self._counting = threading.Lock()
-        self._copier = device.copier(self._copied_over, self._finished.put)
+        self._copier = device.copier(weakly(self._copied_over), self._finished.put)
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None

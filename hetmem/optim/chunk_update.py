@@ -74,16 +74,13 @@ class Part:
         return ordered
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ChunkUpdate:
     """The update of `chunk` with the gradients of `parts`. At most one pass of it is queued or under way: its sums of
     squares, or the update itself. `tasks` makes the tiles once the roles that it `needs` are open, `done` ends it."""
 
     chunk: Chunk
     parts: list[Part]
-    optimizer: object
-    """Must live as long as this."""
-
     sums: list[Sums | torch.Tensor] = field(default_factory=list)
     summing: bool = False
     """Whether the sums of squares are queued or under way."""

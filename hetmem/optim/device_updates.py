@@ -13,12 +13,14 @@ update. A slot is free again when what it held is home, for whatever comes behin
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink, has_hooks_of_the_user
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
@@ -201,10 +203,14 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
         behind = list(slot.marks)
         if borrowed is None:
             behind.append(self._traffic.engine.mark())  # compute may still be writing gradients
-        self._traffic.pending.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, update), behind)
+        self._traffic.pending.copy_beside(
+            Link.HOST_TO_DEVICE, work, nbytes, partial(weakly(self._brought), weakref.ref(update)), behind
+        )
 
-    def _brought(self, update: ChunkUpdate, error: BaseException | None) -> None:
+    def _brought(self, brought: weakref.ref[ChunkUpdate], error: BaseException | None) -> None:
         """All of it is on the device, and updated."""
+        update = brought()
+        assert update is not None, "it is among those that run"
         if error is not None:
             self._fail(update)
             raise error
@@ -213,7 +219,9 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
         work = _SendHome([(update.opened[role], update.there[role]) for role in roles])
         nbytes = sum(chunk.role_nbytes(role) for role in roles)
         self.sent_home_bytes += nbytes
-        self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, update, work, nbytes))
+        self._traffic.pending.copy_beside(
+            Link.DEVICE_TO_HOST, work, nbytes, partial(weakly(self._home), weakref.ref(update), work, nbytes)
+        )
 
     def _have_read(self, update: ChunkUpdate) -> None:
         """Free the place of its gradients, which no stream reads any more."""
@@ -224,8 +232,12 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
             with self._runtime.unwatched(), torch.no_grad():
                 self.kept.read(update.chunk)
 
-    def _home(self, update: ChunkUpdate, work: Callable[[], None], nbytes: int, error: BaseException | None) -> None:
+    def _home(
+        self, sent: weakref.ref[ChunkUpdate], work: Callable[[], None], nbytes: int, error: BaseException | None
+    ) -> None:
         """All of it is at home again. What did not get there is sent once more: the slot still holds it."""
+        update = sent()
+        assert update is not None, "it is among those that run"
         if error is not None:
             try:
                 self._traffic.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)

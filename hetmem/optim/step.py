@@ -52,10 +52,9 @@ class Stepper:
         self._interception, self.owners = interception, owners_of(interception)
         self.runtime = interception.runtime
         self._kept = KeptGradients(interception.gradients)
-        self._updates = Updates(self.runtime, workers, self._kept)
-        self._places = UpdatePlaces(
-            self.runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
-        )
+        self._updates = Updates(self.runtime, workers, self._kept, self._made_by)
+        streamed = weakref.proxy(self._updates.streamed)  # whose updates hold `_passes`, which hold `_places`
+        self._places = UpdatePlaces(self.runtime, optimizer.rule, streamed, interception.gradients, optimizer.gradients)
         self._passes = Passes(optimizer, interception, self._places, self._kept)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals = Arrivals(sees_all=self.runtime.memory.streams)
@@ -193,7 +192,7 @@ class Stepper:
             for m in chunk.parameters
             if id(m.parameter) in self._groups and m.parameter.grad is not None
         ]
-        update = self._progress[chunk] = ChunkUpdate(chunk, self._passes.parts(chunk, members), self._optimizer)
+        update = self._progress[chunk] = ChunkUpdate(chunk, self._passes.parts(chunk, members))
         self._passes.notice_states(chunk)
         if self._optimizer.needs_all_gradients:
             self._add_sums(update)
@@ -372,7 +371,7 @@ class Stepper:
             untouched = self._passes.unscaled(update.parts)
         if update is None or not (update.begun or untouched):
             self._passes.notice(chunk)
-            update = self._progress[chunk] = ChunkUpdate(chunk, parts, self._optimizer)
+            update = self._progress[chunk] = ChunkUpdate(chunk, parts)
         elif not untouched:
             raise changed(update.parts, self._optimizer, self._progress.values())
         return update

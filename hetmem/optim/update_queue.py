@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from hetmem.base.weak import weakly
 from hetmem.cpu import compare_tasks
 from hetmem.cpu.workers import Batch, WorkerPool
 from hetmem.engine.build import recast_all
@@ -30,10 +32,11 @@ from hetmem.schedule.updates import HostUpdates
 class Updates(HostUpdates[ChunkUpdate]):
     """The updates of one optimizer on one runtime. An error leaves a chunk as it was or updated, or `ruined`."""
 
-    def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients) -> None:
+    def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients, owner: Callable[[], object]) -> None:
         super().__init__(lambda update: update.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
-        self.streamed: StreamedUpdates = StreamedUpdates(runtime, kept, self._queue.add, self._go_on)
+        self._owner = owner  # gives the optimizer, which holds this
+        self.streamed: StreamedUpdates = StreamedUpdates(runtime, kept, weakly(self._queue.add), weakly(self._go_on))
 
     def add(self, update: ChunkUpdate) -> None:
         """Queue a pass of `update`."""
@@ -43,7 +46,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._queue.add(update)
         else:
             self.streamed.add(update)
-        self._traffic.pending.keep(self)
+        self._traffic.pending.keep(self._owner())
 
     def compare(self, chunk: Chunk) -> Callable[[], bool]:
         """See `hetmem.engine.sampling.CopyComparer`."""
@@ -116,9 +119,9 @@ class Updates(HostUpdates[ChunkUpdate]):
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
         if self.idle:
-            self._traffic.pending.forget(self)
+            self._traffic.pending.forget(self._owner())
         else:
-            self._traffic.pending.keep(self)
+            self._traffic.pending.keep(self._owner())
 
     def _dismiss(self, which: Callable[[ChunkUpdate], bool]) -> None:
         here = [self._queue.take(update) for update in list(self._queue) if which(update)]
@@ -161,11 +164,13 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._close(update, failed=True)
             raise
         self._running.append(update)
-        ended = self._traffic.pending.expect_job(partial(self._ended, update))
+        ended = self._traffic.pending.expect_job(partial(weakly(self._ended), weakref.ref(update)))
         update.began = time.perf_counter()
         update.batch = self._workers.begin(tasks, after=ended)
 
-    def _ended(self, update: ChunkUpdate) -> None:
+    def _ended(self, ended: weakref.ref[ChunkUpdate]) -> None:
+        update = ended()
+        assert update is not None, "it is among those that run"
         self._running.remove(update)
         batch, update.batch = update.batch, None  # whose errors hold frames
         assert batch is not None
@@ -181,7 +186,7 @@ class Updates(HostUpdates[ChunkUpdate]):
 
     def _go_on(self) -> None:
         if self.idle:
-            self._traffic.pending.forget(self)
+            self._traffic.pending.forget(self._owner())
         self.pump()
 
     @staticmethod

@@ -32,6 +32,11 @@ class Ledger:
         self.tick = 0
         self._history: list[deque[tuple[int, str, Tier | None]]] = []
 
+    def __del__(self) -> None:
+        """Part the tiers, each of which holds the other: nothing of them waits for a collection."""
+        for cache in self.caches:
+            vars(cache).clear()
+
     def add(self, block: Block) -> int:
         """Register `block`; returns its number."""
         self.blocks.append(block)

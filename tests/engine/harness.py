@@ -105,6 +105,11 @@ def begin_test() -> None:
     _earlier.update(hetmem_threads())
 
 
+def own_threads() -> set[threading.Thread]:
+    """Those that run now, and did not when the test began."""
+    return hetmem_threads() - _earlier
+
+
 def all_hetmem_threads_end() -> bool:
     """Whether those of every model that the test has dropped end by themselves.
 
@@ -114,7 +119,7 @@ def all_hetmem_threads_end() -> bool:
 
     def none_is_left() -> bool:
         gc.collect()
-        return not hetmem_threads() - _earlier
+        return not own_threads()
 
     return comes_to_be(none_is_left)
 

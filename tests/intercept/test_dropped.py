@@ -6,7 +6,10 @@ import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +17,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem import testing
 from tests.engine.harness import (
     PLACEMENTS,
     STREAMED,
     Recipe,
     Tower,
     all_hetmem_threads_end,
+    comes_to_be,
     manage,
+    own_threads,
     pair,
     token_batches,
     train_both,
@@ -131,3 +137,50 @@ def test_a_model_dropped_after_a_checkpoint_around_it_is_collected(tmp_path: Pat
     module = checkpointed()
     gc.collect()
     assert module() is None
+
+
+@pytest.fixture
+def _nothing_is_collected() -> Iterator[None]:
+    """What torch imports with the first optimizer holds that one's frames; after that only reference counts free."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "torch": lambda parameters: torch.optim.SGD(parameters, 0.01),
+    "offload": lambda parameters: hetmem.optim.offload(torch.optim.SGD, parameters, lr=0.01),
+    **{overlap: partial(hetmem.AdamW, overlap=overlap) for overlap in ("off", "backward", "forward")},
+    "streamed": partial(hetmem.AdamW, overlap="forward", gradients="streamed"),
+}
+
+
+@pytest.mark.usefixtures("_nothing_is_collected")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_cell_of_a_notebook_that_runs_again_finds_all_that_it_took_given_back(
+    placement: str, optimizer: str, tmp_path: Path
+) -> None:
+    """`del model, optimizer` frees by reference counts alone: nothing that a model owns holds its owner. The updates
+    that trail behind the last step are under way, and end."""
+
+    def cell() -> list[weakref.ref[Any]]:
+        managed = manage(Halves(), placement, tmp_path, mixed_precision=torch.bfloat16)
+        stepping = OPTIMIZERS[optimizer](managed.parameters())
+        for _ in range(3):
+            managed(torch.ones(2, 64)).sum().backward()
+            stepping.step()
+            stepping.zero_grad()
+        runtime = testing.of(managed).runtime()
+        return [weakref.ref(managed), weakref.ref(stepping), runtime]
+
+    seen = []
+    for _ in range(3):
+        dropped = cell()
+        assert comes_to_be(lambda: not any(each() is not None for each in dropped), 5)  # noqa: B023 - called here
+        assert comes_to_be(lambda: not own_threads(), 5)
+        assert list(tmp_path.iterdir()) == []
+        seen.append(sum(str(type(each).__module__).startswith("hetmem.") for each in gc.get_objects()))
+    assert seen[0] >= seen[1] >= seen[2], "objects of hetmem"
