@@ -16,7 +16,6 @@ import torch
 from hetmem import torch_private
 from hetmem.engine.consumed_gradients import clear_zeroed
 from hetmem.engine.listener import GradientListener
-from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.old_gradients import OldGradients
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.weak import WeakOnes, weakly
@@ -50,7 +49,9 @@ class GradientSink:
         """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
-        self._taken: dict[ManagedParameter, torch.Tensor | None] = {}
+        self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
+        self.is_simple = False
+        """Whether nothing but the parameter of a gradient has to know that this is about to be accumulated."""
         self._arrived: list[ManagedParameter] = []
         self._old = OldGradients()
         self._sends = runtime.traffic.gradients.sends
@@ -96,16 +97,20 @@ class GradientSink:
         if self.told or self.runtime.traffic.updating:
             for listener in self.listeners:
                 listener.coming(managed)
-        clear_zeroed(parameter)
-        if managed not in self._taken:
-            self._taken[managed] = parameter.grad
+        if parameter.grad is not None:
+            clear_zeroed(parameter)
+        if managed not in self.taken:
+            self.taken[managed] = parameter.grad
             if parameter.grad is not None:
                 parameter.grad = None
 
     def after(self, managed: ManagedParameter) -> None:
         """It was: `p.grad` is what arrived."""
         parameter = managed.parameter
-        arrived, previous = parameter.grad, self._taken.pop(managed, None)
+        arrived, previous = parameter.grad, None
+        if managed in self.taken:
+            previous = self.taken[managed]
+            del self.taken[managed]
         if arrived is None:  # frozen since the forward: torch leaves what was there
             show_gradient(parameter, previous)
             return
@@ -116,7 +121,7 @@ class GradientSink:
             dense_first = was_sparse and arrived.layout is torch.strided
             parameter.grad = arrived if previous is None else arrived + previous if dense_first else previous + arrived
             return
-        if nobody_sees() and not torch.is_grad_enabled():
+        if self.segments.unseen and not torch.is_grad_enabled():
             self._take(managed, arrived, previous)
             return
         with self.runtime.unwatched(), torch.no_grad():
@@ -131,11 +136,15 @@ class GradientSink:
             except BaseException:
                 show_gradient(parameter, previous)  # what has been added up so far is still the user's
                 raise
-            show_gradient(parameter, managed.grad_home)
+            shown = managed.grad_home
+            if shown is not None and shown.dtype is parameter.dtype and shown.device == parameter.device:
+                parameter.grad = shown
+            else:
+                show_gradient(parameter, shown)
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
-        self._arrived.append(managed)
-        if has_hooks_of_the_user(parameter):
+        self._arrived += (managed,)
+        if len(parameter._post_accumulate_grad_hooks) > 1:
             self.arrive()
         if self.told or self.runtime.traffic.updating:
             for listener in self.listeners:
@@ -177,7 +186,9 @@ class GradientSink:
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
         self._sends.complete.begin()
+        runtime = self.runtime
         self.told = any(listener.is_to_be_told for listener in self.listeners)
+        self.is_simple = not (self.told or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
         if not self.told:
@@ -198,13 +209,13 @@ class GradientSink:
         """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
         self.runtime.release_all()
         with torch_private.NoFunctionsOfSubclasses():
-            for managed in self.runtime.parameters if self._taken else ():
-                if managed in self._taken:
-                    previous = self._taken.pop(managed)
+            for managed in self.runtime.parameters if self.taken else ():
+                if managed in self.taken:
+                    previous = self.taken.pop(managed)
                     if managed.parameter.grad is None:
                         show_gradient(managed.parameter, previous)
         self.arrive()
-        self.told = True
+        self.told, self.is_simple = True, False
         for listener in self.listeners:
             listener.backward_over()
         with torch_private.NoFunctionsOfSubclasses():
@@ -230,7 +241,7 @@ class GradientSink:
                 self._sends.find_place(chunk, self)
             else:
                 self.give_own(chunk)
-        if not adds:
+        if not adds and managed.grad_home is not None:
             self._old.leave_to_the_user(managed)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()
@@ -324,7 +335,7 @@ class GradientSink:
 
     def has_taken(self, managed: ManagedParameter) -> bool:
         """Whether a gradient of `managed` is being accumulated right now."""
-        return managed in self._taken
+        return managed in self.taken
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
@@ -333,7 +344,7 @@ class GradientSink:
             wait_for_staged_gradients(self.runtime, (chunk,))
             honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
-        load = adds or any(is_home_gradient(other) or self._taken.get(other) is other.grad_home for other in others)
+        load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
 

@@ -99,6 +99,15 @@ class Uses:
         if commands:
             self._execute(commands)
 
+    def release_all(self, blocks: list[int]) -> None:
+        """`release` of each of `blocks` on the device, of a model of which nothing moves."""
+        if self._engine.ordered:
+            for block in dict.fromkeys(blocks):
+                self._mark_use(block)
+        commands = self._residency.release_all(blocks)
+        if commands:
+            self._execute(commands)
+
     def abandon(self, block: int, tier: Tier) -> None:
         """Take a use back that was asked for, wherever it has come to."""
         state = self._residency.state(block, tier)

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import torch
 
-from hetmem.engine.param_views import is_shared
+from hetmem.engine.param_views import is_shared, references
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.torch_private import storage_address
 
 _nobody = SimpleNamespace(grad_home=object())
 _REFERENCES = sys.getrefcount(_nobody.grad_home)
@@ -48,4 +49,4 @@ def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
     """Whether somebody else has the home of the gradient of `managed`, which stands in no `p.grad`, or a view of it."""
     if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
         return managed.grad_home is not None
-    return managed.grad_home is not None and is_shared(managed.grad_home)
+    return managed.grad_home is not None and references(storage_address(managed.grad_home)) > 1

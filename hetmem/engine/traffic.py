@@ -57,7 +57,7 @@ class Traffic:
         )
         self.updating: set[Chunk] = set()
         self._uses = Uses(residency, engine, self.executor, self.pending, events, self.updating)
-        self.acquire, self.release = self._uses.acquire, self._uses.release
+        self.acquire, self.release, self.release_all = self._uses.acquire, self._uses.release, self._uses.release_all
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
                 if role in chunk.homes:

@@ -155,8 +155,16 @@ class Cache:
 
     def meet(self, block: int) -> None:
         """`block` of the use just reached is there, and in use from now on."""
-        self.schedule.met.add(block)
-        self._ranked.add(block)
+        met, ranked = self.schedule.met, self._ranked  # asked at each use: a method's call takes longer than a look
+        if block not in met:
+            met.add(block)
+        if block not in ranked:
+            ranked.add(block)
+
+    def meet_all(self, blocks: Collection[int]) -> None:
+        """`meet` of each of `blocks`."""
+        self.schedule.met.update(blocks)
+        self._ranked.update(blocks)
 
     def needed(self, block: int) -> int:
         """When a copy of `block` here is of use next, NEVER if that is not known: a use of the schedule; by the clock
