@@ -178,7 +178,7 @@ class Runtime:
         self.bindings.bind(used)
 
     def _use_again(self, operator: str, managed: ManagedParameter) -> bool:
-        """`use` of one parameter, as most uses are; False, and nothing is done, if anything else has to be done first."""
+        """`use` of one parameter, as most uses are; False, and nothing is done, if anything else comes first."""
         parameter, unsure = managed.parameter, self.writes.unsure
         if (unsure and managed.chunk in unsure) or _functions_around():
             return False
@@ -262,7 +262,7 @@ class Runtime:
             for chunk, slot in zip(self.chunks, slots, strict=True):
                 if self._engine.ordered:
                     self.traffic.executor.order_behind_making(slot)
-                if any([managed.device is None for managed in chunk.parameters]):
+                if any(managed.device is None for managed in chunk.parameters):
                     self.bindings.open_all(chunk, memory.device_pool, slot)
         self.tracer.all_at_once(moment)
         self._saw(moment, operator, known)

@@ -172,8 +172,7 @@ class Residency:
         """`reach`, and `acquire_again`, of `block` alone on the device: most uses are of one block that is there."""
         cache = self._device
         cache.reach((block,))
-        copy = cache.copies[block] if block in cache.copies else None
-        if copy is None or copy.state is not VALID:
+        if block not in cache.copies or (copy := cache.copies[block]).state is not VALID:
             return None
         cache.meet(block)
         if not self._supply.at_rest(cache):
@@ -201,8 +200,7 @@ class Residency:
         """`acquire` of what is there, where nothing is to be begun for it: the first slot of the copy. None, and the
         use does not count, where `acquire` is to be asked; most uses are of the first kind."""
         cache = self._caches[tier]
-        copy = cache.copies[block] if block in cache.copies else None
-        if copy is None or copy.state is not VALID:
+        if block not in cache.copies or (copy := cache.copies[block]).state is not VALID:
             return None
         cache.meet(block)
         if not self._supply.at_rest(cache):
@@ -224,8 +222,7 @@ class Residency:
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
         """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
         cache = self._caches[tier]
-        copy = cache.copies[block] if block in cache.copies else None
-        if copy is None or copy.uses <= copy.waiting:
+        if block not in cache.copies or (copy := cache.copies[block]).uses <= copy.waiting:
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
@@ -245,8 +242,7 @@ class Residency:
         """`release` of each of `blocks` on the device, where nothing waits for room: what follows is asked for once."""
         cache, commands = self._device, list[Command]()
         for block in blocks:
-            copy = cache.copies[block] if block in cache.copies else None
-            if copy is None or copy.uses <= copy.waiting:
+            if block not in cache.copies or (copy := cache.copies[block]).uses <= copy.waiting:
                 raise self._ledger.illegal(block, DEVICE, "release")
             copy.uses = uses = copy.uses - 1
             if not uses:
