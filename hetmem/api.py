@@ -14,9 +14,8 @@ import torch
 
 from hetmem.base.config import Budget, refuse_budget, world_size
 from hetmem.base.units import parse_size
-from hetmem.engine.build import build_memory, move_home
-from hetmem.engine.consumed_gradients import UsedUp
-from hetmem.engine.precision import Precision, precision_of
+from hetmem.engine.build import Precision, build_memory, move_home, precision_of
+from hetmem.engine.param_views import UsedUp
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, grad_scalers, registry

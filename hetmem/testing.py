@@ -20,7 +20,7 @@ import torch
 
 from hetmem.cpu import square_sum
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.consumed_gradients import UsedUp
+from hetmem.engine.param_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState
@@ -51,8 +51,8 @@ POINTS = {
     "give a home away": "hetmem.engine.write_check:give_away",
     "give a copy away": "hetmem.engine.param_views:give_away",
     "gradients arrive": "hetmem.engine.gradients:GradientSink.arrive",
-    "send a gradient": "hetmem.engine.gradient_copies:GradientCopies.send",
-    "gradient is home": "hetmem.engine.gradient_copies:GradientCopies._arrived",
+    "send a gradient": "hetmem.engine.executor:GradientCopies.send",
+    "gradient is home": "hetmem.engine.executor:GradientCopies._arrived",
     "move a home": "hetmem.engine.rehome:_copy",
     "pump updates": "hetmem.schedule.updates:HostUpdates.pump",
     "open an update": "hetmem.schedule.updates:HostUpdates._open",
@@ -70,7 +70,7 @@ POINTS = {
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
     "take a role": "hetmem.engine.traffic:Traffic.asked_role",
-    "is a gradient kept": "hetmem.engine.old_gradients:is_kept",
+    "is a gradient kept": "hetmem.engine.gradients:is_kept",
     "place of a gradient": "hetmem.optim.update_placement:UpdatePlaces.place_on_device",
     "update in the step": "hetmem.optim.step:Stepper.update",
     "update there": "hetmem.optim.adamw:AdamWRule.there",

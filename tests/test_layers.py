@@ -36,14 +36,11 @@ ORDER = (
 LAYERS = {part: layer for layer, parts in enumerate(ORDER) for part in parts.split()}
 TORCH_FREE = {"errors", "base", "schedule"}
 DECIDES = {"schedule"}
-# Modules of other parts that only decide as well: a step on a clock, and what would let a step pass.
+# Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {
-    "hetmem.engine.remedies",
-    *(
-        f"hetmem.planner.{name}"
-        for name in "decide link_queue repetition reservation search simulator step_program what_if "
-        "simulated_gradients simulated_trace simulated_updates workload".split()
-    ),
+    f"hetmem.planner.{name}"
+    for name in "decide link_queue repetition reservation search simulator step_program what_if "
+    "simulated_gradients simulated_trace simulated_updates workload".split()
 }
 # Upward still, each until what it needs is handed in from above.
 UPWARD = {

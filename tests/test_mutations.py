@@ -104,7 +104,7 @@ MUTATIONS = {
         "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "read gradients before they have arrived": Mutation(
-        "engine/gradient_copies.py",
+        "engine/executor.py",
         "self._executor.wait_while(lambda: self.sends.under_way)",
         "pass",
         "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
@@ -189,7 +189,7 @@ MUTATIONS = {
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "engine/home_copies.py",
+        "engine/sampling.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
         "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
@@ -249,7 +249,7 @@ MUTATIONS = {
         "tests/engine/test_user_writes.py::test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_evaluation",
     ),
     "give a slot away although compute still uses a superseded copy there": Mutation(
-        "engine/leases.py",
+        "engine/traffic.py",
         "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0:",
         "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0"
         " and self._residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
@@ -280,7 +280,7 @@ MUTATIONS = {
         "tests/intercept/test_pointers.py::test_a_function_that_reads_a_weight_through_its_address_finds_it[fp32-host]",
     ),
     "manage a model that keeps a view of a weight": Mutation(
-        "engine/early_views.py",
+        "engine/build.py",
         "> len(names) + 1 and",
         "> len(names) + 99 and",
         "tests/intercept/test_kept_views.py::test_a_view_from_before_manage_is_refused_by_name[kept]",

@@ -1,23 +1,27 @@
-"""From a module and a budget to memory: layout, pools, and parameters moved to their homes.
+"""From a module and a budget to memory: precision, layout, pools, and parameters moved to their homes.
 
 Everything that can be refused is refused before the first parameter is touched.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from hetmem import torch_private
 from hetmem.base.config import Limits
-from hetmem.engine.early_views import refuse_early_views
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import rest_of, stand_in, storage_references
-from hetmem.engine.precision import compute_dtypes, specs
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
@@ -25,8 +29,147 @@ from hetmem.memory.free_memory import free_host_bytes
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
-from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, used_ends
+from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, survey
+from hetmem.torch_private import is_traceable_wrapper_subclass
+
+Precision = torch.dtype | Literal["bf16", "bfloat16", "fp16", "float16"]
+"""What users may say of a dtype that operators compute in."""
+
+_NAMED = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+
+
+def precision_of(asked: Any) -> torch.dtype | None:
+    """Return the dtype of `asked`, a `Precision` or None. Raises `ManageError` for anything else."""
+    found = _NAMED.get(asked) if isinstance(asked, str) else asked
+    if found in (torch.bfloat16, torch.float16) or asked is None:
+        return found
+    raise ManageError(f"mixed_precision must be torch.bfloat16 ('bf16'), torch.float16 ('fp16') or None, got {asked!r}")
+
+
+def compute_dtypes(
+    module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], mixed_precision: torch.dtype | None
+) -> list[torch.dtype]:
+    """What operators see of each of `parameters`: float32 ones in `mixed_precision`, if there is one.
+
+    Those of modules that keep running statistics stay as they are: the statistics are float32 buffers, which operators
+    take beside inputs of 16 bits if the weights are float32 too. They are few.
+    """
+    kept = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, torch_private.NormBase) and part.running_mean is not None
+        for parameter in part.parameters(recurse=False)
+    }
+    narrow = mixed_precision or torch.float32
+    return [narrow if p.dtype is torch.float32 and id(p) not in kept else p.dtype for p in parameters.values()]
+
+
+def specs(parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtype]) -> list[ParameterSpec]:
+    """What a layout asks of `parameters`: those of one dtype at home and in compute that are trained, or are not, share
+    chunks."""
+    return [
+        ParameterSpec(name, p.numel(), f"{p.dtype} {dtype} {p.requires_grad}", p.itemsize)
+        for (name, p), dtype in zip(parameters.items(), compute, strict=True)
+    ]
+
+
+_OBJECTS_DEEP = 2
+"""So far beyond a module objects are looked into that are neither modules nor containers: a cache, a configuration."""
+_AT_MOST = 100_000
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype, torch.device)
+
+
+def refuse_early_views(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise `ManageError` for a view of one of `parameters` that `module`, whose they are, keeps."""
+    of_storage: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        of_storage.setdefault(parameter.untyped_storage()._cdata, []).append(name)
+    held = {
+        key: names
+        for key, names in of_storage.items()
+        if storage_references(parameters[names[0]]) > len(names) + 1 and parameters[names[0]].data_ptr()
+    }
+    own = {id(parameter) for parameter in parameters.values()}
+    for path, tensor in _tensors_of(module) if held else ():
+        if id(tensor) in own or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            continue
+        for name in held.get(tensor.untyped_storage()._cdata, ()):
+            if _overlap(tensor, parameters[name]):
+                raise ManageError(
+                    f"{path} is a view of {name} that was made before hetmem.manage, and would go on showing what the "
+                    f"weight is now: make it in forward, where it is needed, or delete it before hetmem.manage"
+                )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (start, end), (other_start, other_end) = _span(one), _span(other)
+    return start < other_end and other_start < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.itemsize
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that `module` leads to, and how."""
+    found: deque[tuple[str, Any, int]] = deque((name, part, 0) for name, part in module.named_modules())
+    seen = {id(part) for part in module.modules()}
+    for _ in range(_AT_MOST):
+        if not found:
+            return
+        path, value, deep = found.popleft()
+        if isinstance(value, torch.Tensor):
+            yield path, value
+            continue
+        is_object = not isinstance(value, _CONTAINERS)
+        if is_object and deep > _OBJECTS_DEEP:
+            continue
+        for name, part in _parts(value):
+            if not isinstance(part, _LEAVES) and id(part) not in seen:
+                seen.add(id(part))
+                found.append((f"{path}{name}".lstrip("."), part, deep + is_object))
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What `value` holds, and how it is written behind what leads to `value`."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, _CONTAINERS):
+        yield from ((f"[{at}]", part) for at, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        kept = ((f" (its {name})", cell.cell_contents) for name, cell in cells if _is_full(cell))
+        yield from itertools.chain(kept, ((" (a default)", value.__defaults__), (" (a default)", value.__kwdefaults__)))
+    elif isinstance(value, np.ndarray):
+        yield "", value.base
+    elif isinstance(value, torch.nn.Module):
+        computed = {getattr(hook, "name", None) for hook in value._forward_pre_hooks.values()}  # torch's spectral_norm
+        attributes = {**vars(value), **value._buffers, **value._parameters}
+        yield from ((f".{name}", part) for name, part in attributes.items() if name not in computed | _OF_MODULES)
+    else:
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+_OF_MODULES = {"_parameters", "_buffers", "_modules"}
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
 
 HOST_SHARE = 0.6
 """Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""

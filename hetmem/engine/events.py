@@ -6,11 +6,14 @@ Times are seconds of `time.perf_counter`. An entry costs about a microsecond; th
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Hashable
-from typing import NamedTuple
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.update_split import Way
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""
@@ -104,3 +107,65 @@ class EventLog:
     def running(self) -> tuple[str, float] | None:
         """The segment that runs now and when it began."""
         return self._segment
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Peaks in bytes, waiting in seconds. Only grows."""
+
+    device_peak_bytes: int = 0
+    chunk_peak_bytes: int = 0
+    non_model_peak_bytes: int = 0
+    stall_seconds: float = 0.0
+    steps: int = 0
+    updated_bytes: Counter[Way] = field(default_factory=Counter)
+    """Of parameters, by where they were updated."""
+
+    def device_in_use(self, chunk_bytes: int, non_model_bytes: int) -> None:
+        """Chunks and everything else held these many bytes of the device at one time."""
+        if chunk_bytes > self.chunk_peak_bytes:  # told of each use of a weight: three calls of `max` cost more
+            self.chunk_peak_bytes = chunk_bytes
+        if non_model_bytes > self.non_model_peak_bytes:
+            self.non_model_peak_bytes = non_model_bytes
+        if chunk_bytes + non_model_bytes > self.device_peak_bytes:
+            self.device_peak_bytes = chunk_bytes + non_model_bytes
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """`method`, which is bound, for those whom its owner must not outlive; it does nothing when that is gone."""
+    bound: Any = method
+    owner, function = weakref.ref(bound.__self__), bound.__func__
+
+    def call(*args: P.args, **keywords: P.kwargs) -> None:
+        alive = owner()
+        if alive is not None:
+            function(alive, *args, **keywords)
+
+    return call
+
+
+class WeakOnes(Generic[T]):
+    """Objects that somebody else holds, in the order in which they came. To go through a few of them at each gradient
+    takes a quarter of what a `WeakSet` does."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[T]] = []
+
+    def add(self, one: T) -> None:
+        """`one` is among them for as long as it lives."""
+        alive = [reference for reference in self._references if reference() is not None and reference() is not one]
+        self._references = [*alive, weakref.ref(one)]
+
+    def discard(self, one: T) -> None:
+        """`one` is not among them any more, if it was."""
+        self._references = [reference for reference in self._references if reference() not in (None, one)]
+
+    def __iter__(self) -> Iterator[T]:
+        for reference in self._references:
+            one = reference()
+            if one is not None:
+                yield one

@@ -1,32 +1,33 @@
-"""Carries out what the residency commands, in its order, and takes note of what has finished.
+"""Carries out what the residency commands, in its order, and takes note of what has ended: copies, gradients, jobs.
 
-What follows from a finished transfer is carried out before anything else goes on, always on the thread that trains.
+What follows from the end of a transfer is carried out before anything else goes on, always on the thread that trains.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import time
 import traceback
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from hetmem.engine.events import CopyChange, EventLog, Span, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Span, Statistics, Transfer, WeakOnes
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
-from hetmem.engine.sampling import Fingerprints
-from hetmem.engine.statistics import Statistics
-from hetmem.engine.torn_reads import Exposed
-from hetmem.memory.chunk import Chunk, Role
+from hetmem.engine.sampling import Exposed, Fingerprints
+from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import Finished, TransferEngine
 from hetmem.schedule.blocks import Command, Drop, Fetch, Link, Write
+from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
 
@@ -285,3 +286,216 @@ def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, n
     """A function of the log alone: the engine's threads must not keep a model alive."""
     block = -1 if tag is None or type(tag) is int else tag.block
     events.transfers.append(_tuple(Transfer, (link, block, start, end, nbytes)))
+
+
+class Worker(Protocol):
+    """Does something with chunks behind everything else, on other threads."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Somebody waits for `chunk`: if it is to be worked on, that comes first."""
+
+    def give_way(self) -> bool:
+        """Let go of memory that is held but not worked with yet; False if there is none."""
+        ...
+
+    def close(self) -> None:
+        """Carry everything out and end all threads."""
+
+
+class Pending:
+    """Commands that `residency` gave and `executor` has begun, and jobs, which are no commands."""
+
+    def __init__(self, residency: Residency, engine: TransferEngine, executor: Executor) -> None:
+        self._residency, self._engine, self._executor = residency, engine, executor
+        self._jobs = 0
+        self.workers: WeakOnes[Worker] = WeakOnes()
+        self._at_work: set[Worker] = set()
+
+    # ---- workers -----------------------------------------------------------------------------------------------
+
+    def keep(self, worker: Worker) -> None:
+        """`worker` has begun something, and lives until it says `forget`, whoever drops it."""
+        self._at_work.add(worker)
+
+    def forget(self, worker: Worker) -> None:
+        """`worker` has done everything."""
+        self._at_work.discard(worker)
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Somebody waits for `chunk`: whoever is to work on it does that first."""
+        for worker in self._at_work:
+            worker.hasten(chunk)
+
+    def make_way(self, worker: Worker | None = None) -> bool:
+        """Have some worker, other than `worker`, give memory up; False if none does."""
+        return any(other.give_way() for other in self.workers if other is not worker)
+
+    def end_workers(self) -> None:
+        """Nothing is done behind training any more."""
+        for worker in list(self.workers):
+            worker.close()
+
+    # ---- jobs --------------------------------------------------------------------------------------------------
+
+    def expect(self, done: Callable[[BaseException | None], None]) -> int:
+        """Something begins that is no command, and that waiting for memory may have to wait for. Returns what to tag it
+        with: the thread that trains calls `done`, with its error, when it is over."""
+        self._jobs += 1
+        return self._executor.expect(partial(self._over, done))
+
+    def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
+        """The same for what tells of its errors by itself. Returns what any thread calls at its end."""
+        return self._engine.reporter(self.expect(lambda _: done()))
+
+    def copy_beside(
+        self,
+        link: Link,
+        work: Callable[[], None],
+        nbytes: int,
+        done: Callable[[BaseException | None], None],
+        after: Sequence[Any] = (),
+    ) -> None:
+        """Begin `work`, which moves `nbytes` that are no block's over `link`, once the marks in `after` are passed. The
+        thread that trains calls `done` when it is over, with its error."""
+        self._engine.copy(self.expect(done), link, work, nbytes, after)
+
+    def _over(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._jobs -= 1
+        done(error)
+
+    # ---- waiting -----------------------------------------------------------------------------------------------
+
+    def wait_for_one(self) -> None:
+        """Wait until one transfer, or job, has ended: see `Executor.wait_for_one`."""
+        self._executor.wait_for_one()
+
+    def busy(self) -> bool:
+        """Whether anything is under way that `Executor.wait_for_one` can wait for."""
+        return bool(self._residency.in_flight() or self._jobs)
+
+    def pump(self) -> None:
+        """Have all who work go on."""
+        for worker in list(self._at_work):
+            worker.pump()
+
+    def poll(self) -> None:
+        """Take note of what has finished meanwhile."""
+        if self._engine.anything_over() and self._executor.poll():
+            self.pump()
+
+    def go_on(self) -> bool:
+        """Wait for something that is under way, or have somebody give memory up; False if there is neither."""
+        self.pump()
+        if self.busy():
+            self._executor.wait_for_one()
+            return True
+        return self.make_way()
+
+    def drain(self) -> None:
+        """Wait until no command is in flight; an error of a transfer is raised here."""
+        while self._residency.in_flight():
+            self._executor.wait_for_one()
+
+    def quiesce(self) -> None:
+        """Wait until nothing is under way, whatever fails; then the first error is raised. A disk that hangs is waited
+        for once."""
+        first: BaseException | None = None
+        while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
+            try:
+                self._executor.wait_for_one()
+            except Exception as error:  # noqa: PERF203 - each wait may fail
+                first = first or error
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # as in `Executor.execute`
+
+
+class Close(Protocol):
+    """Ends the use of a role of a chunk: `Traffic.close_role`."""
+
+    def __call__(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
+        """See there."""
+
+
+class GradientCopies:
+    """Carries out what `sends` decides; each gradient closes its role, with `close`, when it has arrived."""
+
+    def __init__(
+        self, engine: TransferEngine, pending: Pending, executor: Executor, close: Close, most_bytes: int
+    ) -> None:
+        self._engine, self._pending, self._executor, self._close = engine, pending, executor, close
+        self.sends: GradientSends[Chunk] = GradientSends(pending, most_bytes)
+        self.arriving = self.sends.arriving
+        self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
+        self.lost: Callable[[Chunk], None] = lambda chunk: None
+        """Called if a gradient of a chunk was sent and did not arrive."""
+        self.sent: Callable[[], None] = lambda: None
+        """Called when a gradient was sent."""
+        self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """The memory of those on their way, by the number of each send."""
+        self.arrived: Callable[[Chunk], None] = lambda chunk: None
+        """Called if it did, and its role is closed."""
+
+    def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
+        if home.tier is Tier.DEVICE:
+            work()
+        else:
+            self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+
+    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
+        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`; at its end the role, open before, is
+        closed. A small one at once, others behind the backward; until then it takes memory of the device."""
+        home = chunk.homes[Role.GRAD]
+        at_once = self._unlimited and self.sends.at_once(nbytes)
+        if home.tier is Tier.DEVICE or at_once:
+            try:
+                if home.tier is Tier.DEVICE:
+                    work()
+                else:
+                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+            finally:
+                if home.tier is Tier.NVME:
+                    self._close(chunk, Role.GRAD, dirty=True)
+            self.sent()
+            if home.tier is Tier.NVME:
+                self.arrived(chunk)
+            return
+        memory = weakref.ref(gradient.untyped_storage())
+        send = self.sends.send(chunk, nbytes)
+        self.leaving[send.number] = memory
+        ended = partial(self._arrived, chunk, send)
+        self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
+        self.sent()
+        self.sends.wait_for_room()
+
+    def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
+        del self.leaving[send.number]
+        self.sends.arrived(chunk, send)
+        self._close(chunk, Role.GRAD, dirty=True)
+        if error is not None:
+            self.lost(chunk)
+            raise error
+        self.arrived(chunk)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether any gradient is on its way."""
+        return self.sends.under_way
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What gradients on their way still take of the device, also if nobody has taken note of their end yet."""
+        if not self.leaving:
+            return 0
+        storages = [memory() for memory in self.leaving.values()]
+        return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
+
+    def wait(self) -> None:
+        """Every gradient has arrived at home, or its error is raised when all others have."""
+        self._executor.wait_while(lambda: self.sends.under_way)

@@ -7,23 +7,125 @@ given back right after, as the home. The order of additions is autograd's own, s
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Container, Iterable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.consumed_gradients import clear_zeroed
-from hetmem.engine.listener import GradientListener
-from hetmem.engine.old_gradients import OldGradients
+from hetmem.engine.events import WeakOnes, weakly
+from hetmem.engine.param_views import clear_zeroed, is_shared, references
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.weak import WeakOnes, weakly
 from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.tensor_views import Memory
 from hetmem.schedule.blocks import CopyState, Link
 from hetmem.schedule.trace import Tier
+
+
+class GradientListener(Protocol):
+    """An optimizer that updates while backward goes on."""
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether it does so."""
+        ...
+
+    @property
+    def is_to_be_told(self) -> bool:
+        """Whether it has to know of each gradient of the backward that begins, by `coming` and `arrived`. It is told,
+        too, as long as updates are under way."""
+        ...
+
+    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
+        """So many more gradients of `managed` arrive in the backward that begins."""
+
+    def coming(self, managed: ManagedParameter) -> None:
+        """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
+
+    def arrived(self, managed: ManagedParameter) -> None:
+        """It is on its way home: `GradientCopies.arriving` says whether it is there."""
+
+    def lost(self, chunk: Chunk) -> None:
+        """A gradient of `chunk` did not get home, which is raised in the backward: no update may read it."""
+
+    def backward_over(self) -> None:
+        """The backward is over, and its gradients are where the user finds them."""
+
+    def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
+        """The gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
+
+    def used_again(self, managed: ManagedParameter) -> None:
+        """An operator uses `managed` between the begin of a backward and the end of its step. Raises if that is not
+        what the forward has used any more."""
+
+    def begun(self) -> Iterable[ManagedParameter]:
+        """Those of which it has begun an update in the present step."""
+        ...
+
+    def updates_on_device(self) -> set[int]:
+        """The `id`s of parameters whose update has the same bits where it is made on the device, with homes there."""
+        ...
+
+    def settle(self) -> None:
+        """Let nothing be under way."""
+
+    def give_device_back(self) -> None:
+        """Let go of what it has taken of the device beside homes and copies. Waits for what uses that."""
+
+    def place_on_device(self, chunk: Chunk) -> Memory | None:
+        """Memory of the device for the gradients of `chunk`, where its update will read them there; None: they go home.
+        Waits for updates that use such memory."""
+        ...
+
+    def may_move(self, chunk: Chunk) -> bool:
+        """Whether it can follow if the homes of `chunk` move: nobody else holds its states there. Waits for what it
+        reads there itself."""
+        ...
+
+    def moved(self, chunk: Chunk) -> None:
+        """The homes of `chunk` have moved."""
+
+
+_nobody = SimpleNamespace(grad_home=object())
+_REFERENCES = sys.getrefcount(_nobody.grad_home)
+"""Of what one attribute alone refers to, as they are counted here."""
+
+
+class OldGradients:
+    """Those of one model."""
+
+    def __init__(self) -> None:
+        self.warned = False
+
+    def leave_to_the_user(self, managed: ManagedParameter, *, others: int = 0) -> None:
+        """The home of the gradient of `managed`, which stands in no `p.grad`, is about to be overwritten. `others`: how
+        often hetmem itself refers to it elsewhere, as the update that has used it does."""
+        if managed.grad_home is None or not managed.numel or not is_kept(managed, others=others):
+            return
+        if is_shared(managed.grad_home) and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"a view of an earlier p.grad of {managed.name} is kept, and will show the next gradient, as hetmem "
+                f"puts that in the same place: keep p.grad itself, or a clone of it (said once)",
+                stacklevel=2,
+            )
+        with torch.no_grad():
+            managed.grad_home.data = managed.grad_home.clone()
+        managed.grad_home = None
+
+
+def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
+    """Whether somebody else has the home of the gradient of `managed`, which stands in no `p.grad`, or a view of it."""
+    if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
+        return managed.grad_home is not None
+    return managed.grad_home is not None and references(torch_private.storage_address(managed.grad_home)) > 1
+
 
 _SAMPLES = 1024
 

@@ -12,11 +12,10 @@ from functools import partial
 
 import torch
 
-from hetmem.engine.consumed_gradients import UsedUp
+from hetmem.engine.events import weakly
 from hetmem.engine.gradients import GradientSink, is_home_gradient
-from hetmem.engine.param_views import is_shared, rest_of, storage_references
+from hetmem.engine.param_views import UsedUp, is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.weak import weakly
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
 from hetmem.schedule.blocks import Link

@@ -16,11 +16,10 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.device_limit import DeviceRoom
-from hetmem.engine.events import EventLog, MomentSeen
+from hetmem.engine.events import EventLog, MomentSeen, Statistics
 from hetmem.engine.homes import Memory
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import Bindings, references
-from hetmem.engine.statistics import Statistics
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import Writes

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 import torch
 
 from hetmem.engine.build import recast
-from hetmem.engine.home_copies import HomeCopies, same_bits
 from hetmem.engine.param_views import Bindings, storage_references
+from hetmem.engine.sampling import HomeCopies, same_bits
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role

@@ -19,9 +19,8 @@ import torch
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
-from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section
+from hetmem.engine.turns import Section, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.compile_regions import Regions
 from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
@@ -278,7 +277,7 @@ class Interception:
         device until there is no memory for this."""
         refuse_to_hand_out(func, args)
         try:
-            return run_again(self.runtime, func, args, kwargs)
+            return run_again([self.runtime], func, args, kwargs)
         finally:
             self.runtime.monitor.left = False
 

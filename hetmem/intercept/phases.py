@@ -14,9 +14,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.live_bytes import nobody_sees
-from hetmem.engine.running import RUNNING, in_backward
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section
+from hetmem.engine.turns import RUNNING, Section, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.schedule.trace import STEP

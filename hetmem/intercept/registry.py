@@ -17,12 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import format_size
-from hetmem.engine.consumed_gradients import updated_by_another
 from hetmem.engine.events import Span
-from hetmem.engine.forked import refuse_in_child
-from hetmem.engine.running import in_backward
+from hetmem.engine.param_views import refuse_in_child, updated_by_another
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section, Turn
+from hetmem.engine.turns import Section, Turn, in_backward
 from hetmem.errors import ManageError, StoreError
 from hetmem.intercept.forward_scope import calling_frame, running
 from hetmem.intercept.interceptor import Interception

@@ -11,8 +11,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.live_bytes import nobody_sees
-from hetmem.engine.running import in_backward
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.turns import in_backward
 from hetmem.intercept.dynamo import called_by_autograd, set_compiler, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
 from hetmem.intercept.phases import Segments

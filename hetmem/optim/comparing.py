@@ -10,7 +10,7 @@ from hetmem.memory.chunk import Chunk, Role
 
 
 class WorkersCompare:
-    """See `hetmem.engine.home_copies.CopyComparer`."""
+    """See `hetmem.engine.sampling.CopyComparer`."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers

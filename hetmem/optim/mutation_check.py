@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hetmem.engine.consumed_gradients import Marks, is_as_it_was
+from hetmem.engine.param_views import Marks, is_as_it_was
 from hetmem.engine.write_check import Writes
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.overlap import Gradients, advice

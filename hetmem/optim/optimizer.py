@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.consumed_gradients import refuse_used_up
+from hetmem.engine.param_views import refuse_used_up
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import uncompiled

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hetmem.engine.consumed_gradients import updated_by_another
-from hetmem.engine.gradients import GradientSink
-from hetmem.engine.listener import GradientListener
+from hetmem.engine.gradients import GradientListener, GradientSink
+from hetmem.engine.param_views import updated_by_another
 from hetmem.errors import ManageError
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import ManagedParameter, Role

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from hetmem.engine.precision import compute_dtypes, specs
+from hetmem.engine.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
 from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map

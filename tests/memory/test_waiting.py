@@ -18,11 +18,11 @@ from tests.memory.waiting import Watch
 
 __all__ = ["cuda"]  # a fixture
 
-ARRIVED = "executor.wait_for_one < gradient_copies.wait < gradients.arrive: take"
+ARRIVED = "executor.wait_for_one < executor.wait < gradients.arrive: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "executor.wait_for_one < update_queue.finish < step._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
-FETCHED = "executor.wait_for_one < pending.go_on < leases._wait_for: take"
+FETCHED = "executor.wait_for_one < executor.go_on < traffic._wait_for: take"
 """What is used next is on its way, from the disk, or behind an update that trails into the forward and is late."""
 ON_NVME = {
     FETCHED,
@@ -36,7 +36,7 @@ ON_NVME = {
 }
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
-    "executor.wait_for_one < gradient_copies.wait < gradients._send",
+    "executor.wait_for_one < executor.wait < gradients._send",
     "progress.sample_of",
     "progress.bits_at",
     "tiles.as_array",
