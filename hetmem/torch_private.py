@@ -82,6 +82,7 @@ REPLACED = {
 }
 
 # ---- memory ----
+storage_address = _C._storage_address  # the same as `_cdata` of the storage of a tensor, in one call
 storage_references = _C._storage_Use_Count  # how many tensors hold a storage: the use count of a copy (ADR 2)
 make_subclass = torch.Tensor._make_subclass  # a tensor of a subclass over memory that exists
 swap_impl = _C._swap_tensor_impl  # a parameter gets memory of its own and stays the same object

@@ -277,7 +277,7 @@ MUTATIONS = {
         "intercept/module_leases.py",
         "        for managed in used:\n            managed.bound += 1\n        call.used += used\n",
         "        self._runtime.end_call(used)\n",
-        "tests/intercept/test_pointers.py::test_a_function_that_reads_a_weight_through_its_address_finds_it[fp32-host]",
+        "tests/intercept/test_pointers.py::test_a_function_that_reads_a_weight_through_its_address_finds_it[checked-fp32-host]",
     ),
     "manage a model that keeps a view of a weight": Mutation(
         "engine/build.py",
@@ -287,8 +287,9 @@ MUTATIONS = {
     ),
     "look at every weight in each call of a module": Mutation(
         "intercept/module_leases.py",
-        "        by_id = self._by_id\n",
-        "        by_id = self._by_id\n        for each in self._runtime.parameters:\n            id(each)\n",
+        "        by_id, used = self._by_id, list[ManagedParameter]()\n",
+        "        by_id, used = self._by_id, list[ManagedParameter]()\n"
+        "        for each in self._runtime.parameters:\n            id(each)\n",
         "tests/intercept/test_call_counts.py::test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is",
     ),
     "carry commands out before those given earlier": Mutation(

@@ -378,7 +378,7 @@ class DeviceRoom:
                 )  # before the others: they may die any time, and are none of it then
                 own_bytes = live_bytes - self._traffic.gradients.leaving_bytes
             self._tracer.sent(own_bytes)
-            if self._traffic.gradients.under_way:
+            if self._traffic.gradients.leaving:
                 self._wait_for_gradients()
 
     def _wait_for_gradients(self) -> None:

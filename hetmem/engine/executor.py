@@ -439,6 +439,7 @@ class GradientCopies:
         self._engine, self._pending, self._executor, self._close = engine, pending, executor, close
         self.sends: GradientSends[Chunk] = GradientSends(pending, most_bytes)
         self.arriving = self.sends.arriving
+        self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
         self.lost: Callable[[Chunk], None] = lambda chunk: None
         """Called if a gradient of a chunk was sent and did not arrive."""
         self.sent: Callable[[], None] = lambda: None
@@ -459,10 +460,13 @@ class GradientCopies:
         """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`; at its end the role, open before, is
         closed. A small one at once, others behind the backward; until then it takes memory of the device."""
         home = chunk.homes[Role.GRAD]
-        at_once = self._engine.unlimited(Link.DEVICE_TO_HOST) and self.sends.at_once(nbytes)
+        at_once = self._unlimited and self.sends.at_once(nbytes)
         if home.tier is Tier.DEVICE or at_once:
             try:
-                self.send_now(home, work, nbytes)
+                if home.tier is Tier.DEVICE:
+                    work()
+                else:
+                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
             finally:
                 if home.tier is Tier.NVME:
                     self._close(chunk, Role.GRAD, dirty=True)

@@ -18,8 +18,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import WeakOnes, weakly
-from hetmem.engine.live_bytes import nobody_sees
-from hetmem.engine.param_views import clear_zeroed, is_shared
+from hetmem.engine.param_views import clear_zeroed, is_shared, references
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
@@ -125,7 +124,7 @@ def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
     """Whether somebody else has the home of the gradient of `managed`, which stands in no `p.grad`, or a view of it."""
     if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
         return managed.grad_home is not None
-    return managed.grad_home is not None and is_shared(managed.grad_home)
+    return managed.grad_home is not None and references(torch_private.storage_address(managed.grad_home)) > 1
 
 
 _SAMPLES = 1024
@@ -152,7 +151,9 @@ class GradientSink:
         """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
-        self._taken: dict[ManagedParameter, torch.Tensor | None] = {}
+        self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
+        self.is_simple = False
+        """Whether nothing but the parameter of a gradient has to know that this is about to be accumulated."""
         self._arrived: list[ManagedParameter] = []
         self._old = OldGradients()
         self._sends = runtime.traffic.gradients.sends
@@ -198,16 +199,20 @@ class GradientSink:
         if self.told or self.runtime.traffic.updating:
             for listener in self.listeners:
                 listener.coming(managed)
-        clear_zeroed(parameter)
-        if managed not in self._taken:
-            self._taken[managed] = parameter.grad
+        if parameter.grad is not None:
+            clear_zeroed(parameter)
+        if managed not in self.taken:
+            self.taken[managed] = parameter.grad
             if parameter.grad is not None:
                 parameter.grad = None
 
     def after(self, managed: ManagedParameter) -> None:
         """It was: `p.grad` is what arrived."""
         parameter = managed.parameter
-        arrived, previous = parameter.grad, self._taken.pop(managed, None)
+        arrived, previous = parameter.grad, None
+        if managed in self.taken:
+            previous = self.taken[managed]
+            del self.taken[managed]
         if arrived is None:  # frozen since the forward: torch leaves what was there
             show_gradient(parameter, previous)
             return
@@ -218,7 +223,7 @@ class GradientSink:
             dense_first = was_sparse and arrived.layout is torch.strided
             parameter.grad = arrived if previous is None else arrived + previous if dense_first else previous + arrived
             return
-        if nobody_sees() and not torch.is_grad_enabled():
+        if self.segments.unseen and not torch.is_grad_enabled():
             self._take(managed, arrived, previous)
             return
         with self.runtime.unwatched(), torch.no_grad():
@@ -233,11 +238,15 @@ class GradientSink:
             except BaseException:
                 show_gradient(parameter, previous)  # what has been added up so far is still the user's
                 raise
-            show_gradient(parameter, managed.grad_home)
+            shown = managed.grad_home
+            if shown is not None and shown.dtype is parameter.dtype and shown.device == parameter.device:
+                parameter.grad = shown
+            else:
+                show_gradient(parameter, shown)
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
-        self._arrived.append(managed)
-        if has_hooks_of_the_user(parameter):
+        self._arrived += (managed,)
+        if len(parameter._post_accumulate_grad_hooks) > 1:
             self.arrive()
         if self.told or self.runtime.traffic.updating:
             for listener in self.listeners:
@@ -279,7 +288,9 @@ class GradientSink:
     def begin(self) -> None:
         """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
         self._sends.complete.begin()
+        runtime = self.runtime
         self.told = any(listener.is_to_be_told for listener in self.listeners)
+        self.is_simple = not (self.told or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
         if not self.told:
@@ -300,13 +311,13 @@ class GradientSink:
         """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
         self.runtime.release_all()
         with torch_private.NoFunctionsOfSubclasses():
-            for managed in self.runtime.parameters if self._taken else ():
-                if managed in self._taken:
-                    previous = self._taken.pop(managed)
+            for managed in self.runtime.parameters if self.taken else ():
+                if managed in self.taken:
+                    previous = self.taken.pop(managed)
                     if managed.parameter.grad is None:
                         show_gradient(managed.parameter, previous)
         self.arrive()
-        self.told = True
+        self.told, self.is_simple = True, False
         for listener in self.listeners:
             listener.backward_over()
         with torch_private.NoFunctionsOfSubclasses():
@@ -332,7 +343,7 @@ class GradientSink:
                 self._sends.find_place(chunk, self)
             else:
                 self.give_own(chunk)
-        if not adds:
+        if not adds and managed.grad_home is not None:
             self._old.leave_to_the_user(managed)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()
@@ -426,7 +437,7 @@ class GradientSink:
 
     def has_taken(self, managed: ManagedParameter) -> bool:
         """Whether a gradient of `managed` is being accumulated right now."""
-        return managed in self._taken
+        return managed in self.taken
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
@@ -435,7 +446,7 @@ class GradientSink:
             wait_for_staged_gradients(self.runtime, (chunk,))
             honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
-        load = adds or any(is_home_gradient(other) or self._taken.get(other) is other.grad_home for other in others)
+        load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
 

@@ -157,7 +157,7 @@ class DeviceMonitor(TorchDispatchMode):
 
 def nobody_sees() -> bool:
     """Whether what is done now is no operator for anybody: `DeviceMonitor.unwatched` would change nothing."""
-    return not (_modes_are_around() or _inference() or _transform() is not None)
+    return not (_dispatch_modes() or _function_modes() or _inference() or _transform() is not None)
 
 
 def _modes_are_around() -> bool:

@@ -27,7 +27,10 @@ class Bindings:
     def __init__(self, parameters: Iterable[ManagedParameter]) -> None:
         self.by_id: dict[int, ManagedParameter] = {}
         self.by_address: dict[int, ManagedParameter] = {}
-        self._away, self._rests = 0, False
+        self.by_storage: dict[int, ManagedParameter] = {}
+        """The handles of the storages that hetmem itself made for the same memory: faster to ask, and all that an
+        operator's result may share. One that a program made of an address is in `by_address` alone."""
+        self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
         """Those that rest in a backward; see `end_rest`."""
         self.learn(parameters)
@@ -35,11 +38,15 @@ class Bindings:
     def learn(self, parameters: Iterable[ManagedParameter]) -> None:
         """Take note of the homes of `parameters`, and of nothing else: no device view may be open."""
         self.by_address.clear()
+        self.by_storage.clear()
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
-            for tensor in (managed.home, managed.rest):
-                if managed.numel:
-                    self.by_address[tensor.untyped_storage().data_ptr()] = managed
+            self._learn_home(managed)
+
+    def _learn_home(self, managed: ManagedParameter) -> None:
+        for tensor in (managed.home, managed.rest) if managed.numel else ():
+            self.by_address[tensor.untyped_storage().data_ptr()] = managed
+            self.by_storage[storage_address(tensor)] = managed
 
     def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
         """`managed` has another home, with the same values, and rests as `rest`; device views stay."""
@@ -49,15 +56,14 @@ class Bindings:
         at_home, resting = at == managed.home.data_ptr(), at == managed.rest.data_ptr()
         for tensor in (managed.home, managed.rest):
             self.by_address.pop(tensor.untyped_storage().data_ptr(), None)
+            self.by_storage.pop(storage_address(tensor), None)
         managed.home, managed.rest = home, rest
         if at_home or resting:  # both, where it was on the device
-            parameter.data = rest if self._rests or not at_home else home
+            parameter.data = rest if self.rests or not at_home else home
         managed.home_address = home.data_ptr()
         managed.home_references = storage_references(home) + (parameter.data_ptr() != home.data_ptr())
         parameter.__class__ = unbound
-        for tensor in (home, rest):
-            if managed.numel:
-                self.by_address[tensor.untyped_storage().data_ptr()] = managed
+        self._learn_home(managed)
 
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
         """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
@@ -77,15 +83,26 @@ class Bindings:
             managed.device_references = references(managed.device_storage)
             if managed.numel:
                 self.by_address[managed.device_address] = managed
+                self.by_storage[managed.device_storage] = managed
         return managed.device
+
+    def open_all(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
+        """The views of all parameters of `chunk`, whose copy is in device slot `slot`."""
+        for managed in chunk.parameters:
+            if managed.device is None:
+                self.open_device(managed, pool, slot)
 
     def close_device(self, chunk: Chunk) -> None:
         """Forget the device views of `chunk`: its slot goes to another one."""
         for managed in chunk.parameters:
             if managed.device is not None:
                 if managed.numel:
-                    del self.by_address[managed.device_address]
+                    self._forget_device(managed)
                 managed.device = None
+
+    def _forget_device(self, managed: ManagedParameter) -> None:
+        del self.by_address[managed.device_address]
+        del self.by_storage[managed.device_storage]
 
     # ---- what a parameter is now -------------------------------------------------------------------------------
 
@@ -106,7 +123,7 @@ class Bindings:
             parameter.data = managed.rest if self._away else managed.home
             if self._away:
                 parameter.__class__ = managed.unbound_kind
-                if not self._rests and managed.rest is not managed.home:
+                if not self.rests and managed.rest is not managed.home:
                     self.resting.append(managed)
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
@@ -127,14 +144,14 @@ class Bindings:
         `backward` parameters stay at home, as a graph from outside of forwards has saved the parameters themselves."""
         self._away += 1
         if self._away == 1:
-            self._rests = not backward
-            self.rest(managed for managed in self.by_id.values() if not managed.bound)
+            self.rests = not backward
+            self.rest([managed for managed in self.by_id.values() if not managed.bound])
 
     def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
         """`managed_ones`, which are at home, rest as all others do while something computes."""
         for managed in managed_ones:
             parameter = managed.parameter
-            if self._rests and managed.rest is not managed.home:
+            if self.rests and managed.rest is not managed.home:
                 parameter.data = managed.rest
             parameter.__class__ = managed.unbound_kind
 
@@ -154,7 +171,7 @@ class Bindings:
         self._away = max(0, self._away - 1)
         if not self._away:
             self.end_rest()
-            rests, self._rests = self._rests, False
+            rests, self.rests = self.rests, False
             for managed in self.by_id.values():
                 parameter = managed.parameter
                 if type(parameter) is managed.unbound_kind:
@@ -173,7 +190,7 @@ class Bindings:
         if type(parameter) is not managed.unbound_kind:
             return False
         parameter.__class__ = managed.kind
-        if managed.rest is not managed.home and (self._rests or managed in self.resting):
+        if managed.rest is not managed.home and (self.rests or managed in self.resting):
             parameter.data = managed.home
         return True
 
@@ -187,17 +204,17 @@ class Bindings:
         `ManageError` where they cannot."""
         if managed.device is None or not managed.numel or not self.held(managed):
             return
-        address = managed.device_address
         if not give_away(managed.device):
             raise ManageError(
                 f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
                 f"`kept = self.weight.data`): keep a clone of it"
             )
-        del self.by_address[address]
+        self._forget_device(managed)
         managed.device = None
 
 
 references: Any = torch_private.storage_references
+storage_address: Any = torch_private.storage_address
 
 
 def storage_references(tensor: torch.Tensor) -> int:

@@ -138,9 +138,12 @@ class Runtime:
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Bind `used` to their device copies. Nothing is bound if this raises."""
-        if not (self._held or self._engine.anything_over()) and nobody_sees():
-            self._use(operator, used)
-            return
+        if not (self._held or self._engine.anything_over()):
+            if not used[1:] and self._use_again(operator, used[0]):
+                return
+            if nobody_sees():
+                self._use(operator, used)
+                return
         with self.unwatched():
             self._let_go()
             self.traffic.pending.poll()
@@ -172,6 +175,55 @@ class Runtime:
                 self.bindings.rest(used)
             raise
         self.bindings.bind(used)
+
+    def _use_again(self, operator: str, managed: ManagedParameter) -> bool:
+        """`use` of one parameter, as most uses are; False, and nothing is done, if anything else comes first."""
+        parameter, unsure = managed.parameter, self.writes.unsure
+        if (unsure and managed.chunk in unsure) or _functions_around():
+            return False
+        before, parameter.__class__ = type(parameter), managed.kind
+        if parameter._version != managed.version:
+            parameter.__class__ = before
+            return False
+        try:
+            if not self._acquire_one(operator, managed):
+                parameter.__class__ = before
+                return False
+        except BaseException:
+            if self.bindings.away:
+                with self.unwatched():
+                    self.bindings.rest((managed,))
+            raise
+        assert managed.device is not None
+        parameter.data = managed.device
+        parameter.__class__ = managed.bound_kind
+        return True
+
+    def _acquire_one(self, operator: str, managed: ManagedParameter) -> bool:
+        """A moment that uses `managed` alone. False, and nothing is done, where the segment is measured, or gradients
+        leave the device."""
+        tracer, residency, traffic, room = self.tracer, self.traffic.residency, self.traffic, self.room
+        if tracer.measured or traffic.gradients.leaving:
+            return False
+        homes = managed.chunk.homes  # as `param_block`
+        block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+        assert block is not None, f"{managed.name} has its home on the device"
+        blocks = (block,)
+        moment = tracer.moment(operator, blocks, self.memory.buffer_bytes)
+        if not room.is_as_left(moment):
+            with self.unwatched():
+                room.before_moment(moment)
+        self._saw(moment, operator, blocks)
+        slot = residency.use_again(block)
+        if slot is None:
+            self._acquire_all(operator, (managed,), blocks)
+            return True
+        if self._engine.ordered:
+            traffic.executor.order_behind_making(slot)
+        if managed.device is None:
+            with self.unwatched():
+                self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
+        return True
 
     def use_all(self, operator: str) -> bool:
         """`use` of all parameters for a whole forward, in which nothing moves. False, and nothing is bound, if that is
@@ -205,7 +257,12 @@ class Runtime:
         with self.unwatched():
             self._let_go()
             self.room.before_moment(moment)
-            self._acquire_all(operator, self.parameters, [param_block(managed) for managed in self.parameters])
+            slots = residency.use_all(known, [len(chunk.parameters) for chunk in self.chunks])
+            for chunk, slot in zip(self.chunks, slots, strict=True):
+                if self._engine.ordered:
+                    self.traffic.executor.order_behind_making(slot)
+                if any(managed.device is None for managed in chunk.parameters):
+                    self.bindings.open_all(chunk, memory.device_pool, slot)
         self.tracer.all_at_once(moment)
         self._saw(moment, operator, known)
         return True
@@ -224,7 +281,7 @@ class Runtime:
                         self.traffic.executor.order_behind_making(slot)
                     if managed.device is None:
                         with self.unwatched():
-                            self.bindings.open_device(managed, self.memory.device_pool, slot)
+                            self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
                 acquired += 1
         except BaseException:
             for block in blocks[:acquired]:
@@ -263,6 +320,7 @@ class Runtime:
 
     def _release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """One use less of each of `used`, but of those of which somebody holds memory: `_let_go` ends that."""
+        over: list[int] = []
         for managed in used:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
                 if untracked or managed.data_taken:
@@ -271,7 +329,15 @@ class Runtime:
                     self._held[id(managed)] = managed
                     continue
             managed.data_taken = False
-            self.traffic.release(param_block(managed), DEVICE)
+            homes = managed.chunk.homes  # as `param_block`
+            block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+            assert block is not None, f"{managed.name} has its home on the device"
+            over += (block,)
+        if self.memory.resident:
+            self.traffic.release_all(over)
+            return
+        for block in over:
+            self.traffic.release(block, DEVICE)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions nobody sees. Of a region nobody sees `.data` either: writes through that
@@ -285,7 +351,8 @@ class Runtime:
                 if type(parameter) is managed.kind and self.bindings.is_elsewhere(managed):
                     break
             else:
-                self._unbind(used)
+                self.bindings.unbind(used)
+                self._release(used)
                 return
         with self.unwatched():
             data_set = [
@@ -316,18 +383,22 @@ class Runtime:
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
         """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more. To be
         called `unwatched`."""
-        if not self.memory.streams:
-            return managed.home
         if self._holds_all and managed.device is not None:
             return managed.device
+        if not self.memory.streams:
+            return managed.home
         if self._held:
             self._let_go()
         if self._engine.anything_over():
             self.traffic.pending.poll()
-        operator, block, key = f"backward of {managed.name}", param_block(managed), id(managed)
-        self._moment(operator, (block,))
-        if key not in self._held:
-            self._acquire_all(operator, (managed,), (block,))
+        operator, key = f"backward of {managed.name}", id(managed)
+        if key in self._held:
+            self._moment(operator, (param_block(managed),))
+        else:
+            if not self._acquire_one(operator, managed):
+                block = param_block(managed)
+                self._moment(operator, (block,))
+                self._acquire_all(operator, (managed,), (block,))
             self._held[key] = managed
         assert managed.device is not None
         return managed.device
@@ -339,7 +410,7 @@ class Runtime:
             wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
             raise self.room.shortage.error(operator, self.room.non_model_bytes, wanted) from error
         if managed.device is None:
-            self.bindings.open_device(managed, self.memory.device_pool, slot)
+            self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
 
     def _acquire_with_more_room(self, block: int) -> int:
         """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
@@ -421,9 +492,12 @@ class Runtime:
         if not self._held:
             return
         for key, managed in [*self._held.items()]:
-            if key in self._untracked:
+            if self._untracked and key in self._untracked:
                 self.writes.by_view(managed)
-            if managed.version_now != managed.version:
+            parameter = managed.parameter
+            kind, parameter.__class__ = type(parameter), managed.kind
+            version, parameter.__class__ = parameter._version, kind  # as `version_now`
+            if version != managed.version:
                 self._notice_write(managed)
             if managed.device is None or references(managed.device_storage) <= managed.device_references:
                 del self._held[key]

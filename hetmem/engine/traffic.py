@@ -106,6 +106,15 @@ class Uses:
         if commands:
             self._execute(commands)
 
+    def release_all(self, blocks: list[int]) -> None:
+        """`release` of each of `blocks` on the device, of a model of which nothing moves."""
+        if self._engine.ordered:
+            for block in dict.fromkeys(blocks):
+                self._mark_use(block)
+        commands = self._residency.release_all(blocks)
+        if commands:
+            self._execute(commands)
+
     def abandon(self, block: int, tier: Tier) -> None:
         """Take a use back that was asked for, wherever it has come to."""
         state = self._residency.state(block, tier)
@@ -161,7 +170,7 @@ class Traffic:
         )
         self.updating: set[Chunk] = set()
         self._uses = Uses(residency, engine, self.executor, self.pending, events, self.updating)
-        self.acquire, self.release = self._uses.acquire, self._uses.release
+        self.acquire, self.release, self.release_all = self._uses.acquire, self._uses.release, self._uses.release_all
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
                 if role in chunk.homes:

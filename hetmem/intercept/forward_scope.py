@@ -53,13 +53,6 @@ class Call:
         self.used: list[ManagedParameter] = []
         self.displaced: Any = None
 
-    def is_next_on(self, frame: FrameType | None) -> bool:
-        """Whether it is the innermost call of a module with hooks, that is not compiled, that is on the stack which has
-        `frame` on top. Most calls of a module are within one that is."""
-        while frame is not None and frame.f_code is not CALLS:
-            frame = frame.f_back
-        return frame is not None and id(frame) == self.number and frame.f_locals["self"] is self.module()
-
     def is_made_in(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes it; torch calls hooks after an error in another one. A frame that is gone may have left
         its memory to another one."""
@@ -170,7 +163,12 @@ class Compute:
         calls = self.calls
         if not calls or self.task != torch_private.current_graph_task():
             return False
-        return calls[-1].is_next_on(top) or calls[-1].is_on(top)
+        call, frame = calls[-1], top
+        while frame is not None and frame.f_code is not CALLS:
+            frame = frame.f_back
+        if frame is not None and id(frame) == call.number and frame.f_locals["self"] is call.module():
+            return True  # the innermost call of a module with hooks on the stack, as mostly
+        return call.is_on(top)
 
     def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
         """Its innermost call, which is over, if that is of `module` by `frame`, and not the one that began it."""

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.engine.runtime import Runtime
-from hetmem.intercept.dynamo import called_by_autograd
+from hetmem.intercept.dynamo import called_by_autograd, opaque, set_compiler
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.interrupts import HELD_BACK
 
 
 class Sink(Protocol):
@@ -21,6 +22,11 @@ class Sink(Protocol):
 
     runtime: Runtime
     segments: Segments
+    is_simple: bool
+    """Whether a gradient that is about to be accumulated concerns nothing but its parameter."""
+    sent_home: list[ManagedParameter]
+    taken: dict[ManagedParameter, torch.Tensor | None]
+    """What was in `p.grad` of those whose gradient is being accumulated."""
 
     def before(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be accumulated."""
@@ -55,14 +61,29 @@ class BeforeArrival:
     def __init__(self, sink: Sink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
-    @called_by_autograd
+    @opaque
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
-        managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
-        if sink is not None and managed is not None:
-            if not sink.segments.in_backward:
-                sink.segments.on_backward()
-            sink.before(managed)
+        bindings = None if sink is None else sink.runtime.bindings
+        if sink is not None and bindings is not None and self._key in bindings.by_id:
+            managed = bindings.by_id[self._key]
+            if bindings.resting or not (sink.is_simple and sink.segments.in_backward):
+                self._tell(sink, managed)
+                return
+            parameter = managed.parameter  # as `_tell`, where nothing calls Python: an interrupt finds all or nothing
+            if type(parameter) is managed.unbound_kind:
+                sink.sent_home += (managed,)
+                parameter.__class__ = managed.kind
+            if parameter.grad is not None or managed in sink.taken:
+                self._tell(sink, managed)
+            else:
+                sink.taken[managed] = None
+
+    @called_by_autograd
+    def _tell(self, sink: Sink, managed: ManagedParameter) -> None:
+        if not sink.segments.in_backward:
+            sink.segments.on_backward()
+        sink.before(managed)
 
 
 class _Arrive:
@@ -89,9 +110,15 @@ class AfterArrival:
     def __init__(self, sink: Sink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
-    @called_by_autograd
+    @opaque
     def __call__(self, parameter: torch.Tensor) -> None:
         sink = self._sink()
-        managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
-        if sink is not None and managed is not None:
-            sink.after(managed)
+        by_id = {} if sink is None else sink.runtime.bindings.by_id
+        if sink is not None and self._key in by_id:
+            compiler = set_compiler(None)
+            try:
+                with HELD_BACK:
+                    sink.after(by_id[self._key])
+            finally:
+                if compiler is not None:
+                    set_compiler(compiler)

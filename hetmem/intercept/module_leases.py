@@ -36,8 +36,10 @@ class Leases:
     def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
         """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises.
         `recomputed`: within a backward."""
-        by_id = self._by_id
-        used = [by_id[key] for key in map(id, module._parameters.values()) if key in by_id]
+        by_id, used = self._by_id, list[ManagedParameter]()
+        for key in map(id, module._parameters.values()):
+            if key in by_id:
+                used += (by_id[key],)
         if used and self._runtime.memory.streams and (not used[1:] or self._fit(used)):
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
@@ -63,7 +65,7 @@ class Leases:
         """Bind `used` until `end(call)`; they are called `name` together."""
         if recomputed or self._gradients.within_step:
             self._gradients.use_again(used)
-        if torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(self._device_type):
+        if torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled():
             torch.set_autocast_cache_enabled(False)  # of one entered in the forward, whose exit puts this right
         fresh = used
         for managed in used:
@@ -104,7 +106,7 @@ class Leases:
             if managed.bound or used[1:]:
                 over = []
         if not over:
-            over = list(dict.fromkeys(managed for managed in used if not managed.bound))
+            over = list(dict.fromkeys([managed for managed in used if not managed.bound]))
         if over:
             self._runtime.end_call(over)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import RUNNING, Section, in_backward
 from hetmem.intercept.dynamo import uncompiled
@@ -104,6 +105,8 @@ class Segments:
         self._runtime = runtime
         self._pending: tuple[Hashable, ...] = ()
         self.in_backward = False
+        self.unseen = False
+        """Whether what is done in this backward is no operator for anybody; see `nobody_sees`."""
         self.backwards = 0
         self.thread = threading.get_ident()
         """The one that computed the last forward."""
@@ -159,6 +162,7 @@ class Segments:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:
             self._runtime.events.begin_segment("backward")  # one more of the same trace
+        self.unseen = nobody_sees() and not self._runtime.tracer.measured
         with self._runtime.unwatched():
             self.backward_began()
         engine: Any = torch_private.engine
@@ -173,7 +177,7 @@ class Segments:
     def settle(self) -> None:
         """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
         if self.in_backward:
-            self.in_backward = False
+            self.in_backward = self.unseen = False
             try:
                 with self._runtime.unwatched():
                     self.backward_ended()

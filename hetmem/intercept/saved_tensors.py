@@ -21,6 +21,7 @@ from hetmem.memory.interrupts import HELD_BACK
 
 _AUTOGRAD: Any = torch_private.autograd
 _STRIDED = torch.strided
+_storage_of: Any = torch_private.storage_address
 _functions_around: Any = torch_private.function_modes_around
 
 
@@ -68,7 +69,7 @@ class SavedTensors:
     def __init__(self, runtime: Runtime, segments: Segments) -> None:
         self._runtime, self.segments = runtime, segments
         self._by_id = runtime.bindings.by_id
-        self.by_address = runtime.bindings.by_address
+        self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
         """Classes of tensors that may be asked for their memory without anybody's noticing."""
 
@@ -172,7 +173,7 @@ class SavedTensors:
         managed = packed.managed
         if torch.is_grad_enabled() and torch_private.current_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
-        if nobody_sees():
+        if self.segments.unseen or nobody_sees():
             return self._view(packed, managed)
         with self._runtime.unwatched():
             return self._view(packed, managed)
@@ -180,7 +181,9 @@ class SavedTensors:
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
         """Return what autograd gets back, which no mode of the user's sees."""
         device = self._runtime.saved(managed)  # may wait for an update of it
-        version = managed.version_now
+        parameter = managed.parameter
+        kind, parameter.__class__ = type(parameter), managed.kind
+        version, parameter.__class__ = parameter._version, kind  # as `version_now`
         if version != packed.version:
             raise RuntimeError(_modified(managed.name, version, packed.version))
         if packed.data_sets not in (None, managed.data_sets):
@@ -211,16 +214,16 @@ class Pack(Hook):
         if saved is None or type(tensor) not in saved.kinds or _functions_around() or tensor.layout is not _STRIDED:
             return self._pack(tensor)
         try:
+            storage, node = _storage_of(tensor), tensor.grad_fn
+            if node is not None and storage not in saved.by_storage:  # an activation
+                if node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
+                    return saved, cast, 0
+                return self._saved, tensor.detach(), tensor._version
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
         if address not in saved.by_address:
-            node = tensor.grad_fn
-            if node is None:
-                return self._saved, tensor, tensor._version
-            if node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
-                return saved, cast, 0
-            return self._saved, tensor.detach(), tensor._version
+            return self._saved, tensor if node is None else tensor.detach(), tensor._version
         managed = saved.by_address[address]
         if managed.bound and not managed.data_sets and address == managed.device_address:
             return saved, _place_of(managed, tensor, tensor.stride()), 0
@@ -301,8 +304,12 @@ def _unpack(packed: _Packed) -> torch.Tensor:
 def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:
     version = managed.parameter._version if managed.bound else managed.version_now
     sets = None if tensor is managed.parameter else managed.data_sets
-    offset = tensor.storage_offset()
-    return Saved(managed, tensor.dtype, tensor.shape, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
+    dtype, offset = tensor.dtype, tensor.storage_offset()
+    if not (
+        dtype.is_complex or managed.chunk.dtype.is_complex
+    ):  # a negative view of a real one is made of a complex one
+        return Saved(managed, dtype, tensor.shape, stride, offset, False, False, version, sets)
+    return Saved(managed, dtype, tensor.shape, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:

@@ -119,6 +119,12 @@ class Cache:
         self.unused.discard(block)
         self._changed.add(block)
 
+    def meet_all(self, blocks: Collection[int]) -> None:
+        """`meet` each of `blocks`."""
+        self.schedule.met.update(blocks)
+        self.unused.difference_update(blocks)
+        self._changed.update(blocks)
+
     def needed(self, block: int) -> int:
         """Return when a copy of `block` on this tier is used next, NEVER if unknown: a use of the schedule; in host
         staging by the clock of both tiers, as the device is fed from it too unless it has a copy already."""

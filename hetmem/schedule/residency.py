@@ -16,7 +16,7 @@ gives way, `Ledger` keeps the books and makes the commands, `Cache` knows one ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Block, Command, Copy, CopyState, Fetch, Write
@@ -46,6 +46,7 @@ class Residency:
             self._ledger, lookahead, dict.fromkeys(Tier, in_flight) if isinstance(in_flight, int) else in_flight
         )
         self._caches = self._ledger.caches
+        self._device = self._caches[DEVICE]
         self.taken = tuple(cache.slots for cache in self._caches)
         """Of each cached tier, whose `used` are the slots that are taken, loads in flight included."""
         self.blocks = self._ledger.blocks
@@ -166,12 +167,39 @@ class Residency:
         self._supply.prefetch(cache, commands)
         return commands
 
+    def use_again(self, block: int) -> int | None:
+        """`reach`, and `acquire_again`, of `block` alone on the device: most uses are of one block that is there."""
+        cache = self._device
+        cache.reach((block,))
+        if block not in cache.copies or (copy := cache.copies[block]).state is not VALID:
+            return None
+        cache.meet(block)
+        if self._supply.would_begin(cache):
+            return None
+        ledger = self._ledger
+        ledger.tick = copy.last_use = ledger.tick + 1
+        self.counts.acquires += 1
+        copy.uses += 1
+        return copy.slot
+
+    def use_all(self, blocks: Sequence[int], uses: Sequence[int]) -> list[int]:
+        """So many `uses` more of each of `blocks`, whose copies on the device are VALID, in a segment in which nothing
+        moves: their first slots."""
+        cache, ledger = self._device, self._ledger
+        ledger.tick += 1
+        self.counts.acquires += len(blocks)
+        found = [cache.copies[block] for block in blocks]
+        for copy, more in zip(found, uses, strict=True):
+            copy.uses += more
+            copy.last_use = ledger.tick
+        cache.meet_all(blocks)
+        return [copy.slot for copy in found]
+
     def acquire_again(self, block: int, tier: Tier) -> int | None:
         """Do as `acquire` where the copy is VALID and nothing is to be begun; return its first slot. None, and the
         use does not count, where `acquire` is to be asked; most uses are of the first kind."""
         cache = self._caches[tier]
-        copy = cache.copies.get(block)
-        if copy is None or copy.state is not VALID:
+        if block not in cache.copies or (copy := cache.copies[block]).state is not VALID:
             return None
         cache.meet(block)
         if self._supply.would_begin(cache):
@@ -193,8 +221,7 @@ class Residency:
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
         """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
         cache = self._caches[tier]
-        copy = cache.copies.get(block)
-        if copy is None or copy.uses <= copy.waiting:
+        if block not in cache.copies or (copy := cache.copies[block]).uses <= copy.waiting:
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
@@ -207,6 +234,20 @@ class Residency:
         commands: list[Command] = []
         if not uses and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
+        self._supply.go_on(cache, commands)
+        return commands
+
+    def release_all(self, blocks: Iterable[int]) -> list[Command]:
+        """`release` of each of `blocks` on the device, where nothing waits for room: what follows is asked for once."""
+        cache, commands = self._device, list[Command]()
+        for block in blocks:
+            if block not in cache.copies or (copy := cache.copies[block]).uses <= copy.waiting:
+                raise self._ledger.illegal(block, DEVICE, "release")
+            copy.uses = uses = copy.uses - 1
+            if not uses:
+                cache.touch(block)
+                if copy.state is STALE or not copy.load:
+                    self._ledger.drop(block, DEVICE, commands)
         self._supply.go_on(cache, commands)
         return commands
 

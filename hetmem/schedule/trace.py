@@ -87,8 +87,12 @@ class SegmentTrace:
 
     def worst(self) -> tuple[int, tuple[int]]:
         """The most non-model bytes at any moment, and the most of their own, as a `Moment` has them."""
-        seen = (self.opening, *self.moments)
-        return max(moment.non_model_bytes for moment in seen), (max(max(moment.own_bytes) for moment in seen),)
+        most, own = self.opening.non_model_bytes, self.opening.own_bytes
+        for moment in self.moments:  # asked once in a segment: without a call for each
+            if moment.non_model_bytes > most:
+                most = moment.non_model_bytes
+            own += moment.own_bytes
+        return most, (max(own),)
 
 
 class UseSequence:

@@ -82,10 +82,11 @@ class Kernels(nn.Module):
 @pytest.mark.pairs
 @everywhere
 @precisions
+@pytest.mark.parametrize("sanitize", [True, False], ids=["checked", "known"])
 def test_a_function_that_reads_a_weight_through_its_address_finds_it(
-    mixed: torch.dtype | None, placement: str, tmp_path: Path
+    sanitize: bool, mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
-    modules = pair(Kernels, placement, tmp_path, mixed_precision=mixed)
+    modules = pair(Kernels, placement, tmp_path, mixed_precision=mixed, sanitize=sanitize)
     train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
 
 
