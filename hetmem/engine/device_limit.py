@@ -177,7 +177,7 @@ class Shortage:
     def _stays(self) -> str:
         """Why a model that is whole on the device does not leave it, if that is for want of room."""
         memory = self._memory
-        if not memory.resident or memory.may_leave_device:
+        if not memory.resident or memory.has_room_away:
             return ""
         return (
             f"; its homes cannot go to host memory, where they need {format_size(memory.away_bytes)} and "
@@ -438,7 +438,7 @@ class DeviceRoom:
         before = self._limit
         try:
             self._traffic.limit_device(0, before=before)
-            self._traffic.pending.drain()  # where an interrupt or a transfer's error is raised
+            self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
             self._traffic.gradients.wait()  # they are on the device as long as they are on their way
             self._traffic.give_back_free()
         finally:

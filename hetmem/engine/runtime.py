@@ -22,7 +22,7 @@ from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
-from hetmem.engine.write_check import Writes
+from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.intercept.async_params import Trailing
 from hetmem.memory.chunk import ManagedParameter, Role
@@ -43,9 +43,9 @@ _tuple: Any = tuple.__new__
 class Runtime:
     """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
 
-    `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of
-    events. Guarantees after every public method, also one that raised: every parameter outside compute is its home,
-    no capacity is exceeded, and no copy is lost.
+    `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of events.
+    Guarantees after every public method, also one that raised: every parameter outside compute is its home, no capacity
+    is exceeded, and no copy is lost.
     """
 
     def __init__(self, memory: Memory, residency: Residency, engine: TransferEngine, *, sanitize: bool) -> None:
@@ -61,7 +61,7 @@ class Runtime:
         self.traffic = Traffic(
             memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
         )
-        self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
+        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
@@ -100,7 +100,7 @@ class Runtime:
         if before is not None:
             self.tracer.book.follows(before, key)
         with self.unwatched():
-            self.traffic.pending.poll()
+            self.traffic.executor.poll()
             self.expect(key)
             if key != STEP:
                 self.renew_what_is_held()
@@ -143,7 +143,7 @@ class Runtime:
             return
         with self.unwatched():
             self._let_go()
-            self.traffic.pending.poll()
+            self.traffic.executor.poll()
             self._use(operator, used)
 
     def _use(self, operator: str, used: list[ManagedParameter]) -> None:
@@ -294,7 +294,7 @@ class Runtime:
                 if type(managed.parameter) is managed.kind and self.bindings.is_elsewhere(managed)
             ]
             for managed, _ in data_set:
-                managed.parameter.data = managed.home if managed.device is None else managed.device
+                self.bindings.show_home(managed, managed.device)
             self.end_use(used, writes=used if measured else [each for each in used if id(each) in uncounted])
             for managed, value in data_set:
                 self.data_set(managed, value)
@@ -323,7 +323,7 @@ class Runtime:
         if self._held:
             self._let_go()
         if self._engine.anything_over():
-            self.traffic.pending.poll()
+            self.traffic.executor.poll()
         operator, block, key = f"backward of {managed.name}", param_block(managed), id(managed)
         self._moment(operator, (block,))
         if key not in self._held:

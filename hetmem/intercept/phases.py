@@ -152,7 +152,7 @@ class Segments:
         section = self._runtime.turn.take("a backward", lambda: not runs.isdisjoint(RUNNING.all()))
         self._section, self.backward_thread = section, section.thread
         self.in_backward, self._runs = True, runs
-        self._runtime.traffic.executor.exposed.hide()
+        self._runtime.traffic.executor.torn_reads.allow_writes(allowed=False)
         self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
@@ -178,7 +178,7 @@ class Segments:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
-                self._runtime.traffic.executor.exposed.show()
+                self._runtime.traffic.executor.torn_reads.allow_writes(allowed=True)
                 self._runtime.events.end_segment()  # what the user does before the step is no compute
                 if self._section is not None:
                     self._runtime.turn.give(self._section)
@@ -187,13 +187,13 @@ class Segments:
         """Neither a forward nor a step follows at once: the user may read parameters."""
         if not self._runtime.bindings.away:
             self._runtime.trailing.resume()
-        self._runtime.traffic.executor.exposed.show()
+        self._runtime.traffic.executor.torn_reads.allow_writes(allowed=True)
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
         self._runtime.trailing.pause()
-        self._runtime.traffic.executor.exposed.hide()
+        self._runtime.traffic.executor.torn_reads.allow_writes(allowed=False)
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 

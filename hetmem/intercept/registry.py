@@ -84,7 +84,7 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
             if found is not None:
                 if not found[0].runtime.writes.stepped:
                     found[0].runtime.hold_homes()
-                found[0].share.others_update = True
+                found[0].runtime.memory.bound_to_device = True
                 failed = _updated(*found) or failed
                 if any(found[1] in listener.begun() for listener in found[0].gradients.listeners):
                     raise RuntimeError(updated_by_another(found[1].name))

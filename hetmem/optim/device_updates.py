@@ -143,7 +143,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, Job, Slot, Memory]):
         self._to_host(job)
 
     def _wait(self) -> bool:
-        return self._traffic.pending.go_on()
+        return self._traffic.executor.go_on()
 
     def place_for(self, chunk: Chunk) -> Memory | None:
         """Memory here for gradients of `chunk` that are about to arrive; waits for an update to have read those of
@@ -205,7 +205,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, Job, Slot, Memory]):
         behind = list(slot.marks)
         if borrowed is None:
             behind.append(self._traffic.engine.mark())  # compute may still be writing gradients
-        self._traffic.pending.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), behind)
+        self._traffic.executor.copy_beside(Link.HOST_TO_DEVICE, work, nbytes, partial(self._brought, one), behind)
 
     def _brought(self, one: _UnderWay, error: BaseException | None) -> None:
         """All of it is on the device, and updated."""
@@ -217,7 +217,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, Job, Slot, Memory]):
         work = _SendHome([(one.job.opened[role], one.there[role]) for role in roles])
         nbytes = sum(chunk.role_nbytes(role) for role in roles)
         self.sent_home_bytes += nbytes
-        self._traffic.pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
+        self._traffic.executor.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, partial(self._home, one, work, nbytes))
 
     def _have_read(self, one: _UnderWay) -> None:
         """The place of its gradients is free for others, which no stream reads any more."""

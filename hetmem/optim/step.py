@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.gradients import has_hooks_of_the_user, wait_for_staged_gradients
+from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
-from hetmem.optim.comparing import WorkersCompare
 from hetmem.optim.device_gradients import KeptGradients
 from hetmem.optim.gradient_counts import Arrivals
 from hetmem.optim.mutation_check import (
@@ -65,11 +64,10 @@ class Stepper:
         self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
         self._progress: dict[Chunk, Progress] = {}
         self._mutations = MutationCheck(self._passes, self._runtime.writes)
-        self._comparer = WorkersCompare(workers)
-        self._runtime.writes.home_copies.compare_with(self._comparer)
+        self._runtime.writes.home_copies.compare_on(workers)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
-        self._runtime.traffic.pending.workers.add(self._updates)
+        self._runtime.traffic.executor.workers.add(self._updates)
         interception.gradients.listeners.add(self)
 
     @property
@@ -232,7 +230,7 @@ class Stepper:
         self._runtime.writes.look_ahead(self._runtime.chunks)
         self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
         with self._remembering_a_failure():
-            wait_for_staged_gradients(self._runtime, self._runtime.chunks)
+            self._runtime.writes.wait_for_staged_gradients(self._runtime.chunks)
             for progress in self._progress.values():
                 self._passes.notice_before(progress)
             if not self._trails:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
-from hetmem.engine.gradients import honour_written_gradients, is_home_gradient
+from hetmem.engine.param_views import is_home_gradient
+from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
@@ -25,13 +26,10 @@ from hetmem.optim.progress import (
     Opened,
     Part,
     Progress,
-    Sample,
     Sums,
     Update,
-    as_sampled,
     frozen,
     refuse_sparse,
-    sample_of,
 )
 from hetmem.optim.rule import ParameterUpdate, Streamable
 from hetmem.optim.update_placement import UpdatePlaces
@@ -171,7 +169,7 @@ class Passes:
     def notice(self, chunk: Chunk) -> None:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
         self.notice_written(chunk)
-        honour_written_gradients(self._runtime, chunk)
+        self._runtime.writes.honour_written_gradients(chunk)
 
     def notice_written(self, chunk: Chunk) -> None:
         """The same, but of gradients."""
@@ -187,7 +185,7 @@ class Passes:
         if not progress.begun:  # else `MutationCheck` sees it
             self.notice_written(progress.chunk)
         if not progress.kept and any(part.sample is None for part in progress.parts):
-            honour_written_gradients(self._runtime, progress.chunk)
+            self._runtime.writes.honour_written_gradients(progress.chunk)
 
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""

@@ -43,7 +43,7 @@ class Updates(HostUpdates[Job]):
             self._queue.add(job)
         else:
             self.streamed.add(job)
-        self._traffic.pending.keep(self)
+        self._traffic.executor.keep(self)
 
     def _carry_out(self, command: Callable[[], None]) -> None:
         with self._runtime.unwatched(), without_graph():
@@ -60,10 +60,10 @@ class Updates(HostUpdates[Job]):
                 batch = self._running[0].batch
                 assert batch is not None
                 while batch.run_one():
-                    self._traffic.pending.poll()  # what has come meanwhile makes room for more
-            if self._traffic.pending.busy():
+                    self._traffic.executor.poll()  # what has come meanwhile makes room for more
+            if self._traffic.executor.busy():
                 self._traffic.wait_for_one()
-            elif self._opening and not self._traffic.pending.make_way(self):
+            elif self._opening and not self._traffic.executor.make_way(self):
                 if self._opening[0] is stuck:
                     raise self._cannot_open(stuck)
                 stuck = self._opening[0]
@@ -116,9 +116,9 @@ class Updates(HostUpdates[Job]):
         for job in stay:
             self._queue.add(job)
         if self.idle:
-            self._traffic.pending.forget(self)
+            self._traffic.executor.forget(self)
         else:
-            self._traffic.pending.keep(self)
+            self._traffic.executor.keep(self)
 
     def _dismiss(self, job: Job) -> None:
         if job.writes:
@@ -160,7 +160,7 @@ class Updates(HostUpdates[Job]):
             self._close(job, failed=True)
             raise
         self._running.append(job)
-        ended = self._traffic.pending.expect_job(partial(self._ended, job))
+        ended = self._traffic.executor.expect_job(partial(self._ended, job))
         job.began = time.perf_counter()
         job.batch = self._workers.begin([tasks[place] for place in job.left.places] or tasks, after=ended)
 
@@ -181,7 +181,7 @@ class Updates(HostUpdates[Job]):
 
     def _go_on(self) -> None:
         if self.idle:
-            self._traffic.pending.forget(self)
+            self._traffic.executor.forget(self)
         self.pump()
 
     @staticmethod
@@ -216,7 +216,7 @@ class Updates(HostUpdates[Job]):
         with self._runtime.unwatched(), without_graph(), contextlib.ExitStack() as back:
             back.callback(job.done, not failed)
             if job.writes and not failed:
-                back.callback(traffic.settle, [chunk.homes[role] for role in job.roles])
+                back.callback(traffic.write_back, [chunk.homes[role] for role in job.roles])
             if failed and job.owed and not job.left.ruined:
                 if job.left.places:
                     job.roles = dict.fromkeys(job.roles, True)
