@@ -2,7 +2,7 @@
 
     python examples/03_finetune_transformers.py                       a tiny Llama that it makes itself: some seconds
     python examples/03_finetune_transformers.py --model DIR --text notes.txt --output tuned \\
-        --device-memory 20GiB --host-memory 100GiB --nvme-memory 500GiB --nvme-dir /mnt/nvme
+        --batch 4 --sequence 2048 --device-memory 20GiB --host-memory 120GiB --nvme-memory 0
 
 DIR is what `huggingface_hub.snapshot_download` or `save_pretrained` leaves: a config and weights in safetensors. The
 model is built with its parameters at home from the start and filled file by file, so host memory never holds it twice.
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +28,7 @@ from hetmem.errors import HetmemError
 
 SEED, STEPS, SEQUENCE, LEARNING_RATE = 20, 20, 64, 1e-3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MOMENTS = {"float32": None, "bfloat16": torch.bfloat16, "8bit": "8bit"}
 TEXT = "To train a model is to be wrong a little less often. " * 40
 
 
@@ -63,21 +65,22 @@ def managed_model(directory: Path, budget: hetmem.Budget) -> transformers.PreTra
     return model
 
 
-def batches(directory: Path, text: str) -> list[Tensor]:
-    """`text` in rows of SEQUENCE tokens, int64 [1, SEQUENCE]: the tokens of the model's tokenizer, or bytes."""
+def batches(directory: Path, text: str, batch: int, sequence: int) -> list[Tensor]:
+    """`text` as int64 [batch, sequence] each: the tokens of the model's tokenizer, or bytes."""
     if (directory / "tokenizer_config.json").exists():
         tokens = transformers.AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
     else:
         tokens = list(text.encode())
-    rows = torch.tensor(tokens[: len(tokens) // SEQUENCE * SEQUENCE]).view(-1, 1, SEQUENCE)
-    if not len(rows):
-        raise ValueError(f"the text has {len(tokens)} tokens, expected at least {SEQUENCE}")
-    return list(rows)
+    size = batch * sequence
+    if len(tokens) < size:
+        raise ValueError(f"the text has {len(tokens)} tokens, expected at least {size}: a batch of {batch}x{sequence}")
+    return list(torch.tensor(tokens[: len(tokens) // size * size]).view(-1, batch, sequence))
 
 
-def train(model: transformers.PreTrainedModel, rows: Sequence[Tensor], steps: int) -> list[float]:
-    """Next-token training with updates behind the backward, in the bits of plain torch; the losses."""
-    optimizer = hetmem.AdamW(model.parameters(), lr=LEARNING_RATE, overlap="backward")
+def train(model: transformers.PreTrainedModel, rows: Sequence[Tensor], steps: int, **how: Any) -> list[float]:
+    """Next-token training with updates behind the backward, in the bits of plain torch; the losses. `how` are options
+    of `hetmem.AdamW`."""
+    optimizer = hetmem.AdamW(model.parameters(), lr=LEARNING_RATE, overlap="backward", **how)
     losses = []
     for step in range(steps):
         row = rows[step % len(rows)].to(DEVICE)
@@ -103,7 +106,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="directory of a pretrained model (default: a tiny one, made here)")
     parser.add_argument("--text", type=Path, help="what it learns, UTF-8 (default: a sentence)")
     parser.add_argument("--output", type=Path, help="where the result is saved (default: nowhere)")
+    parser.add_argument("--report", type=Path, help="where the report of the last step is written, as .html")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, default=1, help="rows of a step (default: 1)")
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help=f"tokens of a row (default: {SEQUENCE})")
+    parser.add_argument("--gradients", default="visible", choices=["visible", "streamed"])
+    parser.add_argument("--moments", default="float32", choices=list(MOMENTS))
     parser.add_argument("--device-memory", default="8MiB")
     parser.add_argument("--host-memory", default="24MiB")
     parser.add_argument("--nvme-memory", default="64MiB")
@@ -128,8 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tiny_model(directory)
             model = managed_model(directory, budget_of(options, scratch))
             text = TEXT if options.text is None else options.text.read_text("utf-8")
-            train(model, batches(directory, text), options.steps)
-            print(hetmem.report(model))
+            rows = batches(directory, text, options.batch, options.sequence)
+            train(model, rows, options.steps, gradients=options.gradients, moments=MOMENTS[options.moments])
+            report = hetmem.report(model)
+            print(report)
+            if options.report is not None:
+                report.save(options.report)
             if options.output is not None:
                 save(model, options.output)
         except (HetmemError, OSError, ValueError) as error:

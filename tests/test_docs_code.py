@@ -196,7 +196,9 @@ def commands(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "count"), [("README.md", 2), ("docs/optimizer.md", 3), ("docs/recipes.md", 4)], ids=str
+    ("page", "count"),
+    [("README.md", 2), ("docs/optimizer.md", 3), ("docs/recipes.md", 4), ("docs/laptop.md", 2)],
+    ids=str,
 )
 def test_every_command_on_the_pages_is_one(page: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser takes all of its words; what they do is in other tests."""

@@ -37,7 +37,7 @@ def test_it_trains_as_plain_torch_does_and_saves_what_others_read(example: Modul
     managed = example.managed_model(tmp_path / "tiny", budget)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", dtype=torch.float32).train()
     assert_same_weights(plain, managed, "loaded")
-    rows = example.batches(tmp_path / "tiny", example.TEXT)
+    rows = example.batches(tmp_path / "tiny", example.TEXT, 1, example.SEQUENCE)
     losses = example.train(managed, rows, STEPS)
 
     reference, optimizer = Mixed(plain, torch.bfloat16), torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
@@ -60,7 +60,7 @@ def test_it_says_what_is_missing(example: ModuleType, tmp_path: Path, capsys: py
     assert "DeviceOutOfMemoryError" in capsys.readouterr().err
     (tmp_path / "short").write_text("short")
     assert example.main(["--text", str(tmp_path / "short")]) == 2
-    assert "the text has 5 tokens, expected at least 64" in capsys.readouterr().err
+    assert "the text has 5 tokens, expected at least 64: a batch of 1x64" in capsys.readouterr().err
     assert example.main(["--model", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
 

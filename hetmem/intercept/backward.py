@@ -60,9 +60,9 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as around:
             if outermost and _may_cross(began):
                 around.enter_context(torch.autograd.set_multithreading_enabled(False))
-            for interception in began if outermost else ():
-                if interception.may_lack_memory():
-                    around.enter_context(_RunsAgain(interception.runtime))
+            lacking = [each.runtime for each in began if each.may_lack_memory()] if outermost else []
+            if lacking:
+                around.enter_context(_RunsAgain(lacking))
             return _engine(outputs, *args, **kwargs)
     except BaseException:
         with HELD_BACK:
@@ -80,20 +80,20 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _RunsAgain(TorchFunctionMode):
-    """Give what a backward recomputes the memory of idle chunks where the device has none left.
+    """Give what a backward recomputes the memory of idle chunks, of all models, where the device has none left.
 
     It is entered on the thread that runs all nodes; those of C++ do not come here.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtimes: list[Runtime]) -> None:
         super().__init__()
-        self._runtime = runtime
+        self._runtimes = runtimes
 
     @skipped
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return run_again(self._runtime, func, args, kwargs or {})
+        return run_again(self._runtimes, func, args, kwargs or {})
 
 
 @HELD_BACK

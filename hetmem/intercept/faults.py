@@ -204,7 +204,7 @@ class Faults:
         self._runtime.use(_name(func), used)
         stays, displaced = False, self._saved.displace_others()
         try:
-            return run_again(self._runtime, func, args, kwargs)
+            return run_again([self._runtime], func, args, kwargs)
         finally:
             self._saved.restore_others(displaced)
             stays = func in _POINTERS and around.keep(used)
@@ -261,25 +261,27 @@ def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
         )
 
 
-def run_again(runtime: Runtime, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`; once more with the memory of idle chunks where the device has none left, unless `func`
-    may have written."""
+def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)`; once more with the memory of idle chunks of `runtimes` where the device has none left,
+    unless `func` may have written."""
     try:
         return func(*args, **kwargs)
     except torch.OutOfMemoryError as error:
         if writes(func) or "out" in kwargs:
-            raise _explained(runtime, error) from None
-        runtime.out_of_memory()
+            raise _explained(runtimes, error) from None
+        for runtime in runtimes:
+            runtime.out_of_memory()
     try:
         return func(*args, **kwargs)
     except torch.OutOfMemoryError as error:
-        raise _explained(runtime, error) from None
+        raise _explained(runtimes, error) from None
 
 
-def _explained(runtime: Runtime, error: Exception) -> Exception:
+def _explained(runtimes: Sequence[Runtime], error: Exception) -> Exception:
     """`error`, which also says who holds what."""
-    if runtime.room.refusals.said:
-        error.args = (f"{error}\n{runtime.room.refusals.said}",)
+    said = [runtime.room.refusals.said for runtime in runtimes if runtime.room.refusals.said]
+    if said:
+        error.args = ("\n".join([str(error), *said]),)
     return error
 
 

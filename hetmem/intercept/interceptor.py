@@ -276,7 +276,7 @@ class Interception:
         device until there is no memory for this."""
         refuse_to_hand_out(func, args)
         try:
-            return run_again(self.runtime, func, args, kwargs)
+            return run_again([self.runtime], func, args, kwargs)
         finally:
             self.runtime.monitor.left = False
 

@@ -55,14 +55,18 @@ class Checkpointed(nn.Module):
 def test_an_operator_without_memory_gets_that_of_gradients_on_their_way_home(
     cuda: FakeCuda, placement: str, tmp_path: Path
 ) -> None:
-    """A part of the forward that is computed once more in the backward, behind the gradients of other parts."""
+    """A part of the forward that is computed once more in the backward, behind the gradients of other parts; once more
+    each, whatever other models are trained beside."""
+
+    def layers(device: Crowded) -> tuple[nn.Module, nn.Module]:
+        def build() -> nn.Module:
+            return nn.Sequential(*[Checkpointed(device) for _ in range(3)])
+
+        return pair(build, placement, tmp_path, device=device, chunk_bytes=4 * WIDTH * WIDTH)
+
     device = Crowded()
-    plain, managed = pair(
-        lambda: nn.Sequential(*[Checkpointed(device) for _ in range(3)]),
-        placement,
-        tmp_path,
-        device=device,
-        chunk_bytes=4 * WIDTH * WIDTH,
-    )
-    train_both(plain, managed, vector_batches(3, 4, WIDTH), Recipe())
+    before, one, after = map(layers, (Crowded(), device, Crowded()))
+    for _, other in (before, after):
+        other(torch.randn(4, WIDTH))  # and no backward: one that comes may be of it
+    train_both(*one, vector_batches(3, 4, WIDTH), Recipe())
     assert device.refused == 3 * 2, "in each step, the second part and the third"
