@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from time import perf_counter
 from typing import Any
 
@@ -36,6 +37,19 @@ from hetmem.schedule.tracer import StepTracer, segment_name
 
 _functions_around: Any = torch_private.function_modes_around
 PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
+
+
+class Phase(Enum):
+    """What one model does now, as `Runtime.enter` was told."""
+
+    IDLE = "idle"
+    """The program's turn, also within forwards: it may write to weights and gradients."""
+    BACKWARD = "backward"
+    SETTLING = "settling"
+    """A backward is over, and its gradients are not all at home yet."""
+    STEP = "step"
+
+
 _tuple: Any = tuple.__new__
 """Makes a named tuple of a tuple, without Python."""
 
@@ -66,6 +80,7 @@ class Runtime:
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.turn = Turn(self.events.newest)
+        self.phase = Phase.IDLE
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if anybody has said so."""
@@ -87,6 +102,11 @@ class Runtime:
         self._finalizer()
 
     # ---- segments and moments ----------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> None:
+        """Begin `phase`: a read of gradients that is under way as the program's turn begins may be torn."""
+        self.phase = phase
+        self.traffic.executor.torn_reads.allow_writes(allowed=phase is Phase.IDLE)
 
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
