@@ -26,7 +26,7 @@ from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
 from hetmem.schedule.eviction import FIFO, LRU, EvictionPolicy, NextUse
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Schedule, Tier, Uses
+from hetmem.schedule.trace import Schedule, Tier, UseSequence
 
 STEPS = 10
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -217,7 +217,9 @@ class Speed:
     evictions: int
 
 
-def go_through(traffic: SimulatedTraffic, segment: Sequence[tuple[int, ...]], coming: Uses, seconds: float) -> None:
+def go_through(
+    traffic: SimulatedTraffic, segment: Sequence[tuple[int, ...]], coming: UseSequence, seconds: float
+) -> None:
     """The uses of `segment`, with which `coming` begins, on the device, each for `seconds`; staging has no others."""
     schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment)), Tier.HOST: Schedule()}
     traffic.execute(traffic.residency.expect_all(schedules))
@@ -245,13 +247,13 @@ def simulate(trace: Trace, slots: int, *, nvme: bool, span: int = 1, steps: int 
     half = len(trace.uses) // 2
     segments = (trace.uses[:half], trace.uses[half:])
     events, began = 0, 0.0
-    known: dict[int, Uses] = {}  # as `TraceBook` keeps them
+    known: dict[int, UseSequence] = {}  # as `TraceBook` keeps them
     for step in range(steps):
         if step == 1:
             events, began = traffic.events, time.process_time()
         for now, later in (segments, segments[::-1]):
             if id(now) not in known:
-                known[id(now)] = Uses(now + later)
+                known[id(now)] = UseSequence(now + later)
             go_through(traffic, now, known[id(now)], seconds)
     spent = time.process_time() - began
     operators = (steps - 1) * len(trace.uses)

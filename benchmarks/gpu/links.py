@@ -168,13 +168,13 @@ def ways(notes: Notes) -> None:
     from hetmem.cuda.backend import backend
     from hetmem.memory.cuda_copies import Way, save_ways
     from hetmem.memory.cuda_device import CudaDevice, driver_version
-    from hetmem.tools.bench_device import BLOCKS, Crossing, fastest
+    from hetmem.tools.bench_device import BLOCKS, LinkCrossing, fastest
 
     elements, side = (4096, 32) if notes.small else (32 << 20, 8192)
     kernels = backend()
     if not kernels.native:
         notes.text("kernels", f"there is but one way: {kernels.reason}")
-    with Crossing(CudaDevice(), kernels, elements, side) as crossing:
+    with LinkCrossing(CudaDevice(), kernels, elements, side) as crossing:
         products = crossing.products_seconds(5)
         notes.number(f"{crossing.products} products of {side} x {side} alone", 1e3 * products, "ms")
         found: dict[bool, dict[tuple[Way, int], float]] = {True: {}, False: {}}

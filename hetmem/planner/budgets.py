@@ -9,7 +9,7 @@ from dataclasses import replace
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.checks import MARGIN_SHARE
 from hetmem.planner.reservation import Arrangement, arrange
-from hetmem.planner.search import Candidate, Setting, arranged, judged
+from hetmem.planner.search import Judged, Setting, arranged, judged
 from hetmem.planner.workload import Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
@@ -17,7 +17,7 @@ from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
 
 
 def needed(
-    workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int, peaks: Mapping[str, int]
+    workload: Workload, best: Judged, hardware: HardwareProfile, micro_batches: int, peaks: Mapping[str, int]
 ) -> tuple[Capacities, int | None]:
     """What a run is to be given so that it does as `best` in no more memory than that takes and a margin, and the chunk
     size that it has to be told then."""
@@ -77,14 +77,12 @@ def _lies_as(one: Arrangement, other: Arrangement) -> bool:
     return a.layout == b.layout and a.resident == b.resident and one.homes == other.homes
 
 
-def _runs_as(
-    workload: Workload, setting: Setting, best: Candidate, hardware: HardwareProfile, micro_batches: int
-) -> bool:
+def _runs_as(workload: Workload, setting: Setting, best: Judged, hardware: HardwareProfile, micro_batches: int) -> bool:
     """Whether a step as `setting` says is as fast as `best`, and updates as much on the device."""
     if best.arrangement.ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes
     found = judged(workload, setting, hardware, micro_batches)
-    if not isinstance(found, Candidate) or found.result.seconds > _AS_FAST * best.result.seconds:
+    if not isinstance(found, Judged) or found.result.seconds > _AS_FAST * best.result.seconds:
         return False
     one, other = found.result, best.result
     moved = one.moved_bytes == other.moved_bytes and one.new_bytes == other.new_bytes

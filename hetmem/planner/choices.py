@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from hetmem.planner.decide import Alternative, Decision
-from hetmem.planner.search import Candidate, Setting, first_that_fits, with_streaming
+from hetmem.planner.search import Judged, Setting, first_that_fits, with_streaming
 from hetmem.planner.workload import Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities
@@ -36,7 +36,7 @@ def combined(
                 continue
             setting = replace(asked, updating=replace(updating, streamed_states=asked.updating.streamed_states))
             candidate = first_that_fits(made, setting, hardware, decision.micro_batches)
-            if isinstance(candidate, Candidate):
+            if isinstance(candidate, Judged):
                 candidate = with_streaming(made, candidate, hardware, decision.micro_batches)
                 if candidate.result.seconds < limit:
                     found, limit = (made, updating, candidate), candidate.result.seconds
@@ -71,7 +71,7 @@ def approximations(
     found = []
     for made, updating, advice in choices:
         candidate = first_that_fits(made, Setting(capacities, None, updating=updating), hardware, micro_batches)
-        if isinstance(candidate, Candidate) and (best is None or candidate.result.seconds < best.result.seconds):
+        if isinstance(candidate, Judged) and (best is None or candidate.result.seconds < best.result.seconds):
             result = candidate.result
             found.append(Alternative(advice, micro_batches, result.seconds, result.non_model_peak_bytes))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hetmem.base.units import format_enough, format_seconds
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import (
-    Candidate,
+    Judged,
     Setting,
     arranged,
     first_that_fits,
@@ -64,7 +64,7 @@ class Decision:
     workload: Workload
     micro_batches: int
     updating: Updating
-    candidate: Candidate | None
+    candidate: Judged | None
     missing_bytes: dict[str, int]
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
@@ -126,7 +126,7 @@ def _alternatives(
             continue
         setting = asked.updated(streamed_gradients=False) if variant.visible else asked
         candidate = judged(workload, setting, hardware, variant.micro_batches)
-        if isinstance(candidate, Candidate):
+        if isinstance(candidate, Judged):
             if seconds is not None:  # else the advice is about what fits, and says nothing of how states are updated
                 candidate = with_streaming(workload, candidate, hardware, variant.micro_batches)
             result = candidate.result
@@ -140,7 +140,7 @@ def _alternatives(
     return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
 
 
-def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
+def _faster(best: Judged, others: Sequence[Alternative]) -> Iterator[str]:
     """What would be worth doing differently although it fits."""
     for other in others:
         if other.step_seconds < WORTH * best.result.seconds:
@@ -151,7 +151,7 @@ def _faster(best: Candidate, others: Sequence[Alternative]) -> Iterator[str]:
 
 
 def _updated_otherwise(
-    workload: Workload, best: Candidate, asked: Setting, hardware: HardwareProfile, micro_batches: int
+    workload: Workload, best: Judged, asked: Setting, hardware: HardwareProfile, micro_batches: int
 ) -> Iterator[str]:
     """Whether updates that go on behind the backward would be worth it, and giving up gradients, which leaves host
     memory to what lies on NVMe; by default neither is done."""
@@ -160,7 +160,7 @@ def _updated_otherwise(
         return
     if not asked.updating.overlapped and result.terms["update"] > (1 - WORTH) * seconds:
         other = judged(workload, best.setting.updated(overlapped=True), hardware, micro_batches)
-        if isinstance(other, Candidate) and other.result.seconds < WORTH * seconds:
+        if isinstance(other, Judged) and other.result.seconds < WORTH * seconds:
             seconds = other.result.seconds
             yield (
                 f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
@@ -182,13 +182,13 @@ _STREAMED = [
 
 def _without_gradients(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
-) -> Candidate | None:
+) -> Judged | None:
     """With gradients that live only until their update. They need overlap, and one backward."""
     if asked.updating.streamed_gradients or micro_batches > 1:
         return None
     how = asked.updated(overlapped=True, streamed_gradients=True)
     found = first_that_fits(workload, how, hardware, micro_batches)
-    return found if isinstance(found, Candidate) else None
+    return found if isinstance(found, Judged) else None
 
 
 # ---- what is missing ---------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class _Tracer:
         if self._mixed is not None:
             args, kwargs = tree_map(lambda value: _cast(value, self._mixed), (args, kwargs))
         try:
-            with _Operators(self):
+            with _OperatorResults(self):
                 self._boundary(Kind.FORWARD, "forward")
                 self.count(tree_leaves((args, kwargs)))
                 self.count(self._model.buffers())
@@ -382,7 +382,7 @@ _QUESTIONS = frozenset(
 )
 
 
-class _Operators(TorchDispatchMode):
+class _OperatorResults(TorchDispatchMode):
     """Tells the tracer what every operator makes and costs."""
 
     def __init__(self, tracer: _Tracer) -> None:

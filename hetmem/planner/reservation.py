@@ -100,6 +100,7 @@ def arrange(
         chunk_bytes=chunk_bytes,
         beside_bytes=workload.peak_live_bytes,
         saved_bytes=saved,
+        third_state=False,
     )
     ground = replace(ground, moments=moments)
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]

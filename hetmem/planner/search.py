@@ -54,7 +54,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Streaming:
+class StreamingGain:
     """The same step with the states of a `share` of the parameters sent to the device for their update, and without."""
 
     share: float
@@ -63,7 +63,7 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Judged:
     """One way to run, judged. `simulated` is what was rehearsed: `arrangement`, or a coarser cut of it. `streaming`:
     how the two ways to update compare, of which the better one was taken; None where a run would send no states."""
 
@@ -71,12 +71,12 @@ class Candidate:
     arrangement: Arrangement
     simulated: Arrangement
     result: StepResult
-    streaming: Streaming | None = None
+    streaming: StreamingGain | None = None
 
 
 def search(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
-) -> tuple[Candidate | None, NoRoom | None]:
+) -> tuple[Judged | None, NoRoom | None]:
     """The best candidate, or why even `asked` as it is was refused.
 
     One thing after the other is varied, each time from the best so far, so that what goes well together is found.
@@ -87,12 +87,12 @@ def search(
     for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches, _shares):
         for setting, worth in vary(workload, best, asked):
             found = judged(workload, setting, hardware, micro_batches)
-            if isinstance(found, Candidate) and found.result.seconds < worth * best.result.seconds:
+            if isinstance(found, Judged) and found.result.seconds < worth * best.result.seconds:
                 best = found
     return with_streaming(workload, best, hardware, micro_batches), None
 
 
-def with_streaming(workload: Workload, best: Candidate, hardware: HardwareProfile, micro_batches: int) -> Candidate:
+def with_streaming(workload: Workload, best: Judged, hardware: HardwareProfile, micro_batches: int) -> Judged:
     """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
     waits for, whoever updates them; a device to which the host itself copies has no link with time of its own."""
     ground, result = best.arrangement.ground, best.result
@@ -102,20 +102,20 @@ def with_streaming(workload: Workload, best: Candidate, hardware: HardwareProfil
     if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
         return best
     found = judged(workload, best.setting.updated(streamed_states=True), hardware, micro_batches)
-    if not isinstance(found, Candidate) or not found.result.streamed_updates:
+    if not isinstance(found, Judged) or not found.result.streamed_updates:
         return best
-    both = Streaming(found.result.streamed_updates, found.result.seconds, result.seconds)
+    both = StreamingGain(found.result.streamed_updates, found.result.seconds, result.seconds)
     return replace(found if found.result.seconds < WORTH * result.seconds else best, streaming=both)
 
 
 def first_that_fits(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
-) -> Candidate | NoRoom:
+) -> Judged | NoRoom:
     """`asked`, or what fits where that does not: all on the device, smaller chunks. The first refusal if none does."""
     refusal = None
     for setting in (asked, *_whole(asked), *smaller_chunks(workload, asked)):
         found = judged(workload, setting, hardware, micro_batches, steps=steps)
-        if isinstance(found, Candidate):
+        if isinstance(found, Judged):
             return found
         refusal = refusal or found
     assert refusal is not None
@@ -124,7 +124,7 @@ def first_that_fits(
 
 def judge(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
-) -> Candidate:
+) -> Judged:
     """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
     capacities = setting.capacities
     arrangement = arranged(workload, setting)
@@ -140,12 +140,12 @@ def judge(
         updating=setting.updating,
         steps=steps,
     )
-    return Candidate(setting, arrangement, simulated, result)
+    return Judged(setting, arrangement, simulated, result)
 
 
 def judged(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
-) -> Candidate | NoRoom:
+) -> Judged | NoRoom:
     """`judge` with the refusal as a value."""
     try:
         return judge(workload, setting, hardware, micro_batches, steps=steps)
@@ -174,7 +174,7 @@ def smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
             yield replace(asked, chunk_bytes=round_up(size // parts, PAGE_ELEMENTS * itemsize))
 
 
-def _on_the_device(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Variations:
     """The whole model stays there, though that takes more than the usual share of it."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
     if asked.updating.on_host_only:
@@ -184,14 +184,14 @@ def _on_the_device(workload: Workload, best: Candidate, asked: Setting) -> Varia
         yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes), WORTH
 
 
-def _copies(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+def _copies(workload: Workload, best: Judged, asked: Setting) -> Variations:
     """16-bit copies at home, or none of them."""
     if not best.arrangement.ground.resident and asked.capacities.home_copies is None and workload.mixed_precision:
         other = replace(best.setting.capacities, home_copies=not best.arrangement.homes["compute"])
         yield replace(best.setting, capacities=other), WORTH
 
 
-def _chunk_sizes(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+def _chunk_sizes(workload: Workload, best: Judged, asked: Setting) -> Variations:
     """Chunks of about half and of about twice the size, of those with little waste."""
     ground = best.arrangement.ground
     if not ground.resident and asked.chunk_bytes is None:
@@ -202,13 +202,13 @@ def _chunk_sizes(workload: Workload, best: Candidate, asked: Setting) -> Variati
                 yield replace(best.setting, chunk_bytes=nbytes), WORTH
 
 
-def _prefetches(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+def _prefetches(workload: Workload, best: Judged, asked: Setting) -> Variations:
     """Copies are fetched farther ahead of their use."""
     if not best.arrangement.ground.resident and any(best.result.bytes.values()):
         yield replace(best.setting, prefetch=FARTHER), _CHEAP
 
 
-def _shares(workload: Workload, best: Candidate, asked: Setting) -> Variations:
+def _shares(workload: Workload, best: Judged, asked: Setting) -> Variations:
     """Fewer homes on the device than it has room for: what lives there is updated there, in the step, while updates by
     the host may be hidden behind compute, or the host is the faster of the two."""
     ground = best.arrangement.ground
@@ -272,7 +272,7 @@ def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> 
         return arrangement
 
 
-def tuning(best: Candidate, asked: Setting) -> tuple[str, ...]:
+def tuning(best: Judged, asked: Setting) -> tuple[str, ...]:
     """What the plan sets that is not the default, as one would set it without the plan."""
     advice = []
     found = best.setting.capacities

@@ -41,7 +41,7 @@ from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier
 
 
-class Worker(Protocol):
+class UpdateWorker(Protocol):
     """Does something behind everything else; see `engine.pending.Worker`."""
 
     def pump(self) -> None:
@@ -93,7 +93,7 @@ class SimulatedTraffic:
         self._cast = Rate(hardware.device.bytes_per_second)
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
-        self.worker: Worker | None = None
+        self.worker: UpdateWorker | None = None
         self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import Candidate, Setting, first_that_fits
+from hetmem.planner.search import Judged, Setting, first_that_fits
 from hetmem.planner.workload import Event, Kind, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.layout import ParameterSpec
@@ -119,7 +119,7 @@ _CLOSE = 0.01
 def largest_parameters(
     workload: Workload,
     asked: Setting,
-    best: Candidate | None,
+    best: Judged | None,
     hardware: HardwareProfile,
     micro_batches: int = 1,
 ) -> int:
@@ -146,7 +146,7 @@ def largest_parameters(
         return made
 
     def fits(made: Workload) -> bool:  # from the second on a micro-batch finds what the one before it found
-        return isinstance(first_that_fits(made, asked, hardware, min(micro_batches, 2), steps=1), Candidate)
+        return isinstance(first_that_fits(made, asked, hardware, min(micro_batches, 2), steps=1), Judged)
 
     one = larger(1)
     if one is None:
@@ -167,7 +167,7 @@ def largest_parameters(
     return largest.numel
 
 
-def _estimated(workload: Workload, asked: Setting, best: Candidate | None) -> int:
+def _estimated(workload: Workload, asked: Setting, best: Judged | None) -> int:
     """As if all that a model takes grew with its layers: homes, and what the forward leaves for the backward."""
     capacities, streamed = asked.capacities, asked.updating.streamed_gradients
     ground = best.arrangement.ground if best is not None else None

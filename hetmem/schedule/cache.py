@@ -1,28 +1,24 @@
-"""One cached tier: its slots, the copies in them, and what to give up for another one. Pure; sends no commands."""
+"""Knows one cached tier: its slots, the copies in them, what its schedule misses, and what to evict. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Sequence
 from itertools import chain
 
-from hetmem.schedule.blocks import STALE, VALID, Block, Copy
+from hetmem.schedule.blocks import LOADING, STALE, VALID, Block, Copy
 from hetmem.schedule.eviction import NOTHING, CopyFacts, EvictionPolicy, NextUse, Order, Rank
 from hetmem.schedule.slots import PlaceMap, SlotMap
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier
 
-_ALMOST = 0.9  # as far as the furthest use, as good as: what may be given up for it at once
-_FURTHER = 32  # uses that are looked at behind those that matter: where all is here, one look serves for so many
+_ALMOST = 0.9
+"""Of the way to the furthest use: a copy that is used so late is as good to evict as the one used last."""
 
 
 class Cache:
-    """The copies on `tier`, by block number. `limit` of the `slots` may be taken, those of loads in flight included.
+    """Keeps the copies on `tier`, by block number. At most `limit` of the `slots` are taken, loads in flight included.
 
     `nearer` is the next faster tier, which is fed from here: see `needed`. Call `touch(block)` after a change of a
-    copy that an eviction or a policy may know of.
-
-    Note "rest": most of the time what is missing waits for room, or for something in flight, and asking for it again
-    at every use would take longer than all else. So what a look came to stands until what is missing has changed
-    (`moved`), or a copy that is needed late enough could give way (`touch`): a use of one that is here takes room away.
+    copy that an eviction or a policy depends on. `unused` are blocks fetched ahead of a use that has not come.
     """
 
     def __init__(
@@ -40,78 +36,45 @@ class Cache:
         self._blocks, self._policy, self._by_next_use = blocks, policy, type(policy) is NextUse
         self._nearer = nearer
         self._farther: Cache | None = None
-        self._beside = self  # where copies for this tier come from, if that is a cache too
-        self._added = self._present_until = self._fed_until = 0
+        self._added = 0
+        self.unused: set[int] = set()
         self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
-        self.wakes = NEVER  # from this use on staging has to be looked at: the clock has come near to a use there
         self._changed: set[int] = set()
-        self._ranked: set[int] = set()  # of these only the rank may have changed: that makes no room for prefetching
         self.touch = self._changed.add
-        self._moves = self._lowest = self._freed = 0
-        self._rest: tuple[int, int, dict[Cache, int]] | None = None
-        self._resting_here = (self,) if nearer is None else (self, nearer)  # while there is no room here
-        self._refused: dict[Order, tuple[int, tuple[int, int, Collection[int]]]] = {}
         self._demand = Order(self.copies, self._demand_rank)
         self._ahead = Order(self.copies, self._ahead_rank)
         if nearer is not None:
-            nearer._farther = nearer._beside = self
+            nearer._farther = self
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
     def add(self, block: int, copy: Copy) -> Copy:
-        """`copy` is the one of `block` here from now on."""
+        """Make `copy` the one of `block` on this tier."""
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
-        self._moves += 1
         if self._farther is not None:
             self._farther._rank_again(block)
         return copy
 
     def remove(self, block: int) -> Copy:
-        """There is no copy of `block` here any more; returns what was."""
-        schedule, fed = self.schedule, self._nearer or self
-        at = schedule.next_use(block) if schedule.uses else NEVER
-        if at < self._present_until:
-            self._present_until = at
-        if fed._fed_until:
-            fed._fed_until = min(fed._fed_until, at if fed is self else fed.schedule.next_use(block))
-        self._moves += 1
-        self._freed += 1
+        """Forget the copy of `block` on this tier, and return it."""
+        self.unused.discard(block)
         self.touch(block)
         if self._farther is not None:
             self._farther._rank_again(block)
         return self.copies.pop(block)
 
     def _rank_again(self, block: int) -> None:
-        """Whether `block` lies on the faster tier has changed."""
+        """Note that `block` has come to the faster tier, or has left it."""
         if block in self.copies:
-            self._ranked.add(block)
-
-    def moved(self) -> None:
-        """What comes next here may be something else now."""
-        self._present_until = self._fed_until = 0
-        self._moves += 1
-
-    def turned(self) -> None:
-        """The state of a copy has changed: another tier may be fed from it now, or not any more."""
-        self._moves += 1
-
-    def feed(self, ahead: int) -> None:
-        """From now on staging is filled for this tier, `ahead` uses ahead."""
-        if self.fed_ahead != ahead:
-            self.fed_ahead = ahead
-            self._moves += 1
+            self._changed.add(block)
 
     def set_limit(self, slots: int) -> None:
-        """At most `slots` slots may be taken."""
-        slots = max(0, min(slots, self.slots.count))
-        if slots > self.limit:
-            self._moves += 1
-            self._freed += 1
-        self.limit = slots
+        """Allow at most `slots` slots to be taken."""
+        self.limit = max(0, min(slots, self.slots.count))
 
     def writing_slots(self, enough: int) -> int:
-        """Slots that become free when the writes in flight are done; no more of them are counted than are `enough`."""
+        """Count the slots that become free when the writes in flight are done, up to `enough`."""
         slots = 0
         for block, copy in self.writing.items():
             if slots >= enough:
@@ -123,23 +86,21 @@ class Cache:
     # ---- the schedule ------------------------------------------------------------------------------------------
 
     def expect(self, schedule: Schedule) -> None:
-        """`schedule` is what comes next."""
+        """Take `schedule` for what comes next."""
         self.schedule = schedule
-        self.wakes = 0
-        self.moved()
         for cache in (self,) if self._farther is None else (self, self._farther):
             cache._demand.renew()
             cache._ahead.renew()
 
     def reach(self, blocks: tuple[int, ...]) -> None:
-        """A use of `blocks` begins. Next uses change for what was waited for in vain, and for what was skipped."""
+        """Begin a use of `blocks`. Next uses change for what was waited for in vain, and for what was skipped."""
         schedule = self.schedule
         passed, first, met, copies = schedule.now, schedule.position, schedule.met, self.copies
         for block in passed:
             if block not in met or (block in copies and copies[block].uses):  # `_awaited` counts the latter no more
                 self._changed.add(block)
                 if self._farther is not None and block in self._farther.copies:
-                    self._farther._ranked.add(block)
+                    self._farther._changed.add(block)
         if not schedule.reach(blocks):
             return
         last = schedule.position
@@ -147,20 +108,20 @@ class Cache:
             return  # the next one, as all expected
         if last < first:
             first, last = last, first
-        self.moved()
         changed = set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
         self._changed |= changed
         if self._farther is not None:
             self._farther._changed |= changed
 
     def meet(self, block: int) -> None:
-        """`block` of the use just reached is there, and in use from now on."""
+        """Note that `block` of the use just reached has a copy, which is in use from now on."""
         self.schedule.met.add(block)
-        self._ranked.add(block)
+        self.unused.discard(block)
+        self._changed.add(block)
 
     def needed(self, block: int) -> int:
-        """When a copy of `block` here is of use next, NEVER if that is not known: a use of the schedule; by the clock
-        of both tiers in host staging, where the device is fed from it too, unless it has a copy already."""
+        """Return when a copy of `block` on this tier is used next, NEVER if unknown: a use of the schedule; in host
+        staging by the clock of both tiers, as the device is fed from it too unless it has a copy already."""
         schedule, nearer = self.schedule, self._nearer
         if nearer is None:
             return schedule.next_use(block)
@@ -172,7 +133,7 @@ class Cache:
         return at if at < here else here
 
     def clock(self) -> int:
-        """What `needed` says of a use that begins now: the next one expected on either tier."""
+        """Return what `needed` says of a use that begins now: the next one expected on either tier."""
         schedule, nearer = self.schedule, self._nearer
         if nearer is None:
             return schedule.position
@@ -180,30 +141,20 @@ class Cache:
         return now if now < NEVER else 0
 
     def missing(self, lookahead: int, most: int) -> list[int]:
-        """The first blocks, `most` at most, without a copy among those that the next `lookahead` uses read, each once,
-        in order. What one of these uses overwrites first is no such block, nor is one that is `held`.
-
-        Uses whose blocks are all here are looked at once, ahead of time; see `Schedule.present_until`. If there is no
-        such block, `at_rest` says so from now on.
+        """Return the first blocks, `most` at most, that the next `lookahead` uses read and that have no copy on this
+        tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
         """
         schedule, copies, held = self.schedule, self.copies, self.held
-        if self._present_until >= schedule.position + lookahead:
-            return []
-        start = max(schedule.position, self._present_until)
-        end = schedule.horizon(lookahead)
+        start, end = schedule.position, schedule.horizon(lookahead)
         missing: list[int] = []
         comes_by_itself: set[int] = set()
-        overwrites, seen_all = schedule.overwrites, True
         for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
             for block in blocks:
                 if block not in copies:
                     break
             else:
                 continue
-            if seen_all:
-                self._present_until = at
-                seen_all = False
-            if overwrites and not schedule.reads(at):
+            if schedule.overwrites and not schedule.reads(at):
                 comes_by_itself.update(block for block in blocks if block not in copies)
                 continue
             for block in blocks:
@@ -211,104 +162,61 @@ class Cache:
                     missing.append(block)
                     if len(missing) >= most:
                         return missing
-        if seen_all:
-            self._present_until = schedule.present_until(copies, max(start, end), lookahead + _FURTHER)
-        elif not missing:
-            self.rest(schedule.position)
         return missing
 
+    def fetched_ahead(self, lookahead: int) -> int:
+        """Count the blocks that were fetched ahead of a use within the next `lookahead`, which has not come."""
+        end = self.schedule.position + lookahead
+        return sum(self.schedule.next_use(block) < end for block in self.unused)
+
     def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
-        """The first block that the next `fed_ahead` uses read and that is neither here nor `staged`, of those that come
-        through staging. As in `missing`, what was looked at is not looked at again until something of it is given up.
-        """
-        if self.fed_for() > 0:
-            return None
-        schedule, copies, ahead = self.schedule, self.copies, self.fed_ahead + _FURTHER
-        start, end = max(schedule.position, self._fed_until), schedule.horizon(ahead)
-        for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
+        """Return the first block that the next `fed_ahead` uses read and that is neither on this tier nor `staged`, of
+        those that come through staging; None if there is none."""
+        schedule, copies = self.schedule, self.copies
+        start, end = schedule.position, schedule.horizon(self.fed_ahead)
+        for blocks in schedule.between(start, end) if start < end else ():
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):
-                    self._fed_until = at
-                    return block if self.fed_for() <= 0 else None
-        self._fed_until = schedule.position + ahead
+                    return block
         return None
 
-    def fed_for(self) -> int:
-        """So many uses long `unfed` knows of nothing, if nothing is given up."""
-        return self._fed_until - self.schedule.position - self.fed_ahead + 1
-
-    # ---- rest --------------------------------------------------------------------------------------------------
-
-    def moves(self) -> int:
-        """Another number after whatever may change what is missing here, or where it comes from."""
-        return self._moves + self._beside._moves
-
-    def rest(self, until: int, where: Collection[Cache] = ()) -> None:
-        """Nothing could be begun: all that may be is on its way; or there is no room on `where` for what comes next.
-        That holds up to the use `until`."""
-        self._rest = until, self.moves(), {place: place._lowest for place in where}
-
-    def at_rest(self, lookahead: int) -> bool:
-        """Whether looking at what the next `lookahead` uses miss would begin nothing, as far as is known."""
-        position, rest = self.schedule.position, self._rest
-        if self._present_until >= position + lookahead:
-            fed_ahead = self.fed_ahead
-            if not fed_ahead or (self._fed_until >= position + fed_ahead and position < self.wakes):
-                return True
-        if rest is None:
-            return False
-        until, moves, where = rest
-        if position > until or position >= self.wakes or moves != self._moves + self._beside._moves:
-            self._rest = None
-            return False
-        for place in where:
-            if place._changed:
-                place._pass_on()
-        return self._rest is not None
-
-    def _disturb(self, where: Cache) -> None:
-        """On `where` copies may be given up that perhaps could not be before."""
-        if self._rest is not None and where in self._rest[2]:
-            lowest, needed = self._rest[2][where], where.needed
-            if any(needed(block) >= lowest for block in where._changed):
-                self._rest = None
-
-    # ---- what to give up ---------------------------------------------------------------------------------------
+    # ---- what to evict -----------------------------------------------------------------------------------------
 
     def victims(self, span: int, spared: Collection[int]) -> list[int]:
-        """What has to go for a place of `span` slots, by the policy's rank and without `spared`; empty if that
-        cannot be done now. Dirty copies are among them: they have to be written first."""
+        """Return what has to be evicted for a place of `span` slots, by the policy's rank and without `spared`; empty
+        if that cannot be done now. Dirty copies are among them, which have to be written first, and on the device
+        copies in flight, which have to arrive first: so the choice does not depend on when they do."""
         return self._victims(self._demand, span, NOTHING, spared)
 
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
-        """What may be given up now, without `spared`, for a block of `span` slots that is needed at `needed_at`.
+        """Return clean, idle copies, without `spared`, that may be evicted now to prefetch a block of `span` slots
+        first needed at `needed_at`; empty if there are not enough.
 
-        On the device what MIN would give up then, or what is used almost as late: if a copy that is used before is the
-        one used far later, its turn must be waited for. So prefetching costs hardly a fetch that demand would not.
-        Where all is used round and round, as by forwards alone, MIN's choice is always the block in use, and waiting
-        for it would leave no fetch behind compute: the one before is as good but for one fetch a round. In HOST
-        staging, where the optimizer scans its states, anything needed later gives way.
+        DEVICE: only copies that were used since they were fetched, and of those Belady's choice at that time, or a copy
+        whose next use is at least 90 % as far away (`_ALMOST`); if the choice is in use, wait. The 90 % keep cyclic
+        scans (inference) overlapped at the price of at most one fetch a cycle. HOST: anything needed later.
         """
-        self._lowest = needed_at + 1
         if needed_at >= NEVER:
             return []
+        least = needed_at + 1
         if self.tier is DEVICE:
             position = self.schedule.position
-            self._lowest = max(self._lowest, position + int(_ALMOST * (self._awaited(needed_at) - position)))
-        return self._victims(self._ahead, span, self._lowest, spared)
+            least = max(least, position + int(_ALMOST * (self._awaited(needed_at) - position)))
+        return self._victims(self._ahead, span, least, spared)
 
     def excess(self) -> list[int]:
-        """What has to go because more than `limit` slots are taken, as far as it may and no write makes room."""
+        """Return what has to be evicted because more than `limit` slots are taken and no write makes room."""
         excess = self.slots.used - self.limit
         if excess > 0:
             excess -= self.writing_slots(excess)
         if excess <= 0:
             return []
         self._pass_on()
-        return self._without_needless(self._demand.first(excess, self._span), excess)
+        in_flight = [block for block, copy in self.copies.items() if copy.state is LOADING] if self.loading else ()
+        return self._without_needless(self._demand.first(excess, self._span, spared=in_flight), excess)
 
     def _awaited(self, needed_at: int) -> int:
-        """The furthest use, from `needed_at` on, of a copy that is used before; its turn comes then."""
+        """Return the furthest use, from `needed_at` on, of a copy that is used before; Belady evicts it then."""
         schedule, copies = self.schedule, self.copies
         before = set(chain.from_iterable(schedule.between(schedule.position, needed_at)))
         for block in schedule.now:
@@ -318,37 +226,15 @@ class Cache:
         return max((schedule.next_use(block, needed_at) for block in before if block in copies), default=0)
 
     def _pass_on(self) -> None:
-        """Tell waiting tiers, and the orders, of what has changed since an order was asked."""
-        changed, ranked = self._changed, self._ranked
-        if changed:
-            for resting in self._resting_here:
-                if resting._rest is not None:
-                    resting._disturb(self)
-            self._demand.touch(changed)
-            self._ahead.touch(changed)
-            changed.clear()
-        if ranked:
-            self._demand.touch(ranked)
-            self._ahead.touch(ranked)
-            ranked.clear()
+        """Tell the orders what has changed since they were asked last."""
+        if self._changed:
+            self._demand.touch(self._changed)
+            self._ahead.touch(self._changed)
+            self._changed.clear()
 
     def _victims(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
-        """Those of `order` that have to go for a place of `span` slots; see `harmless_victims`. If there were none when
-        this was last asked, and nothing has become free nor can be given up since, there are none now."""
-        if self._changed or self._ranked:
-            self._pass_on()
-        order.ranks()
-        before, question = self._refused.get(order), (span, self._freed, spared)
-        if before is not None and before[0] <= least and order.gained < least and before[1] == question:
-            return []
-        victims = self._search(order, span, least, spared)
-        if not victims:
-            self._refused[order] = least, question
-            order.gained = NOTHING
-        return victims
-
-    def _search(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
-        """As `_victims`, found by looking."""
+        """Return those of `order` that have to go for a place of `span` slots; see `harmless_victims`."""
+        self._pass_on()
         victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
             may_go = [(rank[:-2], rank[-1]) for rank in order.at_least(least) if rank[-1] not in spared]
@@ -366,8 +252,8 @@ class Cache:
         return victims + more if sum(map(self._span, more)) >= missing else []
 
     def _without_needless(self, chosen: list[int], slots: int) -> list[int]:
-        """`chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the last
-        to be chosen, smaller ones may stay."""
+        """Return `chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the
+        last to be chosen, smaller ones may stay."""
         spare = sum(map(self._span, chosen)) - slots
         if spare <= 0:
             return chosen
@@ -382,7 +268,9 @@ class Cache:
 
     def _demand_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or copy.uses or copy.writing or (copy.state is not VALID and copy.state is not STALE):
+        if copy is None or copy.uses or copy.writing:
+            return None
+        if copy.state is not VALID and copy.state is not STALE and not (copy.state is LOADING and self.tier is DEVICE):
             return None
         next_use = self.schedule.next_use(block) if self._nearer is None else self.needed(block)
         if self._by_next_use:  # as the policy would, without asking it
@@ -392,7 +280,9 @@ class Cache:
 
     def _ahead_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
-        if copy is None or copy.uses or copy.dirty or (copy.state is not VALID and copy.state is not STALE):
-            return None  # what is written is dirty
+        if copy is None or copy.uses or copy.dirty or block in self.unused:
+            return None  # what is being written is dirty
+        if copy.state is not VALID and copy.state is not STALE:
+            return None
         next_use = self.schedule.next_use(block) if self._nearer is None else self.needed(block)
         return next_use, -copy.last_use, -copy.number, block

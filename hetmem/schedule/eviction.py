@@ -85,8 +85,6 @@ class Order:
         self.touch: Callable[[Iterable[int]], None] = self._touched.update
         """The ranks of so many blocks may have changed."""
         self._outdated = False
-        self.gained = NEVER
-        """The greatest number that a rank begins with which is new since this was last set to `NOTHING`."""
 
     def renew(self) -> None:
         """Every rank may have changed."""
@@ -100,7 +98,6 @@ class Order:
             self._ranks = sorted(self._rank_of.values())
             self._outdated = False
             self._touched.clear()
-            self.gained = NEVER
         elif self._touched:
             self._update()
         return self._ranks
@@ -123,8 +120,6 @@ class Order:
             if rank is not None:
                 insort(ranks, rank)
                 rank_of[block] = rank
-                if rank[0] > self.gained:
-                    self.gained = rank[0]
         self._touched.clear()
 
     def first(

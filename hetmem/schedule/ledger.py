@@ -71,7 +71,7 @@ class Ledger:
         self.in_flight += 1
         cache = self.caches[tier]
         cache.loading += 1
-        cache.turned()
+        cache.touch(block)
         self.counts.fetches[tier] += 1
         if source is HOST and self.blocks[block].home is NVME:  # it is in use while the device is fed from it
             staging = self.caches[HOST]
@@ -148,7 +148,6 @@ class Ledger:
             del cache.writing[block]
         else:
             cache.loading -= 1
-            cache.turned()
             if fetched.source is HOST and self.blocks[block].home is NVME:
                 staging = self.caches[HOST]
                 staging.copies[block].uses -= 1

@@ -219,13 +219,15 @@ def survey(
     chunk_bytes: int | None,
     beside_bytes: int = 0,
     saved_bytes: Callable[[Sequence[int]], int] | None = None,
+    third_state: bool = True,
 ) -> Ground:
     """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
 
     `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
     = searched. `beside_bytes`: what is known to be on the device beside chunks. `saved_bytes`: what less than
-    AdamW's gradients and states chunks of so many bytes take. Raises `NoRoom`, which says the tier, the bytes that are
-    missing and the parameter that needs them.
+    AdamW's gradients and states chunks of so many bytes take. `third_state`: the optimizer may keep one more state than
+    AdamW, so NVMe is opened where only that one exceeds host memory and staging still fits there. Raises `NoRoom`,
+    which says the tier, the bytes that are missing and the parameter that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
@@ -251,6 +253,10 @@ def survey(
     most = states + copy_bytes + sum(trained_sizes)  # a third state, of other optimizers
     copied = not resident and (most <= host_bytes if capacities.home_copies is None else capacities.home_copies)
     staging = _staging(layout, elements * itemsize, host_bytes, specs) if uses_nvme else 0
+    if third_state and capacities.nvme_bytes > 0 and not (resident or uses_nvme) and most - copy_bytes > host_bytes:
+        least = (STAGED_ROLES + 1) * max(chunk.span for chunk in layout.chunks)
+        if states + copy_bytes * copied + least * elements * itemsize <= host_bytes:
+            uses_nvme, staging = True, least
     staying, missing = frozenset[int](), 0
     if not resident:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize

@@ -23,7 +23,7 @@ from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Block, Comman
 from hetmem.schedule.eviction import EvictionPolicy, NextUse
 from hetmem.schedule.ledger import Ledger
 from hetmem.schedule.supply import Supply
-from hetmem.schedule.trace import DEVICE, HOST, Schedule, Tier
+from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
 
 
 class Residency:
@@ -156,7 +156,6 @@ class Residency:
             copy.state = WAITING
             copy.load = load
             cache.touch(block)
-            cache.turned()
         copy.uses += 1
         copy.last_use = ledger.tick
         if copy.state is WAITING:
@@ -175,7 +174,7 @@ class Residency:
         if copy is None or copy.state is not VALID:
             return None
         cache.meet(block)
-        if not self._supply.at_rest(cache):
+        if self._supply.would_begin(cache):
             return None
         ledger = self._ledger
         ledger.tick = copy.last_use = ledger.tick + 1
@@ -233,7 +232,6 @@ class Residency:
             self._supply.serve(commands)
         else:
             copy.state = STALE
-            cache.turned()
             self._ledger.note(block, "stale on", tier)
         return commands
 
@@ -297,8 +295,8 @@ class Residency:
         if host.slots.used > host.limit:
             supply.trim(host, commands)
         supply.serve(commands)
-        supply.prefetch(device, commands)
-        supply.prefetch(host, commands)
+        if self.blocks[command.block].home is NVME:  # else what is fetched ahead follows from uses alone
+            supply.prefetch(device, commands)
         return commands
 
     def failed(self, command: Fetch | Write) -> list[Command]:

@@ -96,7 +96,7 @@ class SlotMap:
 
 
 @dataclass(slots=True)
-class _Places:
+class _SpanPlaces:
     """Those of one span: numbers from `first` on, `span` apart; the free ones are bits."""
 
     first: int
@@ -113,7 +113,7 @@ class PlaceMap:
         self.used = 0
         self._owner: dict[int, int] = {}
         self._numbers = 0
-        self._places: dict[int, _Places] = {}
+        self._places: dict[int, _SpanPlaces] = {}
         self._of(1)  # has the numbers of slots
 
     def find(self, span: int) -> int | None:
@@ -152,10 +152,10 @@ class PlaceMap:
             if places.free >> index & 1
         ]
 
-    def _of(self, span: int) -> _Places:
+    def _of(self, span: int) -> _SpanPlaces:
         places = self._places.get(span)
         if places is None:
             count = self.count // span
-            places = self._places[span] = _Places(self._numbers, span, (1 << count) - 1)
+            places = self._places[span] = _SpanPlaces(self._numbers, span, (1 << count) - 1)
             self._numbers += count * span
         return places

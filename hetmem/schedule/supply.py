@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hetmem.errors import CapacityError
-from hetmem.schedule.blocks import STALE, VALID, WAITING, Command, Copy
+from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Command, Copy
 from hetmem.schedule.cache import Cache
 from hetmem.schedule.ledger import Ledger
-from hetmem.schedule.trace import DEVICE, HOST, NEVER, NVME, Tier
+from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
 _FED_AHEAD = 4  # times the lookahead of the device: more of what is staged then is given up again before it is used
 
@@ -37,8 +37,6 @@ class Supply:
         self._held: set[int] = set()
         for cache in self._caches:
             cache.held = self._held
-        self._too_large: dict[Tier, int] = {}
-        """By tier, so many slots in a row were not to be had for a request a moment ago: nor are they for the next."""
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -63,7 +61,6 @@ class Supply:
             if copy.slot >= 0:
                 copy.state = STALE  # it had a stale copy before it asked
                 self._caches[tier].touch(block)
-                self._caches[tier].turned()
             else:
                 self._caches[tier].remove(block)
         return error
@@ -71,12 +68,10 @@ class Supply:
     def suspend(self, block: int) -> None:
         """Until `resume` nothing brings `block` to the device."""
         self._suspended.add(block)
-        self._caches[DEVICE].moved()
 
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
-        self._caches[DEVICE].moved()
 
     def hold(self, block: int) -> None:
         """Until `lift`, `block` is fetched where it is asked for, and not prefetched."""
@@ -87,19 +82,13 @@ class Supply:
         lifted = self._held.intersection(self._held if blocks is None else blocks)
         if lifted:
             self._held -= lifted
-            for cache in self._caches:
-                cache.moved()
 
-    def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
-        """Move requests on: find their source, then a slot, then fetch. The oldest first. What changed on the device
-        alone is of no use for those that wait for staging."""
-        if not self._waiting:
-            return
-        self._too_large.clear()
+    def serve(self, commands: list[Command]) -> None:
+        """Move requests on, the oldest first: find their source, then a slot, then fetch."""
         for tier, block in list(self._waiting):
             if (tier, block) not in self._waiting:
                 continue  # feeding the device has started it meanwhile
-            if tier > changed or (tier is DEVICE and block in self._suspended):
+            if tier is DEVICE and block in self._suspended:
                 continue
             copy = self._caches[tier].copies[block]
             source = self._blocks[block].home
@@ -119,7 +108,7 @@ class Supply:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
-        self._caches[DEVICE].feed(self._fed_ahead)
+        self._caches[DEVICE].fed_ahead = self._fed_ahead
         if staged is None:
             staged = staging.add(block, Copy(WAITING))
         elif staged.state is STALE:
@@ -136,148 +125,110 @@ class Supply:
         return staged.state is VALID
 
     def go_on(self, cache: Cache, commands: list[Command]) -> None:
-        """A copy of `cache` is used less: give up what is too much, then requests, then prefetching."""
+        """Evict what is too much, serve requests, then prefetch: a copy of `cache` has one use less."""
         if cache.slots.used > cache.limit:
             self.trim(cache, commands)
-        if self._waiting:
-            self.serve(commands, cache.tier)
-        if not self._waiting and cache.loading < self._at_once[cache.tier] and not cache.at_rest(self._lookahead):
-            self._look(cache, commands)
+        self.serve(commands)
+        self.prefetch(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
 
-    def at_rest(self, cache: Cache) -> bool:
-        """Whether `prefetch` would begin nothing, as far as is known."""
-        if self._waiting or cache.loading >= self._at_once[cache.tier]:
+    def would_begin(self, cache: Cache) -> bool:
+        """Return whether `prefetch` of `cache` has anything to try."""
+        staging = self._caches[HOST]
+        if self._waiting:
+            return False
+        if not self._has_enough(cache) and cache.missing(self._lookahead, 1):
             return True
-        return cache.at_rest(self._lookahead)
+        if cache is staging or not staging.slots.count or self._has_enough(staging):
+            return False
+        return bool(staging.missing(self._lookahead, 1)) or self._unfed() is not None
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        if not self._waiting and cache.loading < self._at_once[cache.tier] and not cache.at_rest(self._lookahead):
-            self._look(cache, commands)
-
-    def _look(self, cache: Cache, commands: list[Command]) -> None:
-        """As `prefetch`, where that may begin something."""
         device, staging = self._caches
-        wakes = cache is device and cache.schedule.position >= cache.wakes
-        if wakes:
-            cache.wakes = NEVER
+        if self._waiting:
+            return
         self._begin(cache, commands)
-        if wakes:
-            self.prefetch(staging, commands)
+        if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
+            self._begin(staging, commands)
+
+    def _has_enough(self, cache: Cache) -> bool:
+        """Return whether nothing more is fetched ahead: on the device by the copies whose uses have not come, so that
+        it does not depend on when transfers end; in staging by the loads in flight, which keep the drive busy."""
+        most = self._at_once[cache.tier]
+        if cache.tier is HOST:
+            return cache.loading >= most
+        return len(cache.unused) >= most and cache.fetched_ahead(self._lookahead) >= most
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
-        """Begin what is missing, and note how long nothing else can be."""
         device, staging = self._caches
-        full: list[Cache | None] = []
-        most = self._at_once[cache.tier] - cache.loading
-        missing = cache.missing(self._lookahead, most)
-        feeds = cache is device and device.fed_ahead > 0
-        moves = cache.moves()
+        missing: list[int] = []
+        if not self._has_enough(cache):
+            ahead = cache.loading if cache is staging else cache.fetched_ahead(self._lookahead)
+            missing = cache.missing(self._lookahead, self._at_once[cache.tier] - ahead)
         if missing and cache is staging and self._comes_later(missing[0]):
             return
-        if feeds:
-            full.append(self._feed(cache, commands))
+        if cache is device and device.fed_ahead:
+            self._feed(commands)
         for block in missing:
-            full.append(self._prefetch(block, cache, commands))
-            if full[-1] is not None:
+            if not self._prefetch(block, cache, commands):
                 break
-        if cache.moves() != moves or not (missing or feeds):
-            return
-        where = [place for place in full if place is not None]
-        if missing and (where or len(missing) >= most):
-            until = cache.schedule.next_use(missing[0])
-        else:
-            until = self._quiet_until(cache)
-        if feeds and staging.loading < self._at_once[HOST]:  # or else that it is less is a move
-            until = min(until, cache.schedule.position + max(0, cache.fed_for() - 1))
-        cache.rest(until, where)
 
     def _comes_later(self, block: int) -> bool:
-        """Whether staging is for the device now, and `block`, which is used in host memory, has time. The device says
-        when that is over."""
+        """Return whether staging is for the device now, and `block`, which is used in host memory, has time."""
         device, staging = self._caches
-        if not device.fed_ahead:
-            return False
-        begins = staging.needed(block) - 2 * self._lookahead
-        if begins <= staging.clock():
-            return False
-        device.wakes = device.schedule.first_at(begins)
-        return True
-
-    def _quiet_until(self, cache: Cache) -> int:
-        """Up to this use nothing that is missing in `cache`, and can come, gets among the next ones, if nothing moves;
-        `_feed` aside."""
-        schedule, copies, ahead = cache.schedule, cache.copies, self._lookahead
-        can_come = self._can_come if cache.tier is DEVICE else self._is_on_nvme
-        looked_at: tuple[int, ...] = ()
-        start, end = schedule.horizon(ahead), schedule.horizon(2 * ahead)
-        for at, blocks in enumerate(schedule.between(start, end), start):
-            if blocks != looked_at:
-                for block in blocks:
-                    if block not in copies and can_come(block):
-                        return at - ahead
-                looked_at = blocks
-        return schedule.position + ahead
+        return device.fed_ahead > 0 and staging.needed(block) - 2 * self._lookahead > staging.clock()
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
         cache = self._caches[tier]
         if not self._waiting and block not in cache.copies and block not in self._held:
             self._prefetch(block, cache, commands)
+            cache.unused.discard(block)  # it is renewed, for whenever it is used
 
-    def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> Cache | None:
-        """Bring in `block`, which is missing in `cache`; returns where that has to wait for room, if it has to."""
+    def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
+        """Bring in `block`, which is missing in `cache`; False if that has to wait for room."""
         tier, home = cache.tier, self._blocks[block].home
         if home <= tier or (tier is DEVICE and block in self._suspended):
-            return None
+            return True
         if tier is DEVICE and home is NVME:
-            cache.feed(self._fed_ahead)
+            cache.fed_ahead = self._fed_ahead
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
-                return self._bring_in(block, NVME, staging, commands) if staging.loading < self._at_once[HOST] else None
+                return self._has_enough(staging) or self._bring_in(block, NVME, staging, commands)
             if staged.state is not VALID:
-                return None
+                return True
         return self._bring_in(block, HOST if tier is DEVICE else NVME, cache, commands)
 
-    def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> Cache | None:
-        """Fetch `block` from `source` into `cache`; returns `cache` if it has no room."""
+    def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> bool:
+        """Fetch `block` from `source` into `cache`; False if that has no room."""
         slot = self._make_room(cache, self._blocks[block].span, commands, cache.needed(block))
         if slot is None:
-            return cache
+            return False
         copy = cache.add(block, Copy(WAITING, last_use=self._ledger.tick))
+        if cache.tier is DEVICE:
+            cache.unused.add(block)
         self._ledger.place(block, cache.tier, copy, slot)
         self._ledger.fetch(block, source, cache.tier, copy, commands)
-        return None
+        return True
 
-    def _feed(self, device: Cache, commands: list[Command]) -> Cache | None:
+    def _feed(self, commands: list[Command]) -> None:
         """Read from NVMe what the device uses next and has not, farther ahead than the device itself has room for: the
-        disk works while that computes on what it has. Returns host staging if that has no room."""
+        disk works while that computes on what it has."""
         staging = self._caches[HOST]
-        while staging.loading < self._at_once[HOST]:
-            block = device.unfed(staging.copies, self._is_fed)
-            if block is None:
+        while not self._has_enough(staging):
+            block = self._unfed()
+            if block is None or not self._bring_in(block, NVME, staging, commands):
                 break
-            if self._bring_in(block, NVME, staging, commands) is not None:
-                return staging
-        return None
 
-    def _can_come(self, block: int) -> bool:
-        """Whether a prefetch can do something for `block`, which is not on the device; `_feed` aside."""
-        if block in self._held:
-            return False
-        if self._blocks[block].home is not NVME or not self._caches[DEVICE].fed_ahead:
-            return True
-        staged = self._caches[HOST].copies.get(block)
-        return staged is not None and staged.state is VALID
+    def _unfed(self) -> int | None:
+        device, staging = self._caches
+        return device.unfed(staging.copies, self._is_fed) if device.fed_ahead else None
 
     def _is_fed(self, block: int) -> bool:
         return self._blocks[block].home is NVME and block not in self._suspended and block not in self._held
-
-    def _is_on_nvme(self, block: int) -> bool:
-        return self._blocks[block].home is NVME and block not in self._held
 
     # ---- room --------------------------------------------------------------------------------------------------
 
@@ -292,12 +243,8 @@ class Supply:
     def _find_place(self, block: int, tier: Tier, copy: Copy, commands: list[Command]) -> bool:
         """Whether the WAITING `copy` has a place, after one was made if that can be done now."""
         if copy.slot < 0:
-            span = self._blocks[block].span
-            if span >= self._too_large.get(tier, span + 1):
-                return False
-            slot = self._make_room(self._caches[tier], span, commands)
+            slot = self._make_room(self._caches[tier], self._blocks[block].span, commands)
             if slot is None:
-                self._too_large[tier] = span
                 return False
             self._ledger.place(block, tier, copy, slot)
         return True
@@ -324,7 +271,7 @@ class Supply:
         dirty = [block for block in victims if cache.copies[block].dirty]
         for block in dirty:
             self._ledger.write(block, cache.copies[block], commands)
-        if dirty:
+        if dirty or any(cache.copies[block].state is LOADING for block in victims):
             return None
         for block in victims:
             self._ledger.evict(block, cache.tier, commands)

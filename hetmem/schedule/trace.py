@@ -11,7 +11,7 @@ one. Another batch size or sequence length has the same: the order of uses does 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Container, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, zip_longest
@@ -91,7 +91,7 @@ class SegmentTrace:
         return max(moment.non_model_bytes for moment in seen), (max(max(moment.own_bytes) for moment in seen),)
 
 
-class Uses:
+class UseSequence:
     """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. Those at
     the indices `overwritten` write their blocks without reading them, so that nothing is prefetched for them. `times`
     says when each comes, on a clock that the uses of another tier have too; one round takes `period`. Made once for all
@@ -129,13 +129,13 @@ class Schedule:
 
     def __init__(
         self,
-        uses: Sequence[tuple[int, ...]] | Uses = (),
+        uses: Sequence[tuple[int, ...]] | UseSequence = (),
         *,
         periodic: bool = True,
         barrier: int | None = None,
         segment: int = NEVER,
     ) -> None:
-        known = uses if isinstance(uses, Uses) else Uses(uses)
+        known = uses if isinstance(uses, UseSequence) else UseSequence(uses)
         self.uses = known.blocks
         self._count = len(self.uses)
         self.periodic = periodic and bool(self.uses)
@@ -155,19 +155,11 @@ class Schedule:
         self._times, self._period = known.times, known.period
 
     def time(self, at: int) -> int:
-        """When the use number `at`, counted as `position` is, comes on the clock of `Uses`; NEVER if that is NEVER."""
+        """Return when the use number `at` comes on the clock of `UseSequence`; NEVER if `at` is NEVER."""
         if at >= NEVER or not self._count:
             return NEVER
         lap, inside = divmod(at, self._count)
         return lap * self._period + self._times[inside]
-
-    def first_at(self, time: int) -> int:
-        """The first use, counted as `position` is, that does not come before `time` on that clock; NEVER if none."""
-        if not self._count or not self._period:
-            return NEVER
-        lap, inside = divmod(time, self._period)
-        index = bisect_left(self._times, inside)
-        return lap * self._count + index if self.periodic or (lap == 0 and index < self._count) else NEVER
 
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
@@ -251,14 +243,6 @@ class Schedule:
             end = self._count
         return end if self.barrier is None or end < self.barrier else self.barrier
 
-    def present_until(self, present: Container[int], start: int, count: int) -> int:
-        """The first use from `start` on, of the next `count`, that has a block which is not `present`; the end of them
-        if there is none. Nothing is looked for behind the horizon, wherever that is."""
-        for at, blocks in enumerate(self.between(start, self.horizon(count)), start):
-            if not all(map(present.__contains__, blocks)):
-                return at
-        return self.position + count
-
     def reads(self, at: int) -> bool:
         """Whether the use number `at`, counted as `position` is, needs what its blocks hold now. It does not if it
         overwrites them, nor if a use that does, and comes before it, is late: it was passed over for others."""
@@ -290,7 +274,7 @@ class TraceBook:
     def __init__(self) -> None:
         self._traces: dict[Hashable, SegmentTrace] = {}
         self._successor: dict[Hashable, Hashable] = {}
-        self._uses: dict[Hashable, tuple[list[SegmentTrace], Uses, Uses]] = {}
+        self._uses: dict[Hashable, tuple[list[SegmentTrace], UseSequence, UseSequence]] = {}
 
     def get(self, key: Hashable) -> SegmentTrace | None:
         """The trace of `key`, or None if no such segment was seen."""
@@ -336,14 +320,16 @@ class TraceBook:
         first = len(chain[0].moments) if chain else 0
         return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
 
-    def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[Uses, Uses]:
+    def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[UseSequence, UseSequence]:
         """The uses of `chain`, which starts with `key`, on the device and in host staging; kept as long as it is."""
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
             starts = accumulate((len(trace.host_blocks) for trace in chain), initial=0)
             device_times, host_times, period = _times(chain)
-            device = Uses([moment.blocks for trace in chain for moment in trace.moments], (), device_times, period)
-            host = Uses(
+            device = UseSequence(
+                [moment.blocks for trace in chain for moment in trace.moments], (), device_times, period
+            )
+            host = UseSequence(
                 [(block,) for trace in chain for block in trace.host_blocks],
                 [start + at for trace, start in zip(chain, starts, strict=False) for at in trace.overwritten],
                 host_times,

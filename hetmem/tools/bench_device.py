@@ -260,7 +260,7 @@ def measure_ways(
     median of `rounds`.
     """
     engine, kernel = cuda_copies.Way.COPY_ENGINE, cuda_copies.Way.KERNEL
-    with Crossing(device, kernels, elements, side) as crossing:
+    with LinkCrossing(device, kernels, elements, side) as crossing:
         engines = [crossing.seconds(engine, BLOCKS[0], rounds, inwards=inwards) for inwards in (True, False)]
         grids = [
             {blocks: crossing.seconds(kernel, blocks, rounds, inwards=inwards) for blocks in BLOCKS}
@@ -275,7 +275,7 @@ def measure_ways(
     return replace(best, source=f"measured: {said}, {elements:,} elements beside {products}")
 
 
-class Crossing:
+class LinkCrossing:
     """Weights on their way to the device and gradients on theirs to the host, alone or beside matrix products on
     another stream that last about as long as the copy engine needs. A context; its memory is page-locked within it."""
 
@@ -288,7 +288,7 @@ class Crossing:
         self._stream = torch.cuda.Stream()
         self.products = 0
 
-    def __enter__(self) -> Crossing:
+    def __enter__(self) -> LinkCrossing:
         self._unpin = self._device.pin(self._host)
         self._home = torch.frombuffer(self._host.buffer(0, self._host.nbytes), dtype=torch.float32)
         engine = cuda_copies.Way.COPY_ENGINE

@@ -23,6 +23,7 @@ from tests.engine.harness import (
     loss_of,
     manage,
     mlp,
+    nvme_bytes,
     pair,
     token_batches,
     train_both,
@@ -62,6 +63,21 @@ def test_the_bits_are_those_of_torch(kind: str, placement: str, tmp_path: Path) 
         hetmem.optim.offload(optimizer, managed.parameters(), **options),
     )
     train_both(plain, managed, vector_batches(4, 4, 64), Recipe(steps=4), optimizers=optimizers)
+
+
+def test_a_third_state_that_host_memory_has_no_room_for_goes_to_nvme(tmp_path: Path) -> None:
+    def deep() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
+
+    of_adamw, staging = 4 * 9 * CHUNK, 5 * CHUNK  # a chunk for each weight
+    room = budget("nvme", tmp_path, host=of_adamw + staging, device_chunks="64KiB")
+    plain, managed = pair(deep, room, tmp_path)
+    optimizers = (
+        torch.optim.AdamW(plain.parameters(), amsgrad=True),
+        hetmem.optim.offload(torch.optim.AdamW, managed.parameters(), amsgrad=True),
+    )
+    train_both(plain, managed, vector_batches(3, 4, 64), Recipe(steps=3), optimizers=optimizers)
+    assert nvme_bytes(managed) > 0
 
 
 @pytest.mark.pairs

@@ -12,9 +12,9 @@ from tests.planner.tested import (
     FARTHER,
     MIB,
     PAGE_ELEMENTS,
-    Candidate,
     Capacities,
     Decision,
+    Judged,
     Kind,
     Prefetch,
     Rate,
@@ -270,7 +270,7 @@ def test_no_chunk_size_that_is_tried_wastes_more_than_two_hundredths(model: str)
     shape = replace(shape, compute_itemsizes=(4,) * len(shape.parameters))
     asked = Setting(Capacities(80 << 30, 1 << 42, 0, 1 << 30 if model == "gpt2" else None), None)
     made = arrange(shape, asked.capacities)
-    best = Candidate(asked, made, made, judge(workload(), Setting(ROOM, MIB), HARDWARE, 1).result)
+    best = Judged(asked, made, made, judge(workload(), Setting(ROOM, MIB), HARDWARE, 1).result)
     for setting, _ in _chunk_sizes(shape, best, asked):
         assert setting.chunk_bytes is not None
         assert build_layout(shape.parameters, setting.chunk_bytes // 4).waste <= max(0.02, made.ground.layout.waste)

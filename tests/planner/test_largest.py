@@ -10,8 +10,8 @@ from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.test_planner import ELEMENTS, HARDWARE, workload
 from tests.planner.tested import (
     MIB,
-    Candidate,
     Capacities,
+    Judged,
     ParameterSpec,
     Setting,
     Workload,
@@ -94,7 +94,7 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(room: Capacities, mi
     whole = Setting(replace(room, device_chunk_bytes=room.device_bytes), MIB)
     for more, fits in ((0, True), (1, False)):
         found = [judged(named(layers + more, mixed=mixed), one, HARDWARE, 1) for one in (Setting(room, MIB), whole)]
-        assert any(isinstance(one, Candidate) for one in found) == fits
+        assert any(isinstance(one, Judged) for one in found) == fits
 
 
 @pytest.mark.parametrize("room", [Capacities(24 * MIB, 200 * MIB), Capacities(8 * MIB, 1000 * MIB)])
@@ -116,7 +116,7 @@ def test_many_micro_batches_cost_no_more_and_what_fits_fits_with_them(
     whole = replace(asked, capacities=replace(room, device_chunk_bytes=room.device_bytes))
     for more, expected in ((0, True), (1, False)):
         found = [judged(named(layers + more), one, HARDWARE, 5) for one in (asked, whole)]
-        assert any(isinstance(one, Candidate) for one in found) == expected
+        assert any(isinstance(one, Judged) for one in found) == expected
 
 
 def test_of_layers_that_nobody_can_tell_apart_there_is_an_estimate() -> None:

@@ -23,7 +23,7 @@ from tests.planner.tested import (
     SimulatedTraffic,
     SimulatedUpdates,
     StepResult,
-    Streaming,
+    StreamingGain,
     Tier,
     Update,
     Workload,
@@ -208,7 +208,7 @@ def test_streaming_is_chosen_where_it_is_faster_and_both_times_are_said() -> Non
     assert best is not None
     assert best.setting.streamed
     alone = judge(workload(), best.setting.updated(streamed_states=False), slow_host(), 1).result.seconds
-    assert best.streaming == Streaming(1.0, best.result.seconds, alone)
+    assert best.streaming == StreamingGain(1.0, best.result.seconds, alone)
     numbers = f"a step takes {format_seconds(best.result.seconds)}, not {format_seconds(alone)}"
     assert any("hardware=…" in advice and numbers in advice for advice in decision.advice)
 

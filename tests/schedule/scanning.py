@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container
 
 from hetmem.schedule.eviction import CopyFacts
-from tests.schedule.tested import NEVER, Cache, CopyState, Residency, SlotMap, Supply, Tier
+from tests.schedule.tested import Cache, CopyState, Residency, SlotMap, Supply, Tier
 
 Ranks = dict[int, tuple[int, ...]]
 
@@ -25,11 +25,6 @@ class ComparedCache(Cache):
     """Answers as `Cache` does, once that is what scanning says."""
 
     supply: Supply
-
-    def at_rest(self, lookahead: int) -> bool:
-        found = super().at_rest(lookahead)
-        assert not found or self.supply._waiting or scan_waits(self)
-        return found
 
     def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
         found = super().unfed(staged, comes_from_there)
@@ -67,7 +62,7 @@ class ComparedCache(Cache):
         found = super().excess()
         excess = self.slots.used - self.limit
         writing = self.writing_slots(excess)
-        assert found == (scan_furthest(self, scan_idle(self), excess - writing) if excess > 0 else [])
+        assert found == (scan_furthest(self, scan_idle(self, arrived=True), excess - writing) if excess > 0 else [])
         return found
 
 
@@ -84,56 +79,6 @@ def scan_unfed(device: Cache) -> int | None:
     return None
 
 
-def scan_feed_waits(device: Cache, staging: Cache, at_once: int) -> bool:
-    """Whether nothing can be read for the device."""
-    unfed = scan_unfed(device) if device.fed_ahead and staging.loading < at_once else None
-    return unfed is None or not scan_room(staging, unfed)
-
-
-def scan_waits(cache: Cache) -> bool:
-    """Whether nothing can be begun of what is missing."""
-    assert isinstance(cache, ComparedCache)
-    schedule, supply = cache.schedule, cache.supply
-    uses = [
-        schedule.uses[at % len(schedule.uses)] for at in range(schedule.position, schedule.horizon(supply._lookahead))
-    ]
-    missing = dict.fromkeys(block for blocks in uses for block in blocks if block not in cache.copies)
-    device = cache._nearer
-    if (
-        device is None
-        and cache._farther is not None
-        and not scan_feed_waits(cache, cache._farther, supply._at_once[Tier.HOST])
-    ):
-        return False
-    if device is not None and device.fed_ahead and missing:
-        now = min(at.schedule.time(at.schedule.position) for at in (cache, device))
-        if scan_needed(cache, next(iter(missing))) > now + 2 * supply._lookahead:
-            return True
-    for block in list(missing)[: max(0, supply._at_once[cache.tier] - cache.loading)]:
-        home = cache._blocks[block].home
-        if home <= cache.tier or (cache.tier is Tier.DEVICE and block in supply._suspended):
-            continue
-        where: Cache = cache
-        if cache.tier is Tier.DEVICE and home is Tier.NVME:
-            assert cache._farther is not None
-            staged = cache._farther.copies.get(block)
-            if staged is not None and staged.state is not CopyState.VALID:
-                continue
-            where = cache if staged is not None else cache._farther
-            if where.loading >= supply._at_once[where.tier]:
-                continue
-        return not scan_room(where, block)
-    return True
-
-
-def scan_room(cache: Cache, block: int) -> bool:
-    """Whether `block` gets a place without harm."""
-    span, needed_at = cache._blocks[block].span, scan_needed(cache, block)
-    if cache.slots.used + span <= cache.limit and cache.slots.find(span) is not None:
-        return True
-    return needed_at < NEVER and bool(scan_victims(cache, span, scan_harmless(cache, needed_at)))
-
-
 def scan_needed(cache: Cache, block: int) -> int:
     """When a copy in `cache` is of use next."""
     nearer = cache._nearer
@@ -143,11 +88,12 @@ def scan_needed(cache: Cache, block: int) -> int:
     return min(at.schedule.time(at.schedule.next_use(block)) for at in asked)
 
 
-def scan_idle(cache: Cache) -> Ranks:
-    """The policy's ranks of everything that may be given up."""
+def scan_idle(cache: Cache, *, arrived: bool = False) -> Ranks:
+    """The policy's ranks of everything that may be evicted, on the device once it has `arrived`."""
     ranks = {}
     for block, copy in cache.copies.items():
-        if copy.idle:
+        arrives = cache.tier is Tier.DEVICE and copy.state is CopyState.LOADING and not (copy.uses or arrived)
+        if copy.idle or arrives:
             ranks[block] = cache._policy.rank(
                 CopyFacts(scan_needed(cache, block), copy.last_use, copy.fetched, copy.dirty)
             )
@@ -164,7 +110,7 @@ def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
         coming = scan_needed(cache, block)
         if waits and (coming < needed_at or (copy.uses and block in now)):
             awaited = max(awaited, schedule.next_use(block, needed_at))
-        elif coming > needed_at and copy.idle:
+        elif coming > needed_at and copy.idle and block not in cache.unused:
             ranks[block] = (coming, -copy.last_use)
     soonest = schedule.position + 0.9 * (awaited - schedule.position)
     return {block: rank for block, rank in ranks.items() if rank[0] >= int(soonest)}

@@ -15,7 +15,6 @@ from tests.schedule.scanning import compare
 from tests.schedule.tested import (
     FIFO,
     LRU,
-    NOTHING,
     STEP,
     Block,
     Command,
@@ -163,17 +162,13 @@ def test_an_order_is_that_of_the_present_ranks_whatever_they_were_before(
 ) -> None:
     values: dict[int, int | None] = dict.fromkeys(range(6))
     order = Order(values, lambda block: None if values[block] is None else (values[block] or 0, -block, block))
-    asked: set[tuple[int, int]] = set()
     for block, value, asks in changes:
         values[block] = value
         order.touch([block])
         if asks:
-            order.gained = NOTHING
             there = {(value, -block) for block, value in values.items() if value is not None}
             expected = sorted(there, reverse=True)
             assert order.first(slots, lambda _: 1) == [-number for _, number in expected][:slots]
-            assert order.gained == max((value for value, _ in there - asked), default=NOTHING)
             assert order.first(6, lambda _: 1, least=1) == [-number for value, number in expected if value >= 1]
             assert order.first(2, lambda _: 1, spared={0, 1}) == [-n for _, n in expected if -n > 1][:2]
             assert [(rank[0], rank[1]) for rank in order.at_least(2)] == [rank for rank in expected if rank[0] >= 2]
-            asked = there

@@ -7,7 +7,18 @@ from collections.abc import Iterable
 import pytest
 
 from tests.schedule.stories import DEVICE, HOST, NVME, read, residency, up, use
-from tests.schedule.tested import NEVER, STEP, Command, Drop, Moment, Residency, Schedule, SegmentTrace, TraceBook, Uses
+from tests.schedule.tested import (
+    NEVER,
+    STEP,
+    Command,
+    Drop,
+    Moment,
+    Residency,
+    Schedule,
+    SegmentTrace,
+    TraceBook,
+    UseSequence,
+)
 
 
 def book(device: dict[str, Iterable[int]], host: Iterable[int] = (), step: Iterable[int] = ()) -> TraceBook:
@@ -138,15 +149,6 @@ def test_the_clock_counts_the_blocks_that_are_used_anew_on_either_tier() -> None
     assert Schedule().time(0) == first[HOST].time(NEVER) == NEVER
 
 
-@pytest.mark.parametrize("periodic", [True, False])
-def test_the_first_use_at_a_time_is_the_first_that_does_not_come_before_it(periodic: bool) -> None:
-    schedule = Schedule(Uses([(0,), (1,), (2,), (3,)], (), [1, 1, 4, 6], 9), periodic=periodic)
-    for time in range(30):
-        found = [at for at in range(40 if periodic else 4) if schedule.time(at) >= time]
-        assert schedule.first_at(time) == (found[0] if found else NEVER)
-    assert Schedule().first_at(0) == NEVER
-
-
 def test_a_use_in_host_memory_counts_as_one_on_the_device_does() -> None:
     """0 is used by the step next and then on the device, 1 on the device alone and later than the step."""
     r = residency(NVME, NVME, NVME, device=3, host=2, lookahead=1)
@@ -167,7 +169,7 @@ def test_both_schedules_are_known_before_anything_begins() -> None:
     r = residency(*[NVME] * 8, device=1, host=2, lookahead=1)
     for block in (0, 1):
         answer(r, r.prefetch(block, HOST))
-    assert r.expect(HOST, Schedule(Uses([(0,), (1,)], (), [100, 101], 102))) == []
+    assert r.expect(HOST, Schedule(UseSequence([(0,), (1,)], (), [100, 101], 102))) == []
     known = book({"forward": (2, 3, 3, 4, 5, 6, 7, 1)}, host=(0, 0))
     assert r.expect_all(known.schedules("forward"))[0] == Drop(1, HOST, 1)
 

@@ -8,22 +8,21 @@ from hypothesis import strategies as st
 
 from benchmarks.replay import Trace, gpt, optimum, replay
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit
-from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, Uses, Write
+from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, UseSequence, Write
 
 
-def test_what_comes_next_is_fetched_ahead_a_few_at_a_time() -> None:
+def test_what_comes_next_is_fetched_ahead_a_few_at_a_time_by_the_uses_that_have_not_come() -> None:
     r = residency(HOST, HOST, HOST, HOST, device=4, lookahead=3)
     assert r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)])) == [up(0, 0), up(1, 1)]
-    assert r.done(up(1, 1)) == [up(2, 2)]
-    assert r.done(up(0, 0)) == r.done(up(2, 2)) == [], "the fourth is further away than the lookahead"
-    assert use(r, 0, DEVICE) == [up(3, 3)]
+    assert r.done(up(1, 1)) == r.done(up(0, 0)) == [], "when they arrive begins nothing"
+    assert use(r, 0, DEVICE) == [up(2, 2)]
+    assert use(r, 1, DEVICE) == [up(3, 3)]
     assert (fetches(r), r.counts.faults[DEVICE]) == ((4, 0), 0)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.parametrize("count", [40, 120])
 def test_what_is_missing_far_ahead_is_fetched_as_soon_as_it_is_in_sight(count: int, when: str) -> None:
-    """Uses further ahead are looked at too, so that most later looks can be left out."""
     far = count - 10
     r = residency(*[HOST] * count, device=count, lookahead=4)
     for block in range(count):
@@ -121,7 +120,7 @@ def test_a_prefetch_from_nvme_is_two_steps() -> None:
 def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(lookahead: int) -> None:
     """Block 1 is written as a whole and read after that: it comes by itself. The others have to be read."""
     r = residency(NVME, NVME, NVME, host=3, lookahead=lookahead)
-    ahead = r.expect(HOST, Schedule(Uses([(0,), (1,), (1,), (2,)], overwritten=[1])))
+    ahead = r.expect(HOST, Schedule(UseSequence([(0,), (1,), (1,), (2,)], overwritten=[1])))
     assert ahead == ([read(0, 0), read(2, 1)] if lookahead == 4 else [read(0, 0)])
     for command in ahead:
         assert r.done(command) == []
@@ -138,7 +137,7 @@ def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(look
 def test_what_is_late_to_be_overwritten_is_not_read_ahead() -> None:
     """A gradient arrives behind the use that came after it in the last step: its home is old."""
     r = residency(NVME, NVME, NVME, host=3, lookahead=4)
-    ahead = r.expect(HOST, Schedule(Uses([(0,), (1,), (0,), (1,), (2,)], overwritten=[0, 1]), segment=5))
+    ahead = r.expect(HOST, Schedule(UseSequence([(0,), (1,), (0,), (1,), (2,)], overwritten=[0, 1]), segment=5))
     assert ahead == []
     for load in (False, True):  # 0 is written and read before 1 is written
         r.reach((0,), HOST)
@@ -152,7 +151,7 @@ def test_what_is_late_to_be_overwritten_is_not_read_ahead() -> None:
 
 def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
     r = residency(NVME, NVME, host=2, lookahead=2)
-    assert r.expect(HOST, Schedule(Uses([(0,), (1,), (0,)], overwritten=[0]))) == [read(1, 0)]
+    assert r.expect(HOST, Schedule(UseSequence([(0,), (1,), (0,)], overwritten=[0]))) == [read(1, 0)]
     r.reach((0,), HOST)
     r.acquire(0, HOST, load=False)
     assert r.release(0, HOST, dirty=True) == []

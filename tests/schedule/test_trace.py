@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.tested import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, Uses
+from tests.schedule.tested import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 
 blocks = st.integers(0, 4)
 uses = st.lists(st.lists(blocks, min_size=1, max_size=3, unique=True).map(tuple), max_size=8)
@@ -171,7 +171,7 @@ def test_what_segments_overwrite_lies_at_the_same_places_of_their_schedule() -> 
 
 def test_what_is_passed_over_still_overwrites_its_block_and_until_then_nobody_reads_that_ahead() -> None:
     """Block 1 is written, then read; the use of 2, which came between, is early this time."""
-    schedule = Schedule(Uses([(0,), (1,), (2,), (1,), (3,)], overwritten=[1]))
+    schedule = Schedule(UseSequence([(0,), (1,), (2,), (1,), (3,)], overwritten=[1]))
     assert [schedule.reads(at) for at in range(5)] == [True, False, True, True, True]
     schedule.reach((0,))
     schedule.reach((2,))
@@ -181,7 +181,7 @@ def test_what_is_passed_over_still_overwrites_its_block_and_until_then_nobody_re
 
 
 def test_what_is_passed_over_and_only_read_is_read_ahead_as_ever() -> None:
-    schedule = Schedule(Uses([(0,), (1,), (2,), (3,), (1,)], overwritten=[2]))
+    schedule = Schedule(UseSequence([(0,), (1,), (2,), (3,), (1,)], overwritten=[2]))
     schedule.reach((0,))
     schedule.reach((2,))
     assert [schedule.reads(at) for at in range(5)] == [True, True, False, True, True]

@@ -31,7 +31,7 @@ from hetmem.schedule.placement import (
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.slots import PlaceMap, SlotMap
 from hetmem.schedule.supply import Supply
-from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, Uses
+from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
     MARGIN_SHARE,
     Candidate,
@@ -97,7 +97,7 @@ __all__ = [
     "Tier",
     "TraceBook",
     "Turns",
-    "Uses",
+    "UseSequence",
     "Way",
     "Write",
     "best_shares",

@@ -1,0 +1,105 @@
+"""Which copies are fetched and evicted, and in what order, follows from the schedule and the uses alone.
+
+For weights whose homes are in host memory. What is read from NVMe is begun by the ends of other reads, so that the
+drive never waits for a use; see docs/adr/0028-one-decision-for-run-and-plan.md.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.schedule.stories import DEVICE, HOST
+from tests.schedule.tested import Block, Command, CopyState, Drop, Fetch, Residency, Schedule, Write
+
+BLOCKS = 6
+uses = st.lists(st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=2, unique=True).map(tuple), max_size=14)
+orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
+
+
+class Program:
+    """Uses of weights one after the other; how many transfers end meanwhile, and which, is what `ends` says."""
+
+    def __init__(self, slots: int, lookahead: int, at_once: int, spans: list[int], ends: list[int]) -> None:
+        self.residency = Residency({DEVICE: slots}, lookahead=lookahead, in_flight=at_once)
+        for number, span in enumerate(spans):
+            self.residency.add(Block(f"block {number}", HOST, span))
+        self.issued: list[Command] = []
+        self.in_flight: list[Fetch | Write] = []
+        self.ends, self.turn = ends, 0
+
+    def issue(self, commands: list[Command]) -> None:
+        self.issued += commands
+        self.in_flight += [command for command in commands if not isinstance(command, Drop)]
+
+    def end_one(self) -> None:
+        self.turn += 1
+        command = self.in_flight.pop(self.ends[self.turn % len(self.ends)] % len(self.in_flight))
+        self.issue(self.residency.done(command))
+
+    def end_some(self) -> None:
+        self.turn += 1
+        for _ in range(min(len(self.in_flight), self.ends[self.turn % len(self.ends)] % 4)):
+            self.end_one()
+
+    def run(self, used: list[tuple[int, ...]], updated: set[int]) -> list[Command]:
+        residency = self.residency
+        for at, blocks in enumerate(used):
+            residency.reach(blocks, DEVICE)
+            taken = []
+            for block in blocks:
+                self.end_some()
+                self.issue(residency.acquire(block, DEVICE))
+                while residency.state(block, DEVICE) is not CopyState.VALID and self.in_flight:
+                    self.end_one()
+                if residency.state(block, DEVICE) is CopyState.VALID:
+                    taken.append(block)
+                else:
+                    residency.withdraw(block, DEVICE)
+            for block in taken:
+                self.end_some()
+                self.issue(residency.release(block, DEVICE))
+            if at in updated:
+                self.update(blocks[0])
+        return self.issued
+
+    def update(self, block: int) -> None:
+        residency = self.residency
+        residency.suspend(block)
+        while residency.state(block, DEVICE) is CopyState.LOADING:
+            self.end_one()
+        self.issue(residency.invalidate(block, DEVICE))
+        self.end_some()
+        self.issue(residency.resume(block))
+        self.end_some()
+
+
+@settings(max_examples=250)
+@given(
+    expected=uses,
+    others=uses,
+    spans=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=BLOCKS, max_size=BLOCKS),
+    slots=st.integers(2, 8),
+    lookahead=st.integers(1, 6),
+    at_once=st.integers(1, 4),
+    updated=st.sets(st.integers(0, 14), max_size=3),
+    orders=st.tuples(orders, orders),
+)
+def test_in_whatever_order_transfers_end_the_same_copies_are_fetched_and_evicted(
+    expected: list[tuple[int, ...]],
+    others: list[tuple[int, ...]],
+    spans: list[int],
+    slots: int,
+    lookahead: int,
+    at_once: int,
+    updated: set[int],
+    orders: tuple[list[int], list[int]],
+) -> None:
+    issued = []
+    for ends in orders:
+        program = Program(slots, lookahead, at_once, spans, ends)
+        program.issue(program.residency.expect(DEVICE, Schedule(expected)))
+        program.run(expected, updated)
+        program.run(others, updated)  # it leaves its trace
+        issued.append(program.run(expected, set()))
+    assert issued[0] == issued[1]

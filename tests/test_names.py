@@ -1,0 +1,68 @@
+"""What users may rely on by name, and that a name says one thing: the public ones as they are, each class name once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import defaultdict
+from pathlib import Path
+
+import hetmem
+from hetmem.planner import Plan
+
+PUBLIC = {
+    "FIFO": "rank",
+    "LRU": "rank",
+    "NextUse": "rank",
+    "AdamW": "add_param_group beside_states check_state_dict expected_scale forget_step groups_by_parameter "
+    "half_stepped has_state load_beside_states load_state_dict needs_all_gradients number_of scale state step "
+    "synchronize writes_homes zero_grad",
+    "Budget": "device device_chunks home_copies host limits nvme nvme_dir",
+    "MemoryReport": "data save to_dict",
+    "SimDevice": "SHARE allocate available_bytes captures copier copy_in cores fragment_bytes gradient_out peak_bytes "
+    "pin pool remarks tell_refusals torch_device watched",
+    "Plan": "activation_bytes advice alternatives approximations at_peak best binding budget budget_bytes budget_in "
+    "capacity_bytes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor decorator "
+    "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
+    "link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model needs_its_file nvme_directories "
+    "optimizer overlap parameters peak_bytes peak_operator prediction prefetch profile profile_name reasons role_bytes "
+    "rows save setup slot_bytes stall_seconds step_seconds streamed_update_share streaming terms to_dict tokens "
+    "tokens_per_second with_nvme",
+    "load": "path model optimizer",
+    "load_weights": "path model strict rename rounding",
+    "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware",
+    "managed": "budget options",
+    "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches checkpointing overlap "
+    "gradients real moments stochastic_rounding inference",
+    "progress": "model",
+    "release": "module",
+    "report": "model",
+    "save": "path model optimizer extra",
+}
+"""By name: the public attributes of a class, the parameters of a function, in the order in which they come."""
+
+STILL_TWICE = {"Block", "Call", "Job", "Link", "Segments", "Way", "Write", "_Buffer", "_UnderWay"}
+"""Each until one of the two has a name of its own."""
+
+
+def attributes(kind: type) -> list[str]:
+    own = [base for base in kind.__mro__ if base.__module__.startswith("hetmem")]
+    found = {name for base in own for name in (*vars(base), *getattr(base, "__annotations__", ()))}
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def test_public_names_are_those_that_users_know() -> None:
+    assert set(hetmem.__all__) == PUBLIC.keys() - {"Plan"}
+    for name, known in PUBLIC.items():
+        public = getattr(hetmem, name, Plan)
+        found = attributes(public) if inspect.isclass(public) else list(inspect.signature(public).parameters)
+        assert found == known.split(), name
+
+
+def test_a_class_name_is_defined_once() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in (Path(__file__).parents[1] / "hetmem").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.name)
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in STILL_TWICE} == {}
