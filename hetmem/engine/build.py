@@ -319,7 +319,7 @@ def move_home(memory: Memory, module: torch.nn.Module) -> None:
 
 def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Parameters that are parts of one tensor count versions together, and an update of one would look like a write to
-    the others: each gets a counter of its own, unless it has a part in somebody's graph."""
+    the others: each gets a counter of its own, unless it has a part in a graph."""
     of_storage: dict[int, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         of_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)

@@ -149,8 +149,8 @@ def weakly(method: Callable[P, None]) -> Callable[P, None]:
 
 
 class WeakOnes(Generic[T]):
-    """Objects that somebody else holds, in the order in which they came. To go through a few of them at each gradient
-    takes a quarter of what a `WeakSet` does."""
+    """Weak references, in the order in which objects were added. To go through a few of them at each gradient takes a
+    quarter of what a `WeakSet` does."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[T]] = []

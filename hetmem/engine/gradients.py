@@ -35,27 +35,28 @@ from hetmem.schedule.trace import Tier
 
 
 class GradientListener(Protocol):
-    """An optimizer that updates while backward goes on."""
+    """Hears of gradients and of homes that move: an optimizer that may update while a backward runs."""
 
     @property
     def begins_early(self) -> bool:
-        """Whether it does so."""
+        """Whether it begins updates within a backward."""
         ...
 
     @property
     def is_to_be_told(self) -> bool:
-        """Whether it has to know of each gradient of the backward that begins, by `coming` and `arrived`. It is told,
-        too, as long as updates are under way."""
+        """Whether `coming` and `arrived` are called for each gradient of the backward that begins; they are, too, as
+        long as updates are under way."""
         ...
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """So many more gradients of `managed` arrive in the backward that begins."""
+        """Expect `arrivals` more gradients of `managed` in the backward that begins."""
 
     def coming(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
+        """Prepare for a gradient of `managed` that is added to its home next. Raises if that must not be written
+        now."""
 
     def arrived(self, managed: ManagedParameter) -> None:
-        """It is on its way home: `GradientCopies.arriving` says whether it is there."""
+        """Note that a gradient of `managed` was sent home: `GradientCopies.arriving` says whether it is in flight."""
 
     def lost(self, chunk: Chunk) -> None:
         """A gradient of `chunk` did not get home, which is raised in the backward: no update may read it."""
@@ -90,8 +91,8 @@ class GradientListener(Protocol):
         ...
 
     def may_move(self, chunk: Chunk) -> bool:
-        """Whether it can follow if the homes of `chunk` move: nobody else holds its states there. Waits for what it
-        reads there itself."""
+        """Return whether the homes of `chunk` may move: the program holds no states there. Waits for what it reads
+        there itself."""
         ...
 
     def moved(self, chunk: Chunk) -> None:
@@ -99,7 +100,7 @@ class GradientListener(Protocol):
 
 
 class GradientSink:
-    """The way of gradients from the device to their homes, for one runtime."""
+    """Takes the gradients of one model from autograd, and sends them home."""
 
     def __init__(self, runtime: Runtime, segments: Segments) -> None:
         self.runtime = runtime
@@ -146,7 +147,7 @@ class GradientSink:
             handle.remove()
 
     def counts_arrivals(self) -> bool:
-        """Whether somebody has to know how many gradients of a parameter the next backward has."""
+        """Return whether a listener has to know how many gradients of a parameter the next backward has."""
         return self.segments.several and any(listener.begins_early for listener in self.listeners)
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
@@ -155,7 +156,7 @@ class GradientSink:
             listener.expect(managed, arrivals)
 
     def before(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is about to be accumulated."""
+        """Prepare for a gradient of `managed` that autograd accumulates next: take `p.grad` away."""
         parameter = managed.parameter
         if self.runtime.bindings.resting:
             self.runtime.bindings.end_rest()
@@ -169,7 +170,7 @@ class GradientSink:
             self._taken[managed] = take_gradient(parameter)
 
     def after(self, managed: ManagedParameter) -> None:
-        """It was: `p.grad` is what arrived."""
+        """Send what autograd has accumulated home, and show the sum as `p.grad`."""
         parameter = managed.parameter
         arrived, previous = parameter.grad, self._taken.pop(managed, None)
         if arrived is None:  # frozen since the forward: torch leaves what was there
@@ -210,18 +211,18 @@ class GradientSink:
                 listener.arrived(managed)
 
     def send_home(self, managed: ManagedParameter) -> None:
-        """Hooks of what arrives at `managed` run: it is its home there, and an ordinary parameter."""
+        """Make `managed` its home, and an ordinary parameter, for hooks of the program that run now."""
         if self.runtime.bindings.send_home(managed):
             self.sent_home.append(managed)
 
     def rest_again(self) -> None:
-        """Something is computed once more, or another gradient arrives."""
+        """End `send_home`, as a recomputation begins, or another gradient arrives."""
         if self.sent_home:
             used, self.sent_home = self.sent_home, []
             self.runtime.rest_again(used)
 
     def lost(self, chunk: Chunk) -> None:
-        """A gradient of `chunk` was sent and did not arrive."""
+        """Tell listeners that a gradient of `chunk` was sent and did not arrive."""
         for listener in self.listeners:
             listener.lost(chunk)
 
@@ -231,13 +232,13 @@ class GradientSink:
         return any(True for listener in self.listeners for _ in listener.begun())
 
     def use_again(self, used: list[ManagedParameter]) -> None:
-        """`used` are computed with between the begin of a backward and the end of the step."""
+        """Tell listeners that `used` are computed with between the begin of a backward and the end of the step."""
         for listener in self.listeners:
             for managed in used:
                 listener.used_again(managed)
 
     def begin(self) -> None:
-        """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
+        """Begin a backward: gradients that the program exchanged between parameters must not be overwritten unread."""
         self._sends.complete.begin()
         self.told = any(listener.is_to_be_told for listener in self.listeners)
         with torch_private.NoFunctionsOfSubclasses():
@@ -257,7 +258,7 @@ class GradientSink:
                 show_gradient(managed.parameter, gradient.clone())
 
     def finish(self) -> None:
-        """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
+        """End a backward: wait until all gradients are at home, and give back each `p.grad` to which none was added."""
         self.runtime.release_all()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self._taken else ():
@@ -274,7 +275,7 @@ class GradientSink:
         self._arrived.clear()
 
     def arrive(self) -> None:
-        """Everything that was sent is at home, also on NVMe; what fails is raised when the rest is."""
+        """Wait until all gradients are at home, also on NVMe; an error is raised when the others are."""
         traffic = self.runtime.traffic
         homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
         try:
@@ -402,8 +403,8 @@ def _awaited(chunk: Chunk) -> set[int]:
 
 
 def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
-    """Whether somebody else hooks into the arrival of gradients of `parameter`, and may change them."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # None: nobody does, as it is frozen
+    """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
     return hooks is not None and len(hooks) > 1
 
 

@@ -75,7 +75,7 @@ class Memory:
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
 
     def close(self) -> None:
-        """End page-locking and the store's threads and files. Homes stay readable as long as somebody holds them."""
+        """End page-locking and the store's threads and files. Homes stay readable as long as tensors hold them."""
         if self.store is not None:
             self.store.close()
         while self.pins:

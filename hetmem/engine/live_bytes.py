@@ -156,7 +156,7 @@ class DeviceMonitor(TorchDispatchMode):
 
 
 def nobody_sees() -> bool:
-    """Whether what is done now is no operator for anybody: `DeviceMonitor.unwatched` would change nothing."""
+    """Return whether no mode or transform is around: `DeviceMonitor.unwatched` would change nothing."""
     return not (_modes_are_around() or _inference() or _transform() is not None)
 
 

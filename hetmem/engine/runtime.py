@@ -1,4 +1,4 @@
-"""What runs a managed module: segments and moments, and parameters on the device for as long as somebody needs them.
+"""Runs a managed module: segments and moments, and parameters on the device for as long as they are used.
 
 Hooks tell it what is about to be used. It knows nothing of torch's hooks and modes, and nothing of optimizers; copies
 are `traffic`'s, how many there may be `device_limit`'s, writes that were not hetmem's `write_check`'s.
@@ -83,7 +83,7 @@ class Runtime:
         self.phase = Phase.IDLE
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
-        """What the machine can do, if anybody has said so."""
+        """What the machine can do, if that was given."""
         self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
@@ -96,7 +96,7 @@ class Runtime:
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
 
     def close(self) -> None:
-        """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
+        """Wait for what is in flight and stop all threads; the homes stay readable as long as tensors hold them."""
         self.traffic.engine.close()
         self.memory.close()
         self._finalizer()
@@ -143,7 +143,7 @@ class Runtime:
         self._saw(moment, operator, blocks)
 
     def _saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
-        """Put a moment down for reports."""
+        """Log a moment for reports."""
         memory, residency, expected = self.memory, self.traffic.residency, moment.non_model_bytes
         if not memory.device.watched:  # whose allocator tells what it was in the end
             expected = int(expected / self.tracer.growth)
@@ -167,8 +167,7 @@ class Runtime:
             self._use(operator, used)
 
     def _use(self, operator: str, used: list[ManagedParameter]) -> None:
-        """`use` where nobody sees what is asked of parameters; what calls operators sees to it that these are
-        unwatched."""
+        """`use` where no mode sees what is asked of parameters."""
         blocks: list[int] = []
         try:
             for managed in used:
@@ -207,7 +206,7 @@ class Runtime:
         self._holds_all = self._holds_all or self._acquire_whole(operator)
 
     def release_all(self) -> None:
-        """It is over."""
+        """End `hold_all`."""
         if self._holds_all:
             self._holds_all = False
             self._release(self.parameters)
@@ -254,7 +253,7 @@ class Runtime:
     def end_use(
         self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
     ) -> None:
-        """End `use`: parameters rest, what was written to them goes home, what nobody holds may be evicted.
+        """End `use`: parameters rest, what was written to them goes home, copies that are not held may be evicted.
 
         `untracked`: a view was handed out whose writes count no versions (`parameter.data`); `writes`: those that may
         have been written to without counting one.
@@ -277,12 +276,12 @@ class Runtime:
             del first  # as in `Executor.execute`
 
     def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """`used` rest, and those that nobody holds may be evicted."""
+        """Let `used` rest, and release their copies."""
         self.bindings.unbind(used)
         self._release(used, untracked=untracked)
 
     def _release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """One use less of each of `used`, but of those of which somebody holds memory: `_let_go` ends that."""
+        """Release one lease of each of `used`; those whose memory a tensor holds are released by `_let_go`."""
         for managed in used:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
                 if untracked or managed.data_taken:
@@ -334,8 +333,8 @@ class Runtime:
                     self.bindings.bind([managed])
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
-        """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more. To be
-        called `unwatched`."""
+        """The device view of `managed` for autograd; it stays on the device until no tensor holds its memory. Call it
+        `unwatched`."""
         if not self.memory.streams:
             return managed.home
         if self._holds_all and managed.device is not None:
@@ -374,24 +373,24 @@ class Runtime:
             return self._acquire_with_more_room(block)
 
     def out_of_memory(self) -> None:
-        """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
+        """Give the device's allocator, which has no room for an operator, all that no chunk in use needs."""
         with self.unwatched():
             self._let_go()
             self.room.out_of_memory()
 
     def notice_writes_to_views(self) -> None:
-        """A forward is over: what it wrote last to views goes home before anybody reads that."""
+        """End a forward: what it wrote last to views goes home before it is read."""
         with self.unwatched():
             self._let_go()
         self.writes.refuse_ties()
 
     def notice_writes_by_hooks(self) -> None:
-        """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
+        """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""
         for managed in list(self._held.values()):
             self._notice_write(managed)
 
     def _notice_write(self, managed: ManagedParameter) -> None:
-        """Somebody may have written to `managed` since it was used: at home, or to a view of the copy that is held."""
+        """Honour a write to `managed` since it was used: at home, or to a view of the copy that is held."""
         rests = type(managed.parameter) is managed.unbound_kind
         managed.parameter.__class__ = managed.kind
         try:
@@ -404,7 +403,7 @@ class Runtime:
                 managed.parameter.__class__ = managed.unbound_kind
 
     def read_at_home(self, managed: ManagedParameter) -> None:
-        """The user reads `managed` while something computes, between the nodes of a backward: wait for its update."""
+        """Wait for the update of `managed`, which the program reads between the nodes of a backward."""
         with self.unwatched(), without_graph():
             self.traffic.wait_for_update(managed.chunk)
             self.traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
@@ -420,13 +419,13 @@ class Runtime:
                 self.bindings.rest(used)
 
     def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """`parameter.data = value` within compute."""
+        """Honour `parameter.data = value` within compute."""
         with self.unwatched():
             self._untracked.discard(id(managed))
             self.writes.of_data(managed, value)
 
     def holds_copies(self) -> bool:
-        """Whether somebody still has memory of a copy on the device (a view of a weight, say)."""
+        """Return whether a tensor holds memory of a copy on the device (a view of a weight, say)."""
         self._let_go()
         return bool(self._held)
 
