@@ -196,7 +196,7 @@ MUTATIONS = {
     ),
     "keep the copies of weights that the user may have written to after a step": Mutation(
         "engine/write_check.py",
-        "                self._traffic.outdate(chunk)\n",
+        "                traffic.outdate(chunk)\n",
         "                pass\n",
         "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
     ),
