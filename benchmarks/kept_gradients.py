@@ -17,7 +17,7 @@ from demo_bytes import load_demo
 
 import hetmem
 from hetmem.intercept import registry
-from hetmem.optim.update_placement import UpdatePlaces
+from hetmem.optim.device_updates import UpdatePlaces
 from hetmem.planner import load_profile
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.hardware import HardwareProfile

@@ -25,8 +25,8 @@ PACKAGES = ("hetmem", "hetmem.optim", "hetmem.errors")
 """Every public name of these is documented."""
 ELSEWHERE = (
     "hetmem.optim.optimizer:OffloadedOptimizer",
-    "hetmem.optim.overlap:Overlap",
-    "hetmem.optim.overlap:Gradients",
+    "hetmem.optim.options:Overlap",
+    "hetmem.optim.options:Gradients",
     "hetmem.schedule.eviction:EvictionPolicy",
     "hetmem.schedule.eviction:CopyFacts",
     "hetmem.planner.plan:Plan",
@@ -47,7 +47,6 @@ FOR_HETMEM = {
         "needs_all_gradients",
         "expected_scale",
         "groups_by_parameter",
-        "has_state",
         "number_of",
         "half_stepped",
         "check_state_dict",

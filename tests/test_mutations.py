@@ -123,7 +123,7 @@ MUTATIONS = {
     ),
     "update before the gradients have arrived": Mutation(
         "optim/update_queue.py",
-        " and not self._traffic.gradients.arriving(job.chunk)",
+        " and not self._traffic.gradients.arriving(update.chunk)",
         "",
         "tests/optim/test_overlap.py::test_gradients_that_arrive_behind_the_backward_are_waited_for",
     ),
@@ -134,7 +134,7 @@ MUTATIONS = {
         "tests/optim/test_trailing.py::test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted",
     ),
     "count a step that failed": Mutation(
-        "optim/progress.py",
+        "optim/chunk_update.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
         "tests/faults/test_step_retry.py::test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too",
@@ -147,7 +147,7 @@ MUTATIONS = {
     ),
     "leave parameters in staging at the end of a step": Mutation(
         "optim/step.py",
-        "        self._runtime.traffic.wait_until_written(homes)\n",
+        "        self.runtime.traffic.wait_until_written(homes)\n",
         "",
         "tests/optim/test_overlap.py::test_parameters_can_be_read_as_soon_as_a_step_is_over",
     ),
@@ -165,16 +165,16 @@ MUTATIONS = {
     ),
     "update twice when a failed step is repeated": Mutation(
         "optim/step.py",
-        "                if not progress.begun or progress.left.places:\n"
-        "                    self._add_update(progress, grad_scale)\n",
-        "                self._add_update(progress, grad_scale)\n",
+        "                if not update.begun:\n                    self._add_update(update, grad_scale)\n",
+        "                self._add_update(update, grad_scale)\n",
         "tests/faults/test_step_retry.py::test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once",
     ),
     "update tiles twice when others of their chunk failed": Mutation(
         "optim/update_queue.py",
-        "            self._note_left(job, job.batch, error)\n",
-        "",
-        "tests/faults/test_tile_failures.py::test_a_step_that_is_repeated_does_the_tiles_that_are_left",
+        "update.writes and in_place and (half > 0 or failed < batch.tasks)",
+        "False",
+        "tests/faults/test_tile_failures.py::"
+        "test_a_chunk_that_was_half_updated_at_home_is_lost_until_a_checkpoint_is_loaded[host-off-adamw]",
     ),
     "start a parameter's scales where another's end": Mutation(
         "memory/chunk.py",
@@ -208,8 +208,8 @@ MUTATIONS = {
     ),
     "update no 16-bit copy at home": Mutation(
         "optim/update_pass.py",
-        "copy = job.opened.get(Role.COMPUTE, job.copy)",
-        "copy = job.copy",
+        "copy = update.opened.get(Role.COMPUTE, update.copy)",
+        "copy = update.copy",
         COPIES + "test_training_equals_torch[off-host-1]",
     ),
     "make no 16-bit copies at home to begin with": Mutation(
@@ -263,8 +263,8 @@ MUTATIONS = {
     ),
     "clip by squares of gradients that have changed since": Mutation(
         "optim/step.py",
-        "untouched = progress is not None and progress.of(parts)\n",
-        "untouched = progress is not None\n",
+        "untouched = update is not None and update.of(parts)\n",
+        "untouched = update is not None\n",
         "tests/optim/test_clipping.py::test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins[backward-host-written]",
     ),
     "update a state while the disk is still writing it": Mutation(

@@ -35,15 +35,14 @@ class Batch:
 
     def __init__(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> None:
         self._tasks: Iterator[Task] = iter(tasks)
-        self._begun = 0
         self._after = after
         self.tasks = self._unfinished = len(tasks)
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
         self.ended = 0.0  # in seconds of `time.perf_counter`
-        self.failed: dict[int, Task] = {}
-        """The tasks that raised, by their places among all."""
+        self.failed: list[Task] = []
+        """The tasks that raised."""
         if not tasks:
             self._end()
 
@@ -75,8 +74,7 @@ class Batch:
     def run_one(self) -> bool:
         """Run a task that is not started yet; False if there is none."""
         with self._lock:
-            task, place = next(self._tasks, None), self._begun
-            self._begun += 1
+            task = next(self._tasks, None)
         if task is None:
             return False
         error: BaseException | None = None
@@ -84,7 +82,7 @@ class Batch:
             task()
         except BaseException as caught:  # `join` raises it, whatever it is
             error = caught
-            self.failed[place] = task
+            self.failed.append(task)
         del task  # before it counts: after the end its memory must be free
         with self._lock:
             self._first_error = self._first_error or error

@@ -2,6 +2,6 @@
 
 from hetmem.optim.adamw import AdamW
 from hetmem.optim.elementwise import offload
-from hetmem.optim.scaling import LossScale
+from hetmem.optim.options import LossScale
 
 __all__ = ["AdamW", "LossScale", "offload"]

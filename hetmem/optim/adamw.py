@@ -23,8 +23,8 @@ from hetmem.cpu.on_device import adamw_as_on_host, equals_host
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
+from hetmem.optim.options import LossScale, is_number
 from hetmem.optim.rule import ParameterUpdate, Rule, There
-from hetmem.optim.scaling import LossScale, is_number
 
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _THERE = ("param", "grad", "exp_avg", "exp_avg_sq", "compute")

@@ -20,8 +20,8 @@ from hetmem.cpu.tiles import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
+from hetmem.optim.options import LossScale
 from hetmem.optim.rule import HalfComputedError, ParameterUpdate
-from hetmem.optim.scaling import LossScale
 
 _TRIAL = (4, 32)
 _SAMPLE = (4, 1024)

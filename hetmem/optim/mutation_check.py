@@ -1,16 +1,22 @@
-"""Whether weights, gradients and hyper-parameters still are what updates that began in a backward took them for."""
+"""What a backward leaves to its step: which gradients have arrived, and whether weights, gradients and hyper-parameters
+still are what updates that began within it took them for.
+
+How often gradients of a parameter arrive in a step is learned from the steps before: the most that was ever seen. The
+first step overlaps nothing.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hetmem.engine.param_views import Marks, is_as_it_was
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.optim.overlap import Gradients, advice
-from hetmem.optim.owners import SteppingOptimizer
-from hetmem.optim.progress import Part, Progress
+from hetmem.optim.chunk_update import ChunkUpdate, Part
+from hetmem.optim.options import Gradients, advice
+from hetmem.optim.states import SteppingOptimizer
 from hetmem.optim.update_pass import Passes
 
 _NAMED = 32  # parameters that an error names
@@ -20,6 +26,52 @@ GOES_THROUGH = (
     "on the model for the length of its backward"
 )
 """The usual reason for a gradient, or a forward, behind an update that has begun."""
+
+
+class Arrivals:
+    """Of one optimizer's gradients on one runtime. `sees_all`: whether it is told of all in the step that begins."""
+
+    def __init__(self, *, sees_all: bool) -> None:
+        self._now: Counter[int] = Counter()
+        self._most: Counter[int] = Counter()
+        self._expected: dict[int, int] = {}
+        """After which the backward that runs has no more, where that was counted: see `intercept.backward`."""
+        self._sees_all = sees_all
+
+    def __bool__(self) -> bool:
+        """Whether any has arrived in this step."""
+        return bool(self._now)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a step has shown how many there are."""
+        return bool(self._most)
+
+    def expect(self, managed: ManagedParameter, more: int) -> None:
+        """So many `more` of `managed` come in the backward that begins."""
+        self._expected[id(managed)] = self._now[id(managed)] + more
+
+    def count(self, managed: ManagedParameter) -> None:
+        """One of `managed` has arrived."""
+        self._now[id(managed)] += 1
+
+    def of(self, managed: ManagedParameter) -> int:
+        """Those of `managed` in this step."""
+        return self._now[id(managed)]
+
+    def complete(self, managed: ManagedParameter) -> bool:
+        """Whether all of `managed` that a step ever had are there, and all that are expected."""
+        usual = self._most[id(managed)] or max(self._most.values(), default=1)  # for one that never had any
+        return self._now[id(managed)] >= max(usual, self._expected.get(id(managed), 0))
+
+    def end_step(self, *, sees_all: bool) -> None:
+        """What was counted is learned; a step begins."""
+        if self._sees_all:
+            for key, count in self._now.items():
+                self._most[key] = max(self._most[key], count)
+        self._sees_all = sees_all
+        self._now.clear()
+        self._expected.clear()
 
 
 class MutationCheck:
@@ -41,31 +93,31 @@ class MutationCheck:
                 (part,) = self._passes.parts(managed.chunk, [(managed, group)])
                 self._waiting[id(managed)] = count, self._passes.seen(part)
 
-    def show(self, begun: Iterable[Progress]) -> None:
+    def show(self, begun: Iterable[ChunkUpdate]) -> None:
         """The backward is over: those streamed gradients of `begun` that are used up are shown as that until the step
         begins."""
         self._shows = True
-        self._marks.put(part.managed for progress in begun for part in progress.parts)
+        self._marks.put(part.managed for update in begun for part in update.parts)
 
-    def show_no_more(self, begun: Iterable[Progress]) -> None:
+    def show_no_more(self, begun: Iterable[ChunkUpdate]) -> None:
         """The step begins, and finds no gradients of `begun` that are used up."""
-        for progress in begun if self._shows else ():
-            for part in progress.parts:
+        for update in begun if self._shows else ():
+            for part in update.parts:
                 if not is_as_it_was(part.managed.parameter.grad, part.gradient):  # dropped, or zeroed, by the user
-                    progress.disturbed = True
+                    update.disturbed = True
         self._shows = False
         self._marks.drop()
 
-    def leave(self, begun: Iterable[Progress]) -> None:
+    def leave(self, begun: Iterable[ChunkUpdate]) -> None:
         """The step is over, and has used up gradients of `begun`: who computes with them, or adds to them, is told."""
-        self._marks.put((part.managed for progress in begun for part in progress.parts), stepped=True)
+        self._marks.put((part.managed for update in begun for part in update.parts), stepped=True)
 
     def show_more(self, parameters: Iterable[ManagedParameter]) -> None:
         """The gradients of `parameters` have been used up just now."""
         if self._shows:
             self._marks.put(parameters)
 
-    def check(self, begun: Sequence[Progress], optimizer: SteppingOptimizer) -> None:
+    def check(self, begun: Sequence[ChunkUpdate], optimizer: SteppingOptimizer) -> None:
         """Whatever was updated during backward, with a gradient that others see, must still be as it was then. What a
         step has seen once, it changes itself: one that is repeated looks no more."""
         if self._checked:
@@ -73,11 +125,11 @@ class MutationCheck:
         for _, part in self._waiting.values():
             if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
                 raise changed([part], optimizer, begun)
-        self._passes.look_at(part for progress in begun for part in progress.parts if part.look is None)
+        self._passes.look_at(part for update in begun for part in update.parts if part.look is None)
         groups = optimizer.groups_by_parameter() if begun else {}
-        for progress in begun:
-            for part in progress.parts:
-                if progress.kept:
+        for update in begun:
+            for part in update.parts:
+                if update.kept:
                     kept = part.version == part.gradient._version  # also of one that was written to and is used up
                 elif part.managed.parameter.grad is part.gradient:
                     kept = self._passes.unscaled([part])
@@ -85,8 +137,8 @@ class MutationCheck:
                     kept = optimizer.gradients is Gradients.STREAMED  # it is used up
                 kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
                 written = id(part.managed) in self._writes.noticed or self._writes.changed(part.managed)
-                if not kept or progress.disturbed or written:
-                    raise changed(progress.parts, optimizer, begun)
+                if not kept or update.disturbed or written:
+                    raise changed(update.parts, optimizer, begun)
         self._checked = True
 
     def forget(self) -> None:
@@ -96,7 +148,7 @@ class MutationCheck:
         self._marks.drop()
 
 
-def changed(parts: Sequence[Part], optimizer: SteppingOptimizer, begun: Iterable[Progress]) -> RuntimeError:
+def changed(parts: Sequence[Part], optimizer: SteppingOptimizer, begun: Iterable[ChunkUpdate]) -> RuntimeError:
     """What is wrong where something of `parts` is not what it was; `begun` are of this step."""
     names = ", ".join(part.managed.name for part in parts[:3])
     return RuntimeError(
@@ -115,40 +167,37 @@ def edits_gradients(managed: ManagedParameter, optimizer: SteppingOptimizer) -> 
     )
 
 
-def updated_already(begun: Iterable[Progress]) -> str:
+def updated_already(begun: Iterable[ChunkUpdate]) -> str:
     """The sentence that says which parameters this step has updated, or is updating."""
-    names = [part.managed.name for progress in begun if progress.begun for part in progress.parts]
+    names = [part.managed.name for update in begun if update.begun for part in update.parts]
     if not names:
         return "No parameter is updated yet"
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"Updated already: {', '.join(names[:_NAMED])}{more}"
 
 
-def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: Iterable[Progress]) -> RuntimeError:
+def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: Iterable[ChunkUpdate]) -> RuntimeError:
     """What is wrong where a gradient of `managed` comes and its update has begun."""
     return RuntimeError(
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
         f"either step() was not called after the last backward, or this step has more backwards than any before: "
-        f"{advice(optimizer)}, or begin with the step that has most (streamed gradients allow one). {GOES_THROUGH}. To "
-        f"leave a step "
-        f"out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): it goes on "
-        f"from the weights that are updated. {updated_already(begun)}"
+        f"{advice(optimizer.gradients)}, or begin with the step that has most (streamed gradients allow one). "
+        f"{GOES_THROUGH}. To leave a step out, or after a backward that did not end, call the optimizer's "
+        f"forget_step() and zero_grad(): it goes on from the weights that are updated. {updated_already(begun)}"
     )
 
 
-def other_factor(progress: Progress) -> RuntimeError:
-    """Return the error of a step whose gradients have another factor than the update of `progress` was made with."""
+def other_factor(update: ChunkUpdate) -> RuntimeError:
+    """Return the error of a step whose gradients have another factor than the update of `update` was made with."""
     return RuntimeError(
-        f"chunk {progress.chunk.spec.index} was updated with a factor of {progress.scale} for its gradients, and "
+        f"chunk {update.chunk.spec.index} was updated with a factor of {update.scale} for its gradients, and "
         f"step() wants another one: max_grad_norm or loss_scale was changed in between"
     )
 
 
-def half_updated(progress: Progress) -> RuntimeError:
-    """Why a step does not begin where the update of `progress` failed."""
-    names = ", ".join(part.managed.name for part in progress.parts[:3])
-    rest = "call step() again with the gradients that it had, or forget_step(), which does the rest too; without them, "
+def half_updated(update: ChunkUpdate) -> RuntimeError:
+    """Why a step does not begin where the update of `update` failed."""
+    names = ", ".join(part.managed.name for part in update.parts[:3])
     return RuntimeError(
-        f"the update of {names} … failed when some of its elements were one step further than others: "
-        f"{'' if progress.left.ruined else rest}load a checkpoint"
+        f"the update of {names} … failed when some of its elements were one step further than others: load a checkpoint"
     )

@@ -17,21 +17,26 @@ from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import refuse_used_up
-from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.optim.kernel_warmup import compile_ahead
-from hetmem.optim.overlap import Gradients, Overlap, check_gradients, check_planned, choice, saves_nothing
-from hetmem.optim.owners import managed_again, no_longer_managed
-from hetmem.optim.progress import on_host, refuse_sparse
+from hetmem.optim.chunk_update import on_host, refuse_sparse
+from hetmem.optim.options import (
+    Gradients,
+    LossScale,
+    Overlap,
+    check_gradients,
+    choice,
+    clip_factor,
+    is_number,
+    loss_scale,
+)
+from hetmem.optim.reserving import reserve_homes
 from hetmem.optim.rule import Rule
-from hetmem.optim.scaling import LossScale, clip_factor, is_number, loss_scale
-from hetmem.optim.states import Places, States, saved_homes
+from hetmem.optim.states import Places, States, checked, managed_again, no_longer_managed, saved_homes
 from hetmem.optim.step import Stepper, Work
-from hetmem.optim.update_placement import check_room, check_staging, stays_on_device
 from hetmem.optim.whole_step import Whole, WholeGroup, WholeUpdate
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
@@ -51,7 +56,8 @@ class OffloadedOptimizer(Optimizer):
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
-    update, and its home readable; `step` called again, with the same gradients, does the rest.
+    update, and its home readable; `step` called again, with the same gradients, does the rest. Where the update itself
+    fails twice in host memory that it has begun to change, every further `step` says that a checkpoint must be loaded.
     """
 
     writes_homes = True
@@ -264,13 +270,14 @@ class OffloadedOptimizer(Optimizer):
         """Give up a step that was begun in a backward (`overlap`) or has failed, in place of calling `step`.
 
         What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
-        gradients too: `zero_grad()`. Raises the error of a transfer that failed, or of an update that cannot be ended.
+        gradients too: `zero_grad()`. Raises the error of a transfer that failed, and RuntimeError where an update has
+        failed half-way, so that a checkpoint must be loaded.
         """
         with self._turns("forget_step()"):
             self.synchronize()
             try:
                 for stepper in self._steppers.values():
-                    stepper.finish_halves()
+                    stepper.refuse_ruined()
             finally:
                 for stepper in self._steppers.values():
                     stepper.forget()
@@ -309,75 +316,21 @@ class OffloadedOptimizer(Optimizer):
             self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         return self._numbers[id(managed.parameter)]
 
-    def has_state(self, managed: ManagedParameter, role: Role) -> bool:
-        """See `Owner`."""
-        return self.states.has(managed, role)
-
     # ---- inside ------------------------------------------------------------------------------------------------
 
     @HELD_BACK
     def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:
         """Homes for what `groups` keep; which group a chunk is of, if not of several, makes no difference to others."""
         kept: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
-        checked = [(group, *self._checked(parameter)) for group in groups for parameter in group["params"]]
-        for group, interception, managed in checked:
+        found = [(group, *checked(parameter, self._name())) for group in groups for parameter in group["params"]]
+        for group, interception, managed in found:
             self._stepper(interception).owners.made(managed, self)
             if managed.parameter.requires_grad:
                 chunks, chunk = kept.setdefault(interception, {}), managed.chunk
                 roles = (*chunks.get(chunk, ()), *self.rule.roles(group, chunk.dtype))
                 chunks[chunk] = tuple(dict.fromkeys(roles))
         for interception, chunks in kept.items():
-            self._reserve_homes(interception, chunks)
-            compile_ahead(self.rule, interception.runtime.memory, chunks, norm=self.needs_all_gradients)
-
-    def _reserve_homes(self, interception: Interception, kept: dict[Chunk, tuple[Role, ...]]) -> None:
-        check_planned(interception.runtime.planned_optimizer, self.gradients, self.overlap)
-        memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
-        lends = memory.streams and self.gradients is Gradients.STREAMED and not memory.resident
-        if not memory.resident:
-            check_room(memory, kept, self._name(), lends=lends)
-        if lends:
-            new = [chunk for chunk in kept if not (chunk.moved or memory.lends(chunk, Role.GRAD))]
-            if new and not memory.set_aside(new, Role.GRAD):
-                saves_nothing(len(new))
-            sink.lends = True
-        elif memory.streams:  # on the device gradients stay autograd's own
-            traffic.ensure_homes(kept, (Role.GRAD,))
-            if self.gradients is Gradients.STREAMED:
-                saves_nothing(0)
-        alike: dict[tuple[Role, ...], list[Chunk]] = {}
-        for chunk, roles in kept.items():
-            check_staging(memory, chunk, len(roles))
-            alike.setdefault(roles, []).append(chunk)
-        for roles, chunks in alike.items():
-            for chunk in chunks:
-                interception.share.before_reserving(chunk, set(roles))
-            traffic.ensure_homes(chunks, roles)
-        if memory.staying:
-            if all(
-                chunk in kept for chunk in memory.chunks if any(m.parameter.requires_grad for m in chunk.parameters)
-            ):
-                interception.share.bring_home(lends=lends)
-            if memory.staying and not self.rule.runs_on_device and memory.device.torch_device.type != "cpu":
-                raise stays_on_device(memory, self._name())
-            traffic.ensure_homes(memory.staying, (Role.GRAD,))
-
-    def _checked(self, parameter: torch.Tensor) -> tuple[Interception, ManagedParameter]:
-        """Raises `ManageError` for one that cannot be updated."""
-        found = registry.of_parameter(parameter)
-        if found is None and (added := registry.added_as(parameter)) is not None:
-            raise ManageError(
-                f"{self._name()} got {added}, which was added to its model after hetmem.manage: call "
-                f"hetmem.release(model) and hetmem.manage(model, …) again, or use torch's for this one"
-            )
-        if found is None:
-            raise ManageError(
-                f"{self._name()} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "
-                f"hetmem.manage(model, …) before making the optimizer, or use torch's for this one"
-            )
-        if not parameter.dtype.is_floating_point:
-            raise ManageError(f"{self._name()} cannot update {found[1].name} of dtype {parameter.dtype}")
-        return found
+            reserve_homes(self, interception, chunks, self._name())
 
     def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
         """`parameter` and what `group` has it keep, which has homes now."""

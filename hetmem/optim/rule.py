@@ -21,20 +21,6 @@ class HalfComputedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Left:
-    """Tasks of an update that have failed, where others have changed what is updated. `places`: theirs among all tasks;
-    empty: there are none. `ruined`: one of them cannot run again."""
-
-    places: list[int] = field(default_factory=list)
-    ruined: bool = False
-
-    def clear(self) -> None:
-        """There are none."""
-        self.places.clear()
-        self.ruined = False
-
-
-@dataclass(slots=True, eq=False)
 class ParameterUpdate:
     """One parameter's share of a step: 1-D tensors of one length, in the order of the parameter's memory.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,14 +17,14 @@ import torch
 
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradients import has_hooks_of_the_user
-from hetmem.engine.runtime import Runtime
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
-from hetmem.optim.device_gradients import KeptGradients
-from hetmem.optim.gradient_counts import Arrivals
+from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
+from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
+    Arrivals,
     MutationCheck,
     came_late,
     changed,
@@ -34,11 +33,9 @@ from hetmem.optim.mutation_check import (
     other_factor,
     updated_already,
 )
-from hetmem.optim.overlap import Gradients, Overlap, advice
-from hetmem.optim.owners import SteppingOptimizer, ends_with_its_optimizer, owners_of
-from hetmem.optim.progress import Progress, Sums, on_host
+from hetmem.optim.options import Gradients, Overlap, advice
+from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer, owners_of
 from hetmem.optim.update_pass import Members, Passes
-from hetmem.optim.update_placement import UpdatePlaces
 from hetmem.optim.update_queue import Updates
 from hetmem.optim.whole_step import WholeUpdate
 
@@ -53,21 +50,21 @@ class Stepper:
     def __init__(self, optimizer: SteppingOptimizer, interception: Interception, workers: WorkerPool) -> None:
         self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
         self._interception, self.owners = interception, owners_of(interception)
-        self._runtime = interception.runtime
+        self.runtime = interception.runtime
         self._kept = KeptGradients(interception.gradients)
-        self._updates = Updates(self._runtime, workers, self._kept)
+        self._updates = Updates(self.runtime, workers, self._kept)
         self._places = UpdatePlaces(
-            self._runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
+            self.runtime, optimizer.rule, self._updates.streamed, interception.gradients, optimizer.gradients
         )
         self._passes = Passes(optimizer, interception, self._places, self._kept)
         self._groups: dict[int, dict[str, Any]] = {}
-        self._arrivals = Arrivals(sees_all=self._runtime.memory.streams)
-        self._progress: dict[Chunk, Progress] = {}
-        self._mutations = MutationCheck(self._passes, self._runtime.writes)
-        self._runtime.writes.home_copies.compare_on(workers)
+        self._arrivals = Arrivals(sees_all=self.runtime.memory.streams)
+        self._progress: dict[Chunk, ChunkUpdate] = {}
+        self._mutations = MutationCheck(self._passes, self.runtime.writes)
+        self.runtime.writes.home_copies.compare_on(workers)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
-        self._runtime.traffic.executor.workers.add(self._updates)
+        self.runtime.traffic.executor.workers.add(self._updates)
         interception.gradients.listeners.add(self)
 
     @property
@@ -81,29 +78,26 @@ class Stepper:
 
     @property
     def begins_early(self) -> bool:
-        """See `GradientListener`."""
         return self._optimizer.overlap is not Overlap.OFF
 
     @property
     def is_to_be_told(self) -> bool:
-        """See `GradientListener`."""
         return bool(self._progress) or self.begins_early or self._optimizer.gradients is Gradients.STREAMED
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """See `GradientListener`."""
         self._arrivals.expect(managed, arrivals)
 
     def coming(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
-        progress = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
-        if progress is not None and self.failed:
-            self._refuse_halves()
+        self.refuse_ruined()
+        update = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
+        if update is not None and self.failed:
             self.forget()  # the step that failed is not tried again
-        elif progress is not None and progress.begun:
+        elif update is not None and update.begun:
             raise came_late(managed, self._optimizer, self._progress.values())
-        elif progress is not None:
-            self._drop(managed.chunk)  # its norm is of less than all
-        self._runtime.traffic.wait_for_update(managed.chunk)
+        elif update is not None:
+            del self._progress[managed.chunk]  # its norm is of less than all
+        self.runtime.traffic.wait_for_update(managed.chunk)
 
     def arrived(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is on its way home: perhaps the last one that its chunk waited for."""
@@ -118,77 +112,68 @@ class Stepper:
         self._updates.pump()
 
     def lost(self, chunk: Chunk) -> None:
-        """See `GradientListener`. What is queued of `chunk` waits for its gradients, and nothing of it is begun."""
+        """What is queued of `chunk` waits for its gradients, and nothing of it is begun."""
         self._updates.forget(chunk)
-        self._drop(chunk)
+        self._progress.pop(chunk, None)
 
     def backward_over(self) -> None:
         """End a backward. Used-up streamed gradients raise when they are read; a clip of the other gradients alone is
         refused in the step, by its wrong norm."""
-        begun = [progress for progress in self._progress.values() if progress.begun]
-        chunks = {progress.chunk for progress in begun}
+        begun = [update for update in self._progress.values() if update.begun]
+        chunks = {update.chunk for update in begun}
         for chunk in self._kept.chunks:
             if chunk not in chunks:
                 self._kept.bring_home(chunk)  # the user finds them where parameters are
-        for progress in begun:
-            self._passes.see_what_is_left(progress)
+        for update in begun:
+            self._passes.see_what_is_left(update)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
             self._mutations.see(self._waiting(chunks))
-            with self._runtime.unwatched(), torch.no_grad():
+            with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.show(begun)
 
     def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
-        """See `GradientListener`."""
         if chunk in self._progress:
             self._mutations.show_more(parameters)
 
     def _waiting(self, begun: Collection[Chunk]) -> Iterator[tuple[ManagedParameter, dict[str, Any], int]]:
         """See `MutationCheck.see`: those in chunks that are not in `begun`."""
-        for managed in self._runtime.parameters:
+        for managed in self.runtime.parameters:
             group = self._groups.get(id(managed.parameter))
             if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
                 yield managed, group, self._arrivals.of(managed)
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
-        """See `GradientListener`."""
         return self._places.place_on_device(chunk)
 
     def used_again(self, managed: ManagedParameter) -> None:
         """An operator before the end of the step uses `managed`, which may be updated already."""
-        progress = self._progress.get(managed.chunk)
-        if progress is not None and progress.begun and not self.failed:
+        update = self._progress.get(managed.chunk)
+        if update is not None and update.begun and not self.failed:
             raise RuntimeError(
                 f"{managed.name} is used again, by a recomputation within backward or a forward before step(), after "
                 f"its update had begun (overlap={self._optimizer.overlap.value!r}), as all its gradients had arrived: "
                 f"call step() before (to leave it out, or after a backward that did not end, forget_step() and "
-                f"zero_grad()), or {advice(self._optimizer)}. {GOES_THROUGH}. "
+                f"zero_grad()), or {advice(self._optimizer.gradients)}. {GOES_THROUGH}. "
                 f"{updated_already(self._progress.values())}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------
 
     def updates_on_device(self) -> set[int]:
-        """See `GradientListener`."""
         return self._places.same_on_device(self._optimizer.groups_by_parameter())
 
     def settle(self) -> None:
-        """See `GradientListener`."""
         self.synchronize()
 
     def give_device_back(self) -> None:
-        """See `GradientListener`."""
         self._updates.streamed.give_slots_back()
 
     def may_move(self, chunk: Chunk) -> bool:
-        """See `GradientListener`."""
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
-        progress = self._progress.get(chunk)
         self._passes.notice_states(chunk)
-        bound = progress is not None and bool(progress.left.places)
-        return not bound and not self._optimizer.states.held(chunk)
+        return not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
-        """See `GradientListener`."""
         self._optimizer.states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
@@ -202,37 +187,39 @@ class Stepper:
         )
 
     def _begin_early(self, chunk: Chunk) -> None:
-        self._runtime.writes.notice_counted(chunk)  # what comes after this is refused
+        self.runtime.writes.notice_counted(chunk)  # what comes after this is refused
         members = [
             (m, self._groups[id(m.parameter)])
             for m in chunk.parameters
             if id(m.parameter) in self._groups and m.parameter.grad is not None
         ]
-        progress = self._progress[chunk] = Progress(chunk, self._passes.parts(chunk, members), self._optimizer)
+        update = self._progress[chunk] = ChunkUpdate(chunk, self._passes.parts(chunk, members), self._optimizer)
         self._passes.notice_states(chunk)
         if self._optimizer.needs_all_gradients:
-            self._add_sums(progress)
+            self._add_sums(update)
         else:
-            self._add_update(progress, 1.0)
+            self._add_update(update, 1.0)
 
     # ---- within a step -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
+        self.refuse_ruined()
         self._interception.refuse_a_fork("a step")
         self._interception.refuse_a_capture("a step")
         self._interception.reset()
         self._interception.segments.begin_step()
         self._refuse_edits()
-        self._mutations.show_no_more(progress for progress in self._progress.values() if progress.begun)
-        waiting = [chunk for chunk in self._runtime.chunks if not self._has_begun(chunk)]
-        self._runtime.traffic.forget_read_ahead(waiting)
-        self._runtime.writes.look_ahead(self._runtime.chunks)
-        self._passes.look_at(part for progress in self._progress.values() for part in progress.parts)
+        self._mutations.show_no_more(update for update in self._progress.values() if update.begun)
+        begun = {update.chunk for update in self._progress.values() if update.begun}
+        waiting = [chunk for chunk in self.runtime.chunks if chunk not in begun]
+        self.runtime.traffic.forget_read_ahead(waiting)
+        self.runtime.writes.look_ahead(self.runtime.chunks)
+        self._passes.look_at(part for update in self._progress.values() for part in update.parts)
         with self._remembering_a_failure():
-            self._runtime.writes.wait_for_staged_gradients(self._runtime.chunks)
-            for progress in self._progress.values():
-                self._passes.notice_before(progress)
+            self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
+            for update in self._progress.values():
+                self._passes.notice_before(update)
             if not self._trails:
                 self._carry_out()
         self._places.choose(self._optimizer.groups_by_parameter)
@@ -243,13 +230,9 @@ class Stepper:
         optimizer = self._optimizer
         if not self.begins_early or optimizer.needs_all_gradients or self._arrivals.learned or self._progress:
             return
-        for managed in self._runtime.writes.edited_gradients():
+        for managed in self.runtime.writes.edited_gradients():
             if id(managed.parameter) in self._groups and not has_hooks_of_the_user(managed.parameter):
                 raise edits_gradients(managed, optimizer)
-
-    def _has_begun(self, chunk: Chunk) -> bool:
-        progress = self._progress.get(chunk)
-        return progress is not None and progress.begun
 
     def own(self, stepped: Iterable[ManagedParameter]) -> None:
         """`stepped` are this optimizer's. Raises RuntimeError if another one has updated any of them in a backward."""
@@ -269,114 +252,91 @@ class Stepper:
     @property
     def updates_whole(self) -> bool:
         """Whether the model is whole on the device, and a step is updated at once, with nothing begun before it."""
-        memory = self._runtime.memory
+        memory = self.runtime.memory
         early = self.begins_early and memory.streams
         return memory.resident and not (early or self.failed or self._progress)
 
-    @property
-    def runtime(self) -> Runtime:
-        """Of the model."""
-        return self._runtime
-
     def begun(self) -> Iterable[ManagedParameter]:
-        """See `GradientListener`."""
-        return (part.managed for progress in self._progress.values() if progress.begun for part in progress.parts)
+        updates = {*self._progress.values(), self._passes.ruined}
+        return (part.managed for update in updates if update and update.begun for part in update.parts)
 
     def square_sums(self, chunks: Work) -> list[Sums]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
         with self._remembering_a_failure():
-            self._check_mutations()
-            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
-            for progress in wanted:
-                if not (progress.sums or progress.summing):
-                    self._add_sums(progress)
+            wanted = self._wanted(chunks)
+            for update in wanted:
+                if not (update.sums or update.summing):
+                    self._add_sums(update)
             self._carry_out()
-        return on_host([sums for progress in wanted for sums in progress.sums])
+        return on_host([sums for update in wanted for sums in update.sums])
 
     def update(self, chunks: Work, grad_scale: float) -> None:
         """Update `chunks`; gradients count `grad_scale` times."""
         with self._remembering_a_failure():
-            self._check_mutations()
-            wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
-            for progress in wanted:
-                if progress.begun and progress.scale != grad_scale:
-                    raise other_factor(progress)
-                if progress.left.ruined:
-                    raise half_updated(progress)
-                self._take_states(progress)
-            for progress in wanted:
-                if not progress.begun or progress.left.places:
-                    self._add_update(progress, grad_scale)
+            wanted = self._wanted(chunks)
+            for update in wanted:
+                if update.begun and update.scale != grad_scale:
+                    raise other_factor(update)
+                self._take_states(update)
+            for update in wanted:
+                if not update.begun:
+                    self._add_update(update, grad_scale)
                 if not self._trails:  # else what the next forward uses first has its turn first
                     self._updates.pump()
             if self._trails:
                 self._updates.pump()
-                for progress in self._progress.values():
-                    progress.use_up_gradients()  # behind all that may fail: a step that is repeated needs them
+                for update in self._progress.values():
+                    update.use_up_gradients()  # behind all that may fail: a step that is repeated needs them
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 
     def skip(self) -> None:
         """Make no update. Raises RuntimeError where one has begun."""
-        for progress in self._progress.values():
-            if progress.begun:
-                raise other_factor(progress)
+        for update in self._progress.values():
+            if update.begun:
+                raise other_factor(update)
 
     def end(self, *, updated: bool) -> None:
         """The step is over for all models of the optimizer: nobody will try it again."""
         self._updates.owe()  # what trails and fails from here on is nobody's to repeat
         if updated:
-            with self._runtime.unwatched(), torch.no_grad():
+            with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.leave(self._progress.values())
-        self._end()
-        self._runtime.statistics.steps += updated
-        self._runtime.after_step()
+        self.forget()
+        self.runtime.statistics.steps += updated
+        self.runtime.after_step()
         if self._trails:
-            self._runtime.trailing.begin()
+            self.runtime.trailing.begin()
 
     def synchronize(self) -> None:
         """Everything is done and at home, also on NVMe."""
-        self._carry_out(home for chunk in self._runtime.chunks for home in chunk.homes.values())
-        self._runtime.trailing.look_again()
+        self._carry_out(home for chunk in self.runtime.chunks for home in chunk.homes.values())
+        self.runtime.trailing.look_again()
 
     def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
         """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""
         self._interception.share.before_reserving(chunk, set(roles))
-        self._runtime.traffic.ensure_homes([chunk], roles)
+        self.runtime.traffic.ensure_homes([chunk], roles)
 
     @property
     def half_stepped(self) -> bool:
         """Whether a step has begun to change weights and has not ended."""
-        return any(progress.begun for progress in self._progress.values())
+        return self._passes.ruined is not None or any(update.begun for update in self._progress.values())
 
-    def finish_halves(self) -> None:
-        """No chunk is half updated. Raises RuntimeError where its gradients are not there any more."""
-        halves = [progress for progress in self._progress.values() if progress.left.places]
-        for progress in halves:
-            if progress.left.ruined or not all(part.unwritten for part in progress.parts):
-                raise half_updated(progress)
-            self._add_update(progress, progress.scale)
-        with self._remembering_a_failure():
-            self._carry_out()
-
-    def _refuse_halves(self) -> None:
-        for progress in self._progress.values():
-            if progress.left.places:
-                raise half_updated(progress)
-
-    def forget(self) -> None:
-        """What was done belongs to a step that is not tried again."""
-        self._end()
+    def refuse_ruined(self) -> None:
+        """Raise RuntimeError if an update has failed half-way."""
+        if self._passes.ruined is not None:
+            raise half_updated(self._passes.ruined)
 
     @property
     def _trails(self) -> bool:
         """Whether updates go on after the step."""
-        return self._optimizer.overlap is Overlap.FORWARD and self._runtime.memory.streams
+        return self._optimizer.overlap is Overlap.FORWARD and self.runtime.memory.streams
 
     def _carry_out(self, homes: Iterable[Home] = ()) -> None:
         """All that is queued is computed, and `homes` are written. Other states are at home after `synchronize`."""
         self._updates.finish()
-        self._runtime.traffic.wait_until_written(homes)
+        self.runtime.traffic.wait_until_written(homes)
 
     @contextmanager
     def _remembering_a_failure(self) -> Iterator[None]:
@@ -388,60 +348,54 @@ class Stepper:
             self._updates.cancel()
             raise
 
-    def _end(self) -> None:
-        self.failed = False
+    def forget(self) -> None:
+        """End a step that is over, or is not tried again."""
+        self.failed, self._passes.ruined = False, None
         self._mutations.forget()
-        for chunk in list(self._progress):
-            self._drop(chunk)
-        self._arrivals.end_step(sees_all=self._runtime.memory.streams)  # on the device they are autograd's own
+        self._progress.clear()
+        self._arrivals.end_step(sees_all=self.runtime.memory.streams)  # on the device they are autograd's own
 
-    def _drop(self, chunk: Chunk) -> None:
-        """Nothing that was prepared for `chunk` counts."""
-        self._progress.pop(chunk, None)
+    def _wanted(self, chunks: Work) -> list[ChunkUpdate]:
+        """The updates of `chunks`, in their order, once nothing that was updated in the backward has changed since."""
+        self._mutations.check([update for update in self._progress.values() if update.begun], self._optimizer)
+        return [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
 
-    def _current(self, chunk: Chunk, members: Members) -> Progress:
+    def _current(self, chunk: Chunk, members: Members) -> ChunkUpdate:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
         parts = self._passes.parts(chunk, members)
-        progress = self._progress.get(chunk)
-        if progress is not None and self.failed and not progress.of(parts):
-            self._refuse_halves()
+        update = self._progress.get(chunk)
+        if update is not None and self.failed and not update.of(parts):
             self.forget()  # the step that failed is not tried again
-            progress = None
-        untouched = progress is not None and progress.of(parts)
-        if progress is not None and untouched and not progress.begun:
-            untouched = self._passes.unscaled(progress.parts)
-        if progress is None or not (progress.begun or untouched):
+            update = None
+        untouched = update is not None and update.of(parts)
+        if update is not None and untouched and not update.begun:
+            untouched = self._passes.unscaled(update.parts)
+        if update is None or not (update.begun or untouched):
             self._passes.notice(chunk)
-            self._drop(chunk)
-            progress = self._progress[chunk] = Progress(chunk, parts, self._optimizer)
+            update = self._progress[chunk] = ChunkUpdate(chunk, parts, self._optimizer)
         elif not untouched:
-            raise changed(progress.parts, self._optimizer, self._progress.values())
-        return progress
-
-    def _check_mutations(self) -> None:
-        self._mutations.check([progress for progress in self._progress.values() if progress.begun], self._optimizer)
+            raise changed(update.parts, self._optimizer, self._progress.values())
+        return update
 
     # ---- jobs --------------------------------------------------------------------------------------------------
 
-    def _summed(self, progress: Progress, done: bool) -> None:
-        progress.summing = False
-        if not done:
-            progress.sums = []
+    def _add_sums(self, update: ChunkUpdate) -> None:
+        self._passes.begin_sums(update)
+        self._updates.add(update)
 
-    def _add_sums(self, progress: Progress) -> None:
-        self._updates.add(self._passes.sums_job(progress, partial(self._summed, progress)))
-        progress.summing = True
-
-    def _take_states(self, progress: Progress) -> None:
-        for part in progress.parts:
+    def _take_states(self, update: ChunkUpdate) -> None:
+        for part in update.parts:
             self.owners.take_states(part.managed, part.roles, self._optimizer)
 
-    def _add_update(self, progress: Progress, grad_scale: float) -> None:
-        self._runtime.traffic.wait_for_update(progress.chunk)  # another optimizer's, which may make states beside these
-        self._take_states(progress)
-        self.ensure_homes(progress.chunk, progress.roles)
+    def _add_update(self, update: ChunkUpdate, grad_scale: float) -> None:
+        if update.summing:
+            self._updates.finish()
+        self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, which may make states beside these
+        self._take_states(update)
+        self.ensure_homes(update.chunk, update.roles)
         try:
-            self._updates.add(self._passes.update_job(progress, grad_scale))
+            self._passes.begin_update(update, grad_scale)
+            self._updates.add(update)
         except BaseException:
-            progress.begun, progress.kept = bool(progress.left.places), False  # nothing of it is queued
+            update.begun = update.kept = False  # nothing of it is queued
             raise

@@ -6,8 +6,7 @@ It knows what a pass reads and writes, and nothing of when: jobs are made here a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,21 +17,19 @@ from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
-from hetmem.optim.device_gradients import KeptGradients
-from hetmem.optim.overlap import Gradients, Overlap
-from hetmem.optim.owners import SteppingOptimizer
-from hetmem.optim.progress import (
-    Job,
+from hetmem.optim.chunk_update import (
+    ChunkUpdate,
+    DeviceWork,
     Opened,
     Part,
-    Progress,
     Sums,
-    Update,
     frozen,
     refuse_sparse,
 )
+from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
+from hetmem.optim.options import Gradients, Overlap
 from hetmem.optim.rule import ParameterUpdate, Streamable
-from hetmem.optim.update_placement import UpdatePlaces
+from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
 
@@ -53,10 +50,12 @@ class Passes:
         self._made_by, self._interception = weakref.ref(optimizer), interception
         self._places, self._kept = places, kept
         self._runtime = interception.runtime
+        self.ruined: ChunkUpdate | None = None
+        """What has failed half-way: no step goes on from there."""
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
-        """It lives as long as any `Progress` of it."""
+        """It lives as long as any `ChunkUpdate` of it."""
         optimizer = self._made_by()
         assert optimizer is not None
         return optimizer
@@ -77,52 +76,41 @@ class Passes:
             found.append(Part(managed, *said[id(group)], gradient, is_home_gradient(managed), gradient._version))
         return found
 
-    def _flat_gradient(self, part: Part, opened: Opened) -> torch.Tensor:
-        """The gradient in the order in which the parameter's elements lie in memory."""
-        managed, gradient = part.managed, part.gradient
-        if part.at_home and Role.GRAD in opened:
-            return managed.part(opened[Role.GRAD])
-        if gradient.stride() == managed.stride and gradient.dtype == managed.chunk.dtype:
-            return torch.as_strided(gradient, (managed.numel,), (1,), gradient.storage_offset())
-        ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
-        ordered.as_strided(managed.shape, managed.stride).copy_(gradient)
-        return ordered
-
-    def _see_gradients(self, progress: Progress, job: Job) -> None:
+    def _see_gradients(self, update: ChunkUpdate) -> None:
         """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
-        if progress.kept:  # which counted its versions as it arrived, and has no sample that nobody waits for
+        if update.kept:  # which counted its versions as it arrived, and has no sample that nobody waits for
             return
-        self._notice_disturbance(progress, job.opened)
-        for part in progress.parts if self._optimizer.overlap is not Overlap.OFF else ():
+        self._notice_disturbance(update, update.opened)
+        for part in update.parts if self._optimizer.overlap is not Overlap.OFF else ():
             part.version = part.gradient._version
-            part.sample = sample_of(self._flat_gradient(part, job.opened))
+            part.sample = sample_of(part.flat_gradient(update.opened))
 
-    def see_what_is_left(self, progress: Progress) -> None:
-        """The backward is over: the user finds gradients that the update of `progress` has still to read. All have
+    def see_what_is_left(self, update: ChunkUpdate) -> None:
+        """The backward is over: the user finds gradients that the update of `update` has still to read. All have
         arrived, which counts a version."""
-        for part in progress.parts:
+        for part in update.parts:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
-                if self._optimizer.gradients is Gradients.STREAMED and not progress.kept:
+                if self._optimizer.gradients is Gradients.STREAMED and not update.kept:
                     self.seen(part)
 
     def seen(self, part: Part) -> Part:
         """`part`, with a sample of its gradient as it is now."""
-        part.sample = sample_of(self._flat_gradient(part, {}))
+        part.sample = sample_of(part.flat_gradient({}))
         return part
 
     def as_seen(self, part: Part) -> bool:
         """Whether nobody has written to the gradient of `part` since."""
         return part.version == part.gradient._version and self.unscaled([part])
 
-    def _notice_disturbance(self, progress: Progress, opened: Opened) -> None:
-        """Whether streamed gradients of `progress` that were seen are as they were."""
+    def _notice_disturbance(self, update: ChunkUpdate, opened: Opened) -> None:
+        """Whether streamed gradients of `update` that were seen are as they were."""
         if self._optimizer.gradients is not Gradients.STREAMED or self._interception.segments.in_backward:
             return
-        for part in progress.parts:
+        for part in update.parts:
             if part.sample is not None and part.managed.parameter.grad is part.gradient:
-                (same,) = as_sampled([(part.sample, self._flat_gradient(part, opened))])
-                progress.disturbed |= not same or part.version != part.gradient._version
+                (same,) = as_sampled([(part.sample, part.flat_gradient(opened))])
+                update.disturbed |= not same or part.version != part.gradient._version
 
     def look_at(self, parts: Iterable[Part]) -> None:
         """Begin to read what `unscaled` looks at, where it lies on NVMe, and look there, where it is on the device: one
@@ -134,7 +122,7 @@ class Passes:
                 continue
             at = part.sample[0]
             if isinstance(at, torch.Tensor):
-                there.append((part, (part.sample, self._flat_gradient(part, {}))))
+                there.append((part, (part.sample, part.flat_gradient({}))))
             else:
                 part.look = self._look_on_disk(part, at)
         for (part, _), same in zip(there, as_sampled([sample for _, sample in there]), strict=True):
@@ -156,7 +144,7 @@ class Passes:
                 if part.look is False:
                     return False
             elif part.look is None:
-                asked.append((part.sample, self._flat_gradient(part, {})))
+                asked.append((part.sample, part.flat_gradient({})))
             else:
                 bits = part.sample[1]
                 assert isinstance(bits, bytes)
@@ -179,13 +167,13 @@ class Passes:
                 writes.by_user(managed)
         self.notice_states(chunk)
 
-    def notice_before(self, progress: Progress) -> None:
-        """A step begins. What a pass of `progress` will read, and has not, it may find in staging, and it has seen
+    def notice_before(self, update: ChunkUpdate) -> None:
+        """A step begins. What a pass of `update` will read, and has not, it may find in staging, and it has seen
         nothing that could be compared with the home later."""
-        if not progress.begun:  # else `MutationCheck` sees it
-            self.notice_written(progress.chunk)
-        if not progress.kept and any(part.sample is None for part in progress.parts):
-            self._runtime.writes.honour_written_gradients(progress.chunk)
+        if not update.begun:  # else `MutationCheck` sees it
+            self.notice_written(update.chunk)
+        if not update.kept and any(part.sample is None for part in update.parts):
+            self._runtime.writes.honour_written_gradients(update.chunk)
 
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""
@@ -194,146 +182,136 @@ class Passes:
 
     # ---- squares -----------------------------------------------------------------------------------------------
 
-    def sums_job(self, progress: Progress, done: Callable[[bool], None]) -> Job:
-        """Return the job that sums up squares of the gradients of `progress`."""
-        roles = {Role.GRAD: True} if any(part.at_home for part in progress.parts) else {}
-        return Job(progress.chunk, roles, partial(self._sum_tasks, progress), done, writes=False)
+    def begin_sums(self, update: ChunkUpdate) -> None:
+        """Make `update` a pass that sums up the squares of its gradients."""
+        update.needs = {Role.GRAD: True} if any(part.at_home for part in update.parts) else {}
+        update.tasks, update.done, update.on_device = self._sum_tasks, self._summed, None
+        update.writes, update.summing = False, True
 
-    def _sum_tasks(self, progress: Progress, job: Job) -> list[Task]:
-        self._see_gradients(progress, job)
+    def _sum_tasks(self, update: ChunkUpdate) -> list[Task]:
+        self._see_gradients(update)
         tasks: list[Task] = []
-        progress.sums = []
-        for part in progress.parts:
-            gradient = self._flat_gradient(part, job.opened)
+        update.sums = []
+        for part in update.parts:
+            gradient = part.flat_gradient(update.opened)
             sums: Sums | torch.Tensor
             if gradient.device.type == "cpu":
                 more, sums = square_sum_tasks(gradient)
                 tasks += more
             else:
                 sums = square_sums_on_device(gradient)  # read in `on_host`
-            progress.sums.append(sums)
+            update.sums.append(sums)
         return tasks
+
+    @staticmethod
+    def _summed(update: ChunkUpdate, done: bool) -> None:
+        update.summing = False
+        if not done:
+            update.sums = []
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
-    def update_job(self, progress: Progress, grad_scale: float) -> Job:
-        """Update the parts of `progress`, whose states have homes; gradients count `grad_scale` times."""
-        chunk, parts = progress.chunk, progress.parts
-        needed = {Role.PARAM: True}
+    def begin_update(self, update: ChunkUpdate, grad_scale: float) -> None:
+        """Make `update`, whose states have homes, the pass that updates; gradients count `grad_scale` times."""
+        chunk, parts = update.chunk, update.parts
+        update.needs = {Role.PARAM: True}
         if Role.COMPUTE in chunk.homes:
-            needed[Role.COMPUTE] = len(parts) < len(chunk.parameters) or bool(progress.left.places)
-        needed |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
-        needed |= {role: chunk.homes[role].written for role in progress.roles}
-        progress.begun, progress.scale = True, grad_scale
-        tasks, done = partial(self._update_tasks, progress), partial(self._updated, progress)
-        if not progress.left.places:  # what others have begun they finish
-            progress.way = self._places.way_of(progress)
-        if progress.way is Way.STREAMED:
-            progress.kept |= self._kept.holds(chunk)
-            streamed, left = partial(self._streamed, progress), progress.left
-            return Job(chunk, needed, tasks, done, writes=True, left=left, streamed=streamed)
+            update.needs[Role.COMPUTE] = len(parts) < len(chunk.parameters)
+        update.needs |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
+        update.needs |= {role: chunk.homes[role].written for role in update.roles}
+        update.tasks, update.done, update.on_device = self._update_tasks, self._updated, None
+        update.begun, update.scale, update.writes = True, grad_scale, True
+        update.way, update.keeps_copy = self._places.way_of(update), False
+        if update.way is Way.STREAMED:
+            update.kept |= self._kept.holds(chunk)
+            update.on_device = self._device_work
+            return
         if self._kept.holds(chunk):
             self._kept.bring_home(chunk)
-        return Job(chunk, needed, tasks, done, writes=True, keeps_copy=self._writes_copy(progress), left=progress.left)
+        update.keeps_copy = self._writes_copy(update)
 
-    def _streamed(self, progress: Progress, job: Job) -> Update:
-        """What the device is to do."""
-        self._see_gradients(progress, job)
+    def _device_work(self, update: ChunkUpdate) -> DeviceWork:
+        self._see_gradients(update)
         rule = self._optimizer.rule
         assert isinstance(rule, Streamable)
-        there, parameters = rule.there(self._begin(progress, job)), [part.managed for part in progress.parts]
+        there, parameters = rule.there(self._begin(update)), [part.managed for part in update.parts]
 
         def updated(opened: Opened) -> None:
             there([{role.name: managed.part(flat) for role, flat in opened.items()} for managed in parameters])
 
         return updated
 
-    def _writes_copy(self, progress: Progress) -> bool:
-        """Whether the pass that updates `progress` can write the copy on the device too."""
-        chunk, memory = progress.chunk, self._runtime.memory
-        if chunk.compute_dtype is chunk.dtype or len(progress.parts) < len(chunk.parameters):
+    def _writes_copy(self, update: ChunkUpdate) -> bool:
+        """Whether the pass that makes `update` can write the copy on the device too."""
+        chunk, memory = update.chunk, self._runtime.memory
+        if chunk.compute_dtype is chunk.dtype or len(update.parts) < len(chunk.parameters):
             return False
         if Role.COMPUTE in chunk.homes or memory.device.torch_device.type != "cpu":
             return False
         here = chunk.homes[Role.PARAM].tier is Tier.DEVICE  # else it would not see what the user writes after the step
         return here and not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
 
-    def _begin(self, progress: Progress, job: Job) -> list[ParameterUpdate]:
-        """Everything that can be undone is remembered."""
-        homes = {name for role in progress.roles for name in (role.name, f"{role.name}_scale")}
-        states = [self._optimizer.states.of(part.managed) for part in progress.parts]
-        if progress.left.places:
-            progress.restore_numbers()
-        progress.remember_numbers(states, homes)
-        return [
-            self._update_of(part, state, job, progress.scale)
-            for part, state in zip(progress.parts, states, strict=True)
-        ]
+    def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
+        """Remember everything that can be undone."""
+        homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
+        states = [self._optimizer.states.of(part.managed) for part in update.parts]
+        update.remember_numbers(states, homes)
+        return [self._update_of(part, state, update) for part, state in zip(update.parts, states, strict=True)]
 
-    def _update_tasks(self, progress: Progress, job: Job) -> list[Task]:
-        if progress.way is Way.STREAMED:  # it was left to the host
-            progress.way = Way.HOST
-        self._see_gradients(progress, job)
-        updates = self._begin(progress, job)
-        if job.opened[Role.PARAM].device.type != "cpu":
+    def _update_tasks(self, update: ChunkUpdate) -> list[Task]:
+        if update.way is Way.STREAMED:  # it was left to the host
+            update.way = Way.HOST
+        self._see_gradients(update)
+        updates = self._begin(update)
+        if update.opened[Role.PARAM].device.type != "cpu":
             self._optimizer.rule.on_device(updates, as_host=not self._runtime.memory.resident)
             return []
-        tasks = [task for update in updates for task in self._optimizer.rule.tasks(update)]
-        progress.go_on_with_numbers()
-        return tasks
+        return [task for each in updates for task in self._optimizer.rule.tasks(each)]
 
-    def _update_of(self, part: Part, state: dict[str, Any], job: Job, grad_scale: float) -> ParameterUpdate:
+    def _update_of(self, part: Part, state: dict[str, Any], update: ChunkUpdate) -> ParameterUpdate:
         managed = part.managed
         states: dict[str, torch.Tensor] = {}
         fresh: set[str] = set()
-        copy = job.opened.get(Role.COMPUTE, job.copy)
+        copy = update.opened.get(Role.COMPUTE, update.copy)
         for role in part.roles:
-            parts = managed.parts(role, job.opened[role])
+            parts = managed.parts(role, update.opened[role])
             states |= parts
             if state.get(role.name) is None:
                 fresh |= parts.keys()
-                for part_of_role in parts.values() if not job.left.places else ():
+                for part_of_role in parts.values():
                     part_of_role.zero_()
                 self._optimizer.states.show(managed, role)
         return ParameterUpdate(
             part.group,
             state,
-            managed.part(job.opened[Role.PARAM]),
-            self._flat_gradient(part, job.opened),
+            managed.part(update.opened[Role.PARAM]),
+            part.flat_gradient(update.opened),
             states,
-            grad_scale,
+            update.scale,
             frozenset(fresh),
             self._optimizer.number_of(managed),
             None if copy is None else managed.part(copy),
         )
 
-    def _updated(self, progress: Progress, done: bool) -> None:
-        chunk = progress.chunk
-        if progress.left.places:
-            progress.note_numbers()
-            for role in progress.roles:
-                chunk.homes[role].written = True
-            return
-        if not done:
-            progress.begun = False
-            progress.restore_numbers()
-            progress.kept = False
-        for part in progress.parts:
+    def _updated(self, update: ChunkUpdate, done: bool) -> None:
+        chunk = update.chunk
+        if update.ruined:
+            self.ruined = update
+        elif not done:
+            update.begun = update.kept = False
+            update.restore_numbers()
+        for part in update.parts:
             if not done or not part.roles:
                 self._optimizer.states.forget_empty(part.managed)
         if not done:
             return
-        for role in progress.roles:
+        for role in update.roles:
             chunk.homes[role].written = True
-        self._runtime.statistics.updated_bytes[progress.way] += progress.nbytes
-        self._count_versions(progress)
-        gradients = chunk.homes.get(Role.GRAD)
-        if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
-            self._notice_disturbance(progress, {})
-        self._interception.gradients.retire(chunk, {part.managed for part in progress.parts})
-
-    @staticmethod
-    def _count_versions(progress: Progress) -> None:
-        for part in progress.parts:
+        self._runtime.statistics.updated_bytes[update.way] += update.nbytes
+        for part in update.parts:
             torch.autograd.graph.increment_version(part.managed.parameter)
             part.managed.version += 1
+        gradients = chunk.homes.get(Role.GRAD)
+        if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
+            self._notice_disturbance(update, {})
+        self._interception.gradients.retire(chunk, {part.managed for part in update.parts})

@@ -20,7 +20,7 @@ from hetmem.engine.events import Span
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.memory.tensor_views import address_of
-from hetmem.optim.progress import Sums
+from hetmem.optim.chunk_update import Sums
 from hetmem.schedule.update_split import Way
 
 Tensors = list[torch.Tensor]

@@ -16,7 +16,7 @@ import torch
 from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refuse_budget
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, precision_of
-from hetmem.optim.overlap import Gradients, Overlap, check_gradients, choice
+from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.planner.answer import plan_of
 from hetmem.planner.checks import OPTIONS
 from hetmem.planner.choices import approximations, combined

@@ -277,7 +277,7 @@ def fits(arrangement: Arrangement, workload: Workload, chunk: int) -> bool:
 
 
 def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bool = False) -> Facts:
-    """What the choice of `schedule.update_split` depends on, as `optim.update_placement` sees it."""
+    """What the choice of `schedule.update_split` depends on, as `optim.device_updates` sees it."""
     homes, chunks = arrangement.homes, [chunk.index for chunk in arrangement.ground.chunks]
     fitting = [chunk for chunk in chunks if fits(arrangement, workload, chunk)]
     copy_bytes = 0

@@ -292,7 +292,7 @@ class Rehearsal:
         self._used.clear()
 
     def _choose_streamed(self) -> None:
-        """As `optim.update_placement`."""
+        """As `optim.device_updates`."""
         if self._share is not None and self._notes.knows_a_backward():
             sent_home = self._traffic.device_to_host.load.bytes - self._streamed.sent_home_bytes
             sent_home += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about

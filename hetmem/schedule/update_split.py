@@ -2,7 +2,7 @@
 
 Where updates run, if bytes may go anywhere: shares such that the slowest of all links and memories is done soonest.
 
-Pure: costs in; shares out. A run asks here how much to stream (`optim.update_placement`), and a plan what that would
+Pure: costs in; shares out. A run asks here how much to stream (`optim.device_updates`), and a plan what that would
 bring. What lives on the device is `schedule.update_split`'s: idle memory of the device is filled with homes,
 whatever the shares.
 

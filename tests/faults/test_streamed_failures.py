@@ -182,39 +182,6 @@ def test_what_does_not_get_home_at_all_is_told_of_and_no_step_goes_on_from_there
             optimizer.step()
 
 
-def test_tiles_that_fail_on_the_host_for_want_of_slots_are_finished_by_the_step_that_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job that was the device's has tiles left on the host: those, and no others, are computed again."""
-    expected, found = trained(4, tmp_path, None), trained(4, tmp_path, SLOW_HOST)
-    train(*expected, 1)
-
-    def some_fail(tasks: Callable[..., list[Callable[[], None]]], rule: Any, update: Any) -> list[Callable[[], None]]:
-        return [_fails if update.number % 2 else task for task in tasks(rule, update)]
-
-    def _fails() -> None:
-        raise LinkError("no memory")
-
-    def without_slots(update: Callable[..., None], stepper: Any, *args: Any) -> None:
-        stepper._updates.streamed._closing = True  # as they are while somebody asks for them back
-        try:
-            with testing.around("queue a streamed update", lambda _, updates, job: updates._to_host(job)):
-                update(stepper, *args)
-        finally:
-            stepper._updates.streamed._closing = False
-
-    found[0](*token_batches(1)[0]).backward()
-    with (
-        testing.around("update tasks", some_fail),
-        testing.around("update in the step", without_slots),
-        pytest.raises(LinkError),
-    ):
-        found[1].step()
-    found[1].step()
-    found[1].zero_grad()
-    assert_alike(expected, found)
-
-
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     gc.collect()

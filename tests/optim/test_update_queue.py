@@ -18,7 +18,7 @@ from torch import nn
 import hetmem
 from hetmem.cpu.workers import WorkerPool
 from hetmem.intercept import registry
-from hetmem.optim.progress import Job
+from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.update_queue import Updates
 from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
@@ -71,7 +71,7 @@ class Opened:
         self.most = 0
         opens = Updates._open
 
-        def watched(updates: Updates, job: Job) -> None:
+        def watched(updates: Updates, job: ChunkUpdate) -> None:
             opens(updates, job)
             waiting = [job for job in updates._opening if self._waits(updates, job)]
             self.most = max(self.most, len(updates._opening))
@@ -80,8 +80,8 @@ class Opened:
         monkeypatch.setattr(Updates, "_open", watched)
 
     @staticmethod
-    def _waits(updates: Updates, job: Job) -> bool:
-        homes = [job.chunk.homes[role] for role in job.roles]
+    def _waits(updates: Updates, job: ChunkUpdate) -> bool:
+        homes = [job.chunk.homes[role] for role in job.needs]
         states = [
             updates._runtime.traffic.residency.state(home.block, Tier.HOST)
             for home in homes
@@ -203,10 +203,10 @@ def test_no_update_changes_what_the_disk_is_still_writing(tmp_path: Path, monkey
     disk.fault = late = LateWrite(home.extent.offset, home.extent.offset + home.extent.nbytes)
     waited, written_meanwhile = threading.Event(), []
 
-    def is_open(updates: Updates, job: Job) -> bool:
+    def is_open(updates: Updates, job: ChunkUpdate) -> bool:
         """A job that has to wait for the write is what the write waits for."""
         ready = asked(updates, job)
-        if any(job.chunk.homes[role] is home for role in job.roles) and late.began.is_set():
+        if any(job.chunk.homes[role] is home for role in job.needs) and late.began.is_set():
             writing = not late.may_end.is_set()
             (written_meanwhile.append(writing) if ready else waited.set())
             late.may_end.set()
@@ -228,10 +228,10 @@ def test_what_the_thread_prepares_for_an_update_is_no_time_of_the_workers(monkey
     model = hetmem.manage(torch.nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="4MiB"), device="sim")
     optimizer, real, made = hetmem.AdamW(model.parameters()), Updates.add, []
 
-    def add(self: Updates, job: Job) -> None:
+    def add(self: Updates, job: ChunkUpdate) -> None:
         tasks = job.tasks
 
-        def slow(job: Job) -> list[object]:
+        def slow(job: ChunkUpdate) -> list[object]:
             time.sleep(0.02)
             made.append(time.perf_counter())
             return tasks(job)  # type: ignore[return-value]

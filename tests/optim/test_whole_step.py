@@ -17,7 +17,7 @@ from hetmem.optim.update_pass import Passes
 from hetmem.schedule.trace import Tier
 from tests.engine.harness import assert_same_states, assert_same_weights, loss_of, mlp, pair, precisions, vector_batches
 
-KERNEL, UPDATE_JOB = torch._fused_adamw_, Passes.update_job
+KERNEL, BEGIN_UPDATE = torch._fused_adamw_, Passes.begin_update
 Side = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -139,7 +139,7 @@ def test_it_is_made_once_where_the_step_of_another_model_fails_and_is_repeated(
         left.step()
         if index in (0, 2):  # without states, and with them
             with monkeypatch.context() as patch:
-                patch.setattr(Passes, "update_job", _fails_in_host_memory)
+                patch.setattr(Passes, "begin_update", _fails_in_host_memory)
                 with pytest.raises(torch.OutOfMemoryError):
                     right.step()
         right.step()
@@ -148,7 +148,7 @@ def test_it_is_made_once_where_the_step_of_another_model_fails_and_is_repeated(
         assert_same_weights(plain, managed, f"{index}")
 
 
-def _fails_in_host_memory(passes: Passes, progress: Any, scale: float) -> Any:
-    if progress.chunk.homes[Role.PARAM].tier is Tier.HOST:
+def _fails_in_host_memory(passes: Passes, update: Any, scale: float) -> Any:
+    if update.chunk.homes[Role.PARAM].tier is Tier.HOST:
         raise torch.OutOfMemoryError("none")
-    return UPDATE_JOB(passes, progress, scale)
+    return BEGIN_UPDATE(passes, update, scale)

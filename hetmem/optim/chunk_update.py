@@ -1,11 +1,11 @@
-"""How far a chunk is in a step: which gradients its update was, or will be, made with.
+"""One step's update of one chunk: what it is made with, how far it is, and the pass over its memory that is under way.
 
-It compares and remembers; it starts nothing.
+It remembers and compares; it starts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -20,21 +20,20 @@ from hetmem.engine.param_views import take_gradient
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
-from hetmem.optim.rule import Left
+from hetmem.memory.tensor_views import Memory
 from hetmem.schedule.update_split import Way
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
 
-Update = Callable[[Opened], None]
-"""All of a chunk on the device, on the current stream."""
+DeviceWork = Callable[[Opened], None]
+"""Makes the update of a chunk on the device, on the current stream."""
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A parameter that is to be updated: with which gradient, what its group says at that moment, and the states that
-    this takes."""
+    """A parameter to update: its gradient, the options of its group at that time, and the states that these take."""
 
     managed: ManagedParameter
     group: dict[str, Any]
@@ -44,13 +43,7 @@ class Part:
     version: int
     sample: Sample | None = None
     look: Look | bool | None = None
-    """At the element of `sample` as the step began: read, where that lies on NVMe; whether it is as it was, where that
-    is known on the device."""
-
-    @property
-    def unwritten(self) -> bool:
-        """Whether nobody has written to the gradient in place."""
-        return self.version == self.gradient._version
+    """The element of `sample` as the step began: being read from NVMe, or whether it is unchanged on the device."""
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""
@@ -61,45 +54,82 @@ class Part:
         )
 
     def says(self, group: dict[str, Any]) -> bool:
-        """Whether `group`, but for its parameters, says what the group said."""
+        """Whether `group`, but for its parameters, has the options that this was made with."""
         return len(self.group) == len(group) - ("params" in group) and all(
             key in group and (value is group[key] or _number(value) == _number(group[key]))
             for key, value in self.group.items()
         )
 
+    def flat_gradient(self, opened: Opened) -> torch.Tensor:
+        """Return the gradient in the order in which the parameter's elements lie in memory."""
+        managed, gradient = self.managed, self.gradient
+        if self.at_home and Role.GRAD in opened:
+            return managed.part(opened[Role.GRAD])
+        if gradient.stride() == managed.stride and gradient.dtype == managed.chunk.dtype:
+            return torch.as_strided(gradient, (managed.numel,), (1,), gradient.storage_offset())
+        ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
+        ordered.as_strided(managed.shape, managed.stride).copy_(gradient)
+        return ordered
+
 
 @dataclass(slots=True, eq=False)
-class Progress:
-    """How far a chunk is in the present step. `begun`: its update was queued, with the factor `scale`. `summing`: its
-    sums were, and are not made. `disturbed`: its streamed gradients were written to before they were read. `kept`: they
-    are read on the device, where they arrived. `optimizer`: whose update it is, which must live as long."""
+class ChunkUpdate:
+    """The update of `chunk` with the gradients of `parts`. At most one pass of it is queued or under way: its sums of
+    squares, or the update itself. `tasks` makes the tiles once the roles that it `needs` are open, `done` ends it."""
 
     chunk: Chunk
     parts: list[Part]
     optimizer: object
+    """Must live as long as this."""
+
     sums: list[Sums | torch.Tensor] = field(default_factory=list)
-    begun: bool = False
     summing: bool = False
+    """Whether the sums of squares are queued or under way."""
+    begun: bool = False
+    """Whether the update was queued, with the factor `scale` for its gradients."""
     scale: float = 1.0
     disturbed: bool = False
+    """Whether streamed gradients were written to before they were read."""
     kept: bool = False
-    left: Left = field(default_factory=Left)
-    """Of its update, if that is begun and has failed."""
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    after: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    """What is in `before`, as an update that has tiles `left` has made it."""
-    _homes: Container[str] = ()
+    """Whether gradients are read on the device, where they arrived."""
+    ruined: bool = False
+    """Whether it failed with some of its elements updated and others not: only a checkpoint helps."""
+    owed: bool = False
+    """Whether its step has ended: nothing will ask for it again."""
     way: Way = Way.HOST
-    """Where its update was queued for."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     roles: tuple[Role, ...] = field(init=False)
     """The states of all parts."""
+
+    needs: dict[Role, bool] = field(default_factory=dict)
+    """The roles to open; the value says whether what they hold matters."""
+    tasks: Callable[[ChunkUpdate], list[Task]] = field(init=False)
+    done: Callable[[ChunkUpdate, bool], None] = field(init=False)
+    """Called once at the end of a pass: with False if it failed or was cancelled."""
+    on_device: Callable[[ChunkUpdate], DeviceWork] | None = None
+    """Given where the update is made on the device: what `tasks` is on the host. See `device_updates`."""
+    writes: bool = False
+    """Whether all roles but the gradient change. Until the end nothing fetches the parameters from their home then."""
+    keeps_copy: bool = False
+    """Whether the tiles write the copy on the device too; otherwise it is given up, and fetched again."""
+    had_copy: bool = False
+    opened: Opened = field(default_factory=dict)
+    copy: torch.Tensor | None = None
+    batch: Batch | None = None
+    began: float = 0.0
+
+    slot: Slot | None = None
+    there: Opened = field(default_factory=dict)
+    """What `opened` is, in `slot` on the device. Without gradients once the kernel has read them."""
+    borrowed: Memory | None = None
+    """The place that gradients are brought to; None if they are on the device."""
 
     def __post_init__(self) -> None:
         self.roles = tuple(dict.fromkeys(chain.from_iterable({part.roles: None for part in self.parts})))
 
     @property
     def nbytes(self) -> int:
-        """Of the parameters that it is of."""
+        """Bytes of the parameters that are updated."""
         return sum(part.managed.numel * part.managed.chunk.dtype.itemsize for part in self.parts)
 
     def of(self, parts: list[Part]) -> bool:
@@ -110,69 +140,41 @@ class Progress:
         )
 
     def use_up_gradients(self) -> None:
-        """The update, which trails, reads them: nobody else may find them and write zeros there."""
+        """Take the gradients away, which an update behind the step still reads: a zero_grad must not write to them."""
         for part in self.parts:
             if part.at_home and part.managed.parameter.grad is part.gradient:
                 take_gradient(part.managed.parameter)
 
     def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
-        """Keep what an update changes beside chunks: step counts and the like. Those called `homes` lie in chunks, also
-        where they are one number."""
+        """Keep what an update changes beside chunks: step counts and the like. States called `homes` lie in chunks."""
         self.before = [
             (state, {name: value if name in homes else _copied(value) for name, value in state.items()})
             for state in states
         ]
-        self._homes = homes
 
     def restore_numbers(self) -> None:
         """Undo what the update did to those."""
         for state, before in self.before:
             state.clear()
             state.update(before)
-        if not self.left.places:  # else the update begins again from there
-            self.before = []
-
-    def note_numbers(self) -> None:
-        """An update has failed that has to be finished: what its tiles have made of those so far."""
-        self.after = [
-            (state, {name: _copied(value) for name, value in state.items() if name not in self._homes})
-            for state, _ in self.before
-        ]
-
-    def go_on_with_numbers(self) -> None:
-        """They are what was noted."""
-        for state, after in self.after:
-            state.update({name: _copied(value) for name, value in after.items()})
+        self.before = []
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """Work on `chunk`: `tasks` makes it of `roles` once they are open (the value: whether what they hold matters).
+class Slot:
+    """Memory of the device for one chunk; `marks` are of the compute that last read it."""
 
-    `done` is told once, at the end: True, or False if the job failed or was cancelled. If it `writes`, all roles but
-    the gradient change, and nothing fetches the parameters from their home from `Updates.add` until then; the copy on
-    the device is given up and fetched again, or, if it `keeps_copy`, is written by the tasks too: it is `copy`.
+    memory: Memory
+    nbytes: int
+    marks: list[Any] = field(default_factory=list)
 
-    `left`: written where some tasks failed for good and others have changed homes. A job with the same tasks that is
-    given it does the rest.
-    """
-
-    chunk: Chunk
-    roles: dict[Role, bool]
-    tasks: Callable[[Job], list[Task]]
-    done: Callable[[bool], None]
-    writes: bool
-    keeps_copy: bool = False
-    left: Left = field(default_factory=Left)
-    streamed: Callable[[Job], Update] | None = None
-    """Given where the update is made on the device: what `tasks` is on the host. See `device_updates`."""
-    opened: Opened = field(default_factory=dict)
-    copy: torch.Tensor | None = None
-    had_copy: bool = False
-    batch: Batch | None = None
-    began: float = 0.0
-    owed: bool = False
-    """Whether it is of a step that has ended, so that nobody will ask for it again."""
+    def views(self, chunk: Chunk, roles: Sequence[Role]) -> Opened:
+        """Return flat tensors over `roles` of `chunk`, one behind the other."""
+        found, at = {}, 0
+        for role in roles:
+            found[role] = chunk.over(role, self.memory[at : at + chunk.role_nbytes(role)])
+            at += chunk.role_nbytes(role)
+        return found
 
 
 def _copied(value: Any) -> Any:
