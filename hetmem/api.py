@@ -15,7 +15,7 @@ import torch
 from hetmem.base.config import Budget, refuse_budget, world_size
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, build_memory, move_home, precision_of
-from hetmem.engine.param_views import UsedUp
+from hetmem.engine.param_views import to_host_memory
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, grad_scalers, registry
@@ -303,7 +303,7 @@ def release(module: torch.nn.Module) -> None:
 def _wait_for_what_is_begun(interception: Interception) -> None:
     """Updates that go on after a step, writes, and gradients on their way."""
     interception.before_state_dict()
-    interception.runtime.traffic.pending.quiesce()
+    interception.runtime.traffic.executor.quiesce()
 
 
 def _end(module: torch.nn.Module) -> None:
@@ -313,10 +313,10 @@ def _end(module: torch.nn.Module) -> None:
     runtime = interception.runtime
     try:
         try:
-            runtime.traffic.pending.end_workers()
+            runtime.traffic.executor.end_workers()
             runtime.traffic.wait_for_updates()
         finally:
-            runtime.traffic.pending.quiesce()
+            runtime.traffic.executor.quiesce()
     finally:
         _to_host_memory(module, runtime.parameters)
         runtime.close()
@@ -325,16 +325,7 @@ def _end(module: torch.nn.Module) -> None:
 def _to_host_memory(module: torch.nn.Module, parameters: Iterable[ManagedParameter]) -> None:
     """Weights, gradients and buffers of `module` are ordinary tensors."""
     with torch.no_grad():
-        for managed_parameter in parameters:
-            parameter = managed_parameter.parameter
-            gradient = parameter.grad
-            parameter.grad = None
-            parameter.data = _in_host_memory(parameter.data)
-            if gradient is not None and not isinstance(gradient, UsedUp):
-                parameter.grad = _in_host_memory(gradient)
+        for managed in parameters:
+            to_host_memory(managed)
         for buffer in module.buffers():
             buffer.data = buffer.data.cpu()
-
-
-def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu", copy=True, memory_format=torch.preserve_format)

@@ -44,7 +44,7 @@ POINTS = {
     "step done": "hetmem.engine.runtime:Runtime.after_step",
     "device copy": "hetmem.engine.traffic:Traffic.device_copy",
     "home written": "hetmem.engine.traffic:Traffic.superseded",
-    "write of the user": "hetmem.engine.write_check:Writes._supersede",
+    "write of the user": "hetmem.engine.write_check:WriteCheck._supersede",
     "ask for a role": "hetmem.engine.traffic:Traffic.ask_role",
     "close a role": "hetmem.engine.traffic:Traffic.close_role",
     "begin an update": "hetmem.engine.traffic:Traffic.begin_update",
@@ -71,7 +71,7 @@ POINTS = {
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
     "take a role": "hetmem.engine.traffic:Traffic.asked_role",
-    "is a gradient kept": "hetmem.engine.gradients:is_kept",
+    "is a gradient kept": "hetmem.engine.param_views:is_kept",
     "place of a gradient": "hetmem.optim.device_updates:UpdatePlaces.place_on_device",
     "update in the step": "hetmem.optim.step:Stepper.update",
     "update there": "hetmem.optim.adamw:AdamWRule.there",
@@ -286,11 +286,11 @@ class Inside:
 
     def wait_idle(self) -> None:
         """Wait until no transfer and no job is under way; then raise the first error there was."""
-        self._traffic.pending.quiesce()
+        self._traffic.executor.quiesce()
 
     def busy(self) -> bool:
         """Whether a transfer or a job is under way."""
-        return self._traffic.pending.busy()
+        return self._traffic.executor.busy()
 
     def wait_for_updates(self) -> None:
         """Wait until all updates are over, and parameters and their 16-bit copies written to NVMe."""

@@ -49,6 +49,28 @@ UPWARD = {
     ("hetmem.engine.runtime", "hetmem.intercept.async_params"),
 }
 
+# One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
+WRITERS = {
+    "homes": "hetmem.engine.homes",
+    "data": "hetmem.engine.param_views",
+    "grad": "hetmem.engine.param_views",
+}
+WRITES_TOO = {
+    "data": {
+        "hetmem.api",  # buffers of a model that is released
+        "hetmem.engine.build",  # buffers
+        "hetmem.intercept.module_building",  # a parameter that is not managed yet
+        "hetmem.intercept.saved_tensors",  # a view that was saved
+        "hetmem.memory.chunk",  # a new view of a home
+        "hetmem.optim.states",  # states that the program sees
+        "hetmem.planner.meta_trace",  # a model on the meta device
+    },
+    "grad": {
+        "hetmem.optim.elementwise",  # the parameter of one tile
+        "hetmem.planner.meta_trace",
+    },
+}
+
 # Circles of modules that are left, each until one of its arrows is cut. None.
 CIRCLES: list[list[str]] = []
 
@@ -194,6 +216,30 @@ def takes_a_private_name(module: Module, modules: Mapping[str, Module]) -> Itera
                 yield f"{module.name}:{node.lineno} takes {node.attr} out of {target}"
 
 
+def writes_another_s_fact(module: Module, modules: Mapping[str, Module]) -> Iterator[str]:
+    """One module writes each fact: where homes are, what `.data` of a parameter is, what `.grad` is."""
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                pass
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                targets = [target]
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="homes"), attr="pop" | "setdefault")):
+                targets = [ast.Subscript(value=node.func.value)]
+            case _:
+                continue
+        for target in (one for each in targets for one in getattr(each, "elts", [each])):
+            match target:
+                case ast.Subscript(value=ast.Attribute(attr="homes")):
+                    fact = "homes"
+                case ast.Attribute(attr=fact):
+                    pass
+                case _:
+                    continue
+            if fact in WRITERS and module.name not in (WRITERS[fact], *WRITES_TOO.get(fact, ())):
+                yield f"{module.name}:{node.lineno} writes .{fact}, which is for {WRITERS[fact]}"
+
+
 RULES = (
     has_no_layer,
     points_upward,
@@ -201,6 +247,7 @@ RULES = (
     reads_the_environment,
     imports_what_is_not_shipped,
     takes_a_private_name,
+    writes_another_s_fact,
 )
 
 
@@ -323,6 +370,22 @@ FLAGGED = {
             "if TYPE_CHECKING:\n    from hetmem.report.text import table",
         },
         "hetmem.report.live and hetmem.report.page and hetmem.report.text import each other",
+    ),
+    "a second writer of homes": (
+        {"optim/states.py": "def place(chunk, role, home):\n    chunk.homes[role] = home"},
+        "hetmem.optim.states:2 writes .homes, which is for hetmem.engine.homes",
+    ),
+    "a second writer of homes that takes one out": (
+        {"optim/states.py": "def place(chunk, role):\n    chunk.homes.pop(role)"},
+        "hetmem.optim.states:2 writes .homes, which is for hetmem.engine.homes",
+    ),
+    "a second writer of p.data": (
+        {"engine/runtime.py": "def bind(one, other):\n    one.data, other.home = other.home, None"},
+        "hetmem.engine.runtime:2 writes .data, which is for hetmem.engine.param_views",
+    ),
+    "a second writer of p.grad": (
+        {"engine/runtime.py": "def hide(parameter):\n    parameter.grad = None"},
+        "hetmem.engine.runtime:2 writes .grad, which is for hetmem.engine.param_views",
     ),
     "os.environ": (
         {"memory/nvme_store.py": "import os as system\nhome = system.environ['HOME']"},

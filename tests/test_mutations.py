@@ -129,7 +129,7 @@ MUTATIONS = {
     ),
     "update what somebody waits for in its turn": Mutation(
         "engine/traffic.py",
-        "        if chunk in self.updating:\n            self.pending.hasten(chunk)\n",
+        "        if chunk in self.updating:\n            self.executor.hasten(chunk)\n",
         "",
         "tests/optim/test_trailing.py::test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted",
     ),
@@ -158,9 +158,9 @@ MUTATIONS = {
         "tests/engine/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
-        "engine/gradients.py",
-        "if written or mixed or _staged_differs(runtime, chunk, taken):",
-        "if written or mixed:",
+        "engine/write_check.py",
+        "if written or torn or self._staged_differs(chunk, taken):",
+        "if written or torn:",
         "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works[nvme]",
     ),
     "update twice when a failed step is repeated": Mutation(
@@ -189,14 +189,14 @@ MUTATIONS = {
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "engine/sampling.py",
+        "engine/write_check.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
         "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
     ),
     "keep the copies of weights that the user may have written to after a step": Mutation(
         "engine/write_check.py",
-        "                self._traffic.outdate(chunk)\n",
+        "                traffic.outdate(chunk)\n",
         "                pass\n",
         "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
     ),
@@ -214,8 +214,8 @@ MUTATIONS = {
     ),
     "make no 16-bit copies at home to begin with": Mutation(
         "engine/build.py",
-        "    recast(managed, home)\n    dtype",
-        "    dtype",
+        "        recast(managed, home)\n",
+        "",
         COPIES + "test_a_copy_lies_in_host_memory_beside_its_parameters_or_nowhere",
     ),
     "move a home without what lies there": Mutation(
@@ -250,9 +250,9 @@ MUTATIONS = {
     ),
     "give a slot away although compute still uses a superseded copy there": Mutation(
         "engine/traffic.py",
-        "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0:",
-        "(slot := self._residency.slot_taken(block, Tier.DEVICE)) >= 0"
-        " and self._residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
+        "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:",
+        "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0"
+        " and self.residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
         "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
     ),
     "move homes back while squares of their gradients are summed up": Mutation(

@@ -5,14 +5,13 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
-import functools
-import itertools
+import gc
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from hetmem import torch_private
 from hetmem.base.config import Limits
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import rest_of, stand_in, storage_references
+from hetmem.engine.param_views import reside, storage_references
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
@@ -74,14 +73,26 @@ def specs(parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtyp
     ]
 
 
+HOST_SHARE = 0.6
+"""Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
+
+
+def is_lazy(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` has no shape yet."""
+    return isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
 _OBJECTS_DEEP = 2
-"""So far beyond a module objects are looked into that are neither modules nor containers: a cache, a configuration."""
-_AT_MOST = 100_000
+"""So far from a module's attribute objects are searched for views: a cache, a configuration. Containers are free."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType)
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype, torch.device)
+_AT_MOST = 100_000
 
 
 def refuse_early_views(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise `ManageError` for a view of one of `parameters` that `module`, whose they are, keeps."""
+    """Raise `ManageError` for a view of one of `parameters` that an attribute of `module` leads to: `self.turned =
+    self.weight.T` in an `__init__` would show what the weight was. What others hold (a `state_dict`) computes nothing
+    in the module, and keeps what it shows."""
     of_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         of_storage.setdefault(parameter.untyped_storage()._cdata, []).append(name)
@@ -95,16 +106,12 @@ def refuse_early_views(module: torch.nn.Module, parameters: Mapping[str, torch.n
         if id(tensor) in own or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             continue
         for name in held.get(tensor.untyped_storage()._cdata, ()):
-            if _overlap(tensor, parameters[name]):
+            (start, end), (other_start, other_end) = _span(tensor), _span(parameters[name])
+            if start < other_end and other_start < end:
                 raise ManageError(
                     f"{path} is a view of {name} that was made before hetmem.manage, and would go on showing what the "
                     f"weight is now: make it in forward, where it is needed, or delete it before hetmem.manage"
                 )
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (start, end), (other_start, other_end) = _span(one), _span(other)
-    return start < other_end and other_start < end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -114,70 +121,35 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that `module` leads to, and how."""
-    found: deque[tuple[str, Any, int]] = deque((name, part, 0) for name, part in module.named_modules())
+    """Yield every tensor that an attribute of `module`, or of a module in it, leads to, and the attribute's path."""
+    found: deque[tuple[str, Any, int]] = deque()
+    for prefix, part in module.named_modules():
+        skipped = {getattr(hook, "name", None) for hook in part._forward_pre_hooks.values()}  # torch's spectral_norm
+        skipped |= {"_parameters", "_buffers", "_modules"}
+        attributes = {**vars(part), **part._buffers, **part._parameters}
+        found.extend((f"{prefix}.{name}".lstrip("."), at, 0) for name, at in attributes.items() if name not in skipped)
     seen = {id(part) for part in module.modules()}
     for _ in range(_AT_MOST):
         if not found:
             return
         path, value, deep = found.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
             yield path, value
             continue
         is_object = not isinstance(value, _CONTAINERS)
-        if is_object and deep > _OBJECTS_DEEP:
-            continue
-        for name, part in _parts(value):
-            if not isinstance(part, _LEAVES) and id(part) not in seen:
-                seen.add(id(part))
-                found.append((f"{path}{name}".lstrip("."), part, deep + is_object))
+        if not is_object or deep <= _OBJECTS_DEEP:
+            found.extend((path, part, deep + is_object) for part in _referred_to(value))
 
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What `value` holds, and how it is written behind what leads to `value`."""
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, _CONTAINERS):
-        yield from ((f"[{at}]", part) for at, part in enumerate(value))
-    elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif isinstance(value, MethodType):
-        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
-    elif isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        kept = ((f" (its {name})", cell.cell_contents) for name, cell in cells if _is_full(cell))
-        yield from itertools.chain(kept, ((" (a default)", value.__defaults__), (" (a default)", value.__kwdefaults__)))
-    elif isinstance(value, np.ndarray):
-        yield "", value.base
-    elif isinstance(value, torch.nn.Module):
-        computed = {getattr(hook, "name", None) for hook in value._forward_pre_hooks.values()}  # torch's spectral_norm
-        attributes = {**vars(value), **value._buffers, **value._parameters}
-        yield from ((f".{name}", part) for name, part in attributes.items() if name not in computed | _OF_MODULES)
-    else:
-        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
-
-
-_OF_MODULES = {"_parameters", "_buffers", "_modules"}
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-HOST_SHARE = 0.6
-"""Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
-
-
-def is_lazy(parameter: torch.nn.Parameter) -> bool:
-    """Whether `parameter` has no shape yet."""
-    return isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+def _referred_to(value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        return [value.base]
+    if isinstance(value, FunctionType):  # and none of the globals of its module
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    return gc.get_referents(value)
 
 
 def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -337,14 +309,17 @@ def move_home(memory: Memory, module: torch.nn.Module) -> None:
             parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
         )
         chunk.parameters.append(managed)
-        settle_in(managed, memory.device.torch_device)
+        home = managed.view(Role.PARAM)
+        home.copy_(data)
+        recast(managed, home)
+        reside(managed, home, memory.device.torch_device)
     for buffer, there in buffers:
         buffer.data = there
 
 
 def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Parameters that are parts of one tensor count versions together, and an update of one would look like a write to
-    the others: each gets a counter of its own, unless it has a part in somebody's graph."""
+    the others: each gets a counter of its own, unless it has a part in a graph."""
     of_storage: dict[int, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         of_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
@@ -355,29 +330,6 @@ def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
                 alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
                 with suppress(RuntimeError):
                     torch_private.swap_impl(parameter, alone)
-
-
-def settle_in(managed: ManagedParameter, device: torch.device) -> None:
-    """Move the values of `managed` to its place in its chunk, which is its home from now on."""
-    home = managed.view(Role.PARAM)
-    home.copy_(managed.parameter.data)
-    reside(managed, home, device)
-    gradient = managed.parameter.grad
-    if gradient is not None and gradient.device != home.device:
-        managed.parameter.grad = gradient.to(home.device)
-
-
-def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
-    """`home` holds the values of `managed`, which compute on `device`: make it what `.data` is."""
-    recast(managed, home)
-    dtype = managed.chunk.compute_dtype
-    if managed.stand_in is None and (dtype is not managed.chunk.dtype or device.type != "cpu"):
-        managed.stand_in = stand_in(home, dtype, device)
-    managed.home, managed.rest = home, rest_of(managed, home, device)
-    managed.parameter.data = home
-    managed.version = managed.parameter._version
-    managed.home_references = storage_references(home)
-    managed.home_address = home.data_ptr()
 
 
 def recast(managed: ManagedParameter, home: torch.Tensor) -> None:

@@ -178,7 +178,7 @@ class Shortage:
     def _stays(self) -> str:
         """Why a model that is whole on the device does not leave it, if that is for want of room."""
         memory = self._memory
-        if not memory.resident or memory.may_leave_device:
+        if not memory.resident or memory.has_room_away:
             return ""
         return (
             f"; its homes cannot go to host memory, where they need {format_size(memory.away_bytes)} and "
@@ -247,7 +247,7 @@ class Refusals:
         """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
 
         From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
-        then; nobody can try a part of a backward again, so there this says who holds what, before torch raises.
+        then; a part of a backward cannot be tried again, so there this logs what holds memory, before torch raises.
         """
         memory = self._memory
         chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
@@ -330,8 +330,8 @@ class DeviceRoom:
         """What a GPU must leave beside chunks: the most that was ever seen, so that slots stay where they are, or what
         would have been enough when its allocator refused memory.
 
-        In a segment unlike any before nobody knows what is coming, so chunks keep to a quarter of the device; if they
-        need more than that at once, `widen` takes it.
+        What a segment unlike any before needs is unknown, so chunks keep to a quarter of the device; if they need more
+        than that at once, `widen` takes it.
         """
         return max(self._room_seen, self._guess) if self._tracer.is_unseen else self._room_wanted
 
@@ -382,8 +382,8 @@ class DeviceRoom:
                 self._wait_for_gradients()
 
     def _wait_for_gradients(self) -> None:
-        """More of them may be on their way than in the segment that was measured, and nobody counts what is there now:
-        they leave before there is no room for all of that and for what chunks may take."""
+        """Wait for gradients in flight, of which there may be more than in the segment that was measured, until there
+        is room for them beside what chunks may take."""
         gradients, memory = self._traffic.gradients, self._memory
         if not memory.device.watched or self._tracer.measured:
             return
@@ -439,7 +439,7 @@ class DeviceRoom:
         before = self._limit
         try:
             self._traffic.limit_device(0, before=before)
-            self._traffic.pending.drain()  # where an interrupt or a transfer's error is raised
+            self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
             self._traffic.gradients.wait()  # they are on the device as long as they are on their way
             self._traffic.give_back_free()
         finally:

@@ -23,7 +23,7 @@ from hetmem.base.weak import WeakOnes, weakly
 from hetmem.engine.events import CopyChange, EventLog, Span, Statistics, Transfer
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
-from hetmem.engine.sampling import Exposed, Fingerprints
+from hetmem.engine.sampling import Fingerprints, TornReads
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import Finished, TransferEngine
@@ -35,24 +35,43 @@ from hetmem.schedule.trace import DEVICE, Tier
 _tuple: Any = tuple.__new__
 
 
-class _LetsGo(ContextDecorator):
-    """An error of a transfer holds no variables of the functions that it went through here. Some of those hold the
-    error: such a circle would keep all that is above, the user's tensors too, until garbage is collected; and memory
-    may be what the error is about."""
+class _ClearsFrames(ContextDecorator):
+    """Clears the frames of an error that a transfer raises: some of their variables hold the error, and such a circle
+    would keep all that is above, the program's tensors too, until garbage is collected."""
 
     def __enter__(self) -> None:
-        """Nothing has gone through."""
+        """Clear nothing yet."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if at is not None:
             traceback.clear_frames(at)
 
 
-_LETS_GO = _LetsGo()
+_CLEARS_FRAMES = _ClearsFrames()
+
+
+class Worker(Protocol):
+    """Works on chunks behind everything else, on other threads."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Work on `chunk` first, if at all, as its result is waited for."""
+
+    def give_way(self) -> bool:
+        """Give up memory that is held but not worked with yet; return False if there is none."""
+        ...
+
+    def close(self) -> None:
+        """Finish everything, and end all threads."""
 
 
 class Executor:
-    """The one that tells `engine` to copy, and `residency` what became of it."""
+    """Tells `engine` to copy, and `residency` what became of it; waits for copies, and for jobs, which are no commands.
+
+    Workers go on whenever something has ended.
+    """
 
     def __init__(
         self,
@@ -67,9 +86,10 @@ class Executor:
     ) -> None:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
         self.near: tuple[Chunk, torch.Tensor] | None = None
-        """A chunk of which the device has what its home says, while that is so: a copy there needs no link."""
+        """A chunk with what its home says, as it is on the device now: a copy there needs no link."""
         self.fingerprints = Fingerprints()
-        self.exposed = Exposed(residency, self.chunk_of_block)
+        self.torn_reads = TornReads(residency, self.chunk_of_block)
+        self.workers: WeakOnes[Worker] = WeakOnes()
         self._memory = memory
         self._residency = residency
         self._engine = engine
@@ -78,39 +98,106 @@ class Executor:
         self._events = events
         self._sanitize = sanitize
         self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What is around hetmem's own operators: see `DeviceMonitor.unwatched`."""
+        """See `DeviceMonitor.unwatched`."""
+        self._at_work: Callable[[], set[object] | None] = lambda: None
         self._commands: deque[tuple[Command, bool]] = deque()
         self._executing = False
-        self._expected: dict[int, Callable[[BaseException | None], None]] = {}
+        self._jobs: dict[int, Callable[[BaseException | None], None]] = {}
         self._tags = itertools.count()
         self._fetching: dict[int, Fetch] = {}
         self._compute_marks: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
-        """Marks behind the compute that has made the copies in these slots: a program may go on on another stream."""
+        """By slot, marks behind the compute that made the copy: a program may go on on another stream."""
         engine.observe = partial(_observe, events)
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
-        """What lies in `slot` of the device as a flat tensor of `chunk`'s elements."""
+        """Return `slot` of the device as a flat tensor of `chunk`'s elements."""
         return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
 
     def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
-        """What lies in `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
+        """Return `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
         return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
 
-    @_LETS_GO
+    # ---- jobs and workers --------------------------------------------------------------------------------------
+
+    def expect(self, ended: Callable[[BaseException | None], None]) -> int:
+        """Return a tag for something that begins and is no command, and that waiting for memory may have to wait for:
+        the thread that trains calls `ended`, with its error, once the engine has reported the tag. The engine, which
+        threads and a finalizer hold, never holds `ended`: a dropped model would live until then."""
+        tag = next(self._tags)
+        self._jobs[tag] = ended
+        return tag
+
+    def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
+        """Return what any thread calls at the end of a job, which reports its errors itself; see `expect`."""
+        return self._engine.reporter(self.expect(lambda _: done()))
+
+    def copy_beside(
+        self,
+        link: Link,
+        work: Callable[[], None],
+        nbytes: int,
+        done: Callable[[BaseException | None], None],
+        after: Sequence[Any] = (),
+    ) -> None:
+        """Begin `work`, which moves `nbytes` that are no block's over `link`, behind the marks in `after`; see `expect`
+        for `done`."""
+        self._engine.copy(self.expect(done), link, work, nbytes, after)
+
+    def keep_in(self, at_work: set[object]) -> None:
+        """Let `keep` count as long as `at_work` is held, where the model is: the work of a worker holds the runtime,
+        which must not hold it."""
+        self._at_work = weakref.ref(at_work)
+
+    def keep(self, owner: object) -> None:
+        """Keep `owner`, whose worker has begun something, alive until `forget`, or until the model is dropped."""
+        if (at_work := self._at_work()) is not None:
+            at_work.add(owner)
+
+    def forget(self, owner: object) -> None:
+        """End `keep`: its worker has finished everything."""
+        if (at_work := self._at_work()) is not None:
+            at_work.discard(owner)
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Have workers work on `chunk` first."""
+        for worker in self.workers:
+            worker.hasten(chunk)
+
+    def make_way(self, worker: Worker | None = None) -> bool:
+        """Have one worker, other than `worker`, give memory up; return False if none does."""
+        return any(other.give_way() for other in self.workers if other is not worker)
+
+    def end_workers(self) -> None:
+        """Close all workers."""
+        for worker in list(self.workers):
+            worker.close()
+
+    def pump(self) -> None:
+        """Have all workers go on."""
+        for worker in self.workers:
+            worker.pump()
+
+    # ---- waiting -----------------------------------------------------------------------------------------------
+
+    @_CLEARS_FRAMES
     @HELD_BACK
-    def poll(self) -> bool:
-        """Take note of what has finished meanwhile; whether anything has."""
+    def _note_all(self) -> bool:
         noted = False
         while (finished := self._engine.take(wait=False)) is not None:
             noted = True
             self._note(finished)
         return noted
 
-    @_LETS_GO
+    def poll(self) -> None:
+        """Take note of what has ended meanwhile; workers go on if anything has."""
+        if self._engine.anything_over() and self._note_all():
+            self.pump()
+
+    @_CLEARS_FRAMES
     @HELD_BACK
     def wait_for_one(self) -> None:
-        """Wait until one transfer, or job, has finished. Its error is raised here, with the residency told."""
+        """Wait until one transfer, or job, has ended. Its error is raised here, with the residency told."""
         start = time.perf_counter()
         finished = self._engine.take(wait=True)
         self._stalled(start)
@@ -118,7 +205,7 @@ class Executor:
         self._note(finished)
 
     def wait_while(self, under_way: Callable[[], bool]) -> None:
-        """Wait for what was begun, as long as it is `under_way`. What fails of it is raised at the end."""
+        """Wait until `under_way` is False; what fails meanwhile is raised at the end."""
         try:
             while under_way():
                 self.wait_for_one()
@@ -126,26 +213,69 @@ class Executor:
             self.wait_while(under_way)
             raise
 
+    def busy(self) -> bool:
+        """Return whether anything is under way that `wait_for_one` can wait for."""
+        return bool(self._residency.in_flight() or self._jobs)
+
+    def go_on(self) -> bool:
+        """Wait for something that is under way, or have a worker give memory up; return False if there is neither."""
+        self.pump()
+        if self.busy():
+            self.wait_for_one()
+            return True
+        return self.make_way()
+
+    def drain(self) -> None:
+        """Wait until no command is in flight; an error of a transfer is raised at once."""
+        while self._residency.in_flight():
+            self.wait_for_one()
+
+    def quiesce(self) -> None:
+        """Wait until nothing is under way, whatever fails; then the first error is raised. A disk that hangs is waited
+        for once."""
+        first: BaseException | None = None
+        while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
+            try:
+                self.wait_for_one()
+            except Exception as error:  # noqa: PERF203 - each wait may fail
+                first = first or error
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # as in `execute`
+
+    # ---- order of compute --------------------------------------------------------------------------------------
+
     def mark_use(self, slot: int) -> None:
-        """What compute does with the copy in `slot` has been asked for by now."""
+        """Mark the end of what compute was asked to do with the copy in `slot`."""
         self._compute_marks[slot] = self._engine.mark()
 
     def mark_making(self, slot: int) -> None:
-        """Compute was asked for to write the copy in `slot`. If nobody uses it, what comes next comes behind it too."""
+        """Mark the end of the compute that makes the copy in `slot`. A fetch into that slot comes behind it, too."""
         self.mark_use(slot)
         self._made[slot] = self._compute_marks[slot]
 
     def order_behind_making(self, slot: int) -> None:
-        """Order compute behind that, where a copy was made so and its making may not be over."""
+        """Order compute behind `mark_making` of `slot`, if that may not be over."""
         if slot in self._made and not self._engine.order_compute_behind(self._made[slot]):
             del self._made[slot]
+
+    def order_compute_after(self, block: int) -> bool:
+        """Order compute behind the copy of `block` that is in flight to the device; return False if that cannot be."""
+        fetch = self._fetching.get(block)
+        if fetch is None or not self._engine.ordered:
+            return False
+        return self._engine.order_compute_after(fetch)
+
+    # ---- commands ----------------------------------------------------------------------------------------------
 
     def execute(self, commands: list[Command], urgent: int | None = None) -> None:
         """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
         done here and now where nothing is gained by another thread.
 
-        What follows from a command that is done at once goes behind the commands that were given with it: otherwise
-        a slot could be filled before the drop of what it held. All are begun, also if one fails, as each is waited for;
+        What follows from a command that is done at once goes behind the commands that were given with it: otherwise a
+        slot could be filled before the drop of what it held. All are begun, also if one fails, as each is waited for;
         then the first error is raised.
         """
         for command in commands:
@@ -169,26 +299,11 @@ class Executor:
         finally:
             del first  # the error would hold itself, by this function's variables
 
-    def order_compute_after(self, block: int) -> bool:
-        """Order compute behind the copy of `block` that is on its way to the device; False if that cannot be."""
-        fetch = self._fetching.get(block)
-        if fetch is None or not self._engine.ordered:
-            return False
-        return self._engine.order_compute_after(fetch)
-
-    def expect(self, ended: Callable[[BaseException | None], None]) -> int:
-        """Something begins that is no command. Returns what to tag it with: the thread that trains calls `ended`, with
-        the error of it, once the engine has reported that. The engine itself, which threads and a finalizer hold, never
-        holds `ended`, or a dropped model would live until somebody takes note."""
-        tag = next(self._tags)
-        self._expected[tag] = ended
-        return tag
-
     def _note(self, finished: Finished) -> None:
         command = finished.tag
         kind = type(command)
         if kind is not Fetch and kind is not Write:
-            self._expected.pop(command)(finished.error)
+            self._jobs.pop(command)(finished.error)
             return
         if kind is Fetch and command.target is DEVICE:
             self._fetching.pop(command.block, None)
@@ -198,7 +313,7 @@ class Executor:
         no_memory = isinstance(finished.error, torch.OutOfMemoryError) and kind is Fetch
         ahead = no_memory and not self._residency.uses(command.block, DEVICE)
         self.execute(self._residency.failed(command))
-        if not ahead:  # else who uses it asks again, and has idle chunks give memory up
+        if not ahead:  # else its use asks again, and has idle chunks give memory up
             raise finished.error
 
     def _stalled(self, start: float) -> None:
@@ -223,7 +338,7 @@ class Executor:
         if type(command) is Write:
             self._engine.write(command, extent, memory)
         else:
-            self.exposed.reads(command.block, chunk, role)
+            self.torn_reads.begin_read(command.block, chunk, role)
             self._engine.read(command, extent, memory)
 
     def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
@@ -283,171 +398,22 @@ class Executor:
                 self.mark_use(command.slot)
 
 
-def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
-    """A function of the log alone: the engine's threads must not keep a model alive."""
-    block = -1 if tag is None or type(tag) is int else tag.block
-    events.transfers.append(_tuple(Transfer, (link, block, start, end, nbytes)))
-
-
-class Worker(Protocol):
-    """Does something with chunks behind everything else, on other threads."""
-
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
-
-    def hasten(self, chunk: Chunk) -> None:
-        """Somebody waits for `chunk`: if it is to be worked on, that comes first."""
-
-    def give_way(self) -> bool:
-        """Let go of memory that is held but not worked with yet; False if there is none."""
-        ...
-
-    def close(self) -> None:
-        """Carry everything out and end all threads."""
-
-
-class Pending:
-    """Commands that `residency` gave and `executor` has begun, and jobs, which are no commands."""
-
-    def __init__(self, residency: Residency, engine: TransferEngine, executor: Executor) -> None:
-        self._residency, self._engine, self._executor = residency, engine, executor
-        self._jobs = 0
-        self.workers: WeakOnes[Worker] = WeakOnes()
-        self._at_work: Callable[[], set[object] | None] = lambda: None
-
-    # ---- workers -----------------------------------------------------------------------------------------------
-
-    def keep_in(self, at_work: set[object]) -> None:
-        """Let `keep` count as long as `at_work` is held, where the model is: what a worker does holds the runtime,
-        which must not hold it."""
-        self._at_work = weakref.ref(at_work)
-
-    def keep(self, owner: object) -> None:
-        """Keep `owner`, whose worker has begun something, alive until `forget`, or until the model is dropped."""
-        if (at_work := self._at_work()) is not None:
-            at_work.add(owner)
-
-    def forget(self, owner: object) -> None:
-        """End `keep`: its worker has done everything."""
-        if (at_work := self._at_work()) is not None:
-            at_work.discard(owner)
-
-    def hasten(self, chunk: Chunk) -> None:
-        """Somebody waits for `chunk`: whoever is to work on it does that first."""
-        for worker in self.workers:
-            worker.hasten(chunk)
-
-    def make_way(self, worker: Worker | None = None) -> bool:
-        """Have some worker, other than `worker`, give memory up; False if none does."""
-        return any(other.give_way() for other in self.workers if other is not worker)
-
-    def end_workers(self) -> None:
-        """Nothing is done behind training any more."""
-        for worker in list(self.workers):
-            worker.close()
-
-    # ---- jobs --------------------------------------------------------------------------------------------------
-
-    def expect(self, done: Callable[[BaseException | None], None]) -> int:
-        """Something begins that is no command, and that waiting for memory may have to wait for. Returns what to tag it
-        with: the thread that trains calls `done`, with its error, when it is over."""
-        self._jobs += 1
-        return self._executor.expect(partial(weakly(self._over), done))
-
-    def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
-        """The same for what tells of its errors by itself. Returns what any thread calls at its end."""
-        return self._engine.reporter(self.expect(lambda _: done()))
-
-    def copy_beside(
-        self,
-        link: Link,
-        work: Callable[[], None],
-        nbytes: int,
-        done: Callable[[BaseException | None], None],
-        after: Sequence[Any] = (),
-    ) -> None:
-        """Begin `work`, which moves `nbytes` that are no block's over `link`, once the marks in `after` are passed. The
-        thread that trains calls `done` when it is over, with its error."""
-        self._engine.copy(self.expect(done), link, work, nbytes, after)
-
-    def _over(self, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
-        self._jobs -= 1
-        done(error)
-
-    # ---- waiting -----------------------------------------------------------------------------------------------
-
-    def wait_for_one(self) -> None:
-        """Wait until one transfer, or job, has ended: see `Executor.wait_for_one`."""
-        self._executor.wait_for_one()
-
-    def busy(self) -> bool:
-        """Whether anything is under way that `Executor.wait_for_one` can wait for."""
-        return bool(self._residency.in_flight() or self._jobs)
-
-    def pump(self) -> None:
-        """Have all who work go on."""
-        for worker in self.workers:
-            worker.pump()
-
-    def poll(self) -> None:
-        """Take note of what has finished meanwhile."""
-        if self._engine.anything_over() and self._executor.poll():
-            self.pump()
-
-    def go_on(self) -> bool:
-        """Wait for something that is under way, or have somebody give memory up; False if there is neither."""
-        self.pump()
-        if self.busy():
-            self._executor.wait_for_one()
-            return True
-        return self.make_way()
-
-    def drain(self) -> None:
-        """Wait until no command is in flight; an error of a transfer is raised here."""
-        while self._residency.in_flight():
-            self._executor.wait_for_one()
-
-    def quiesce(self) -> None:
-        """Wait until nothing is under way, whatever fails; then the first error is raised. A disk that hangs is waited
-        for once."""
-        first: BaseException | None = None
-        while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
-            try:
-                self._executor.wait_for_one()
-            except Exception as error:  # noqa: PERF203 - each wait may fail
-                first = first or error
-        try:
-            if first is not None:
-                raise first
-        finally:
-            del first  # as in `Executor.execute`
-
-
-class Close(Protocol):
-    """Ends the use of a role of a chunk: `Traffic.close_role`."""
-
-    def __call__(self, chunk: Chunk, role: Role, *, dirty: bool) -> None:
-        """See there."""
-
-
 class GradientCopies:
-    """Carries out what `sends` decides; each gradient closes its role, with `close`, when it has arrived."""
+    """Carries out what `GradientSends` decides: gradients in flight from the device to their homes."""
 
-    def __init__(
-        self, engine: TransferEngine, pending: Pending, executor: Executor, close: Close, most_bytes: int
-    ) -> None:
-        self._engine, self._pending, self._executor, self._close = engine, pending, executor, close
-        self.sends: GradientSends[Chunk] = GradientSends(pending, most_bytes)
+    def __init__(self, engine: TransferEngine, residency: Residency, executor: Executor, most_bytes: int) -> None:
+        self._engine, self._residency, self._executor = engine, residency, executor
+        self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
         self.arriving = self.sends.arriving
+        self.end_lease: Any = None
+        """`Traffic.close_role`, which ends the lease of a role that was open before its gradient was sent."""
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
         self.lost: Callable[[Chunk], None] = lambda chunk: None
-        """Called if a gradient of a chunk was sent and did not arrive."""
+        """Called where a gradient of a chunk was sent and did not arrive."""
         self.sent: Callable[[], None] = lambda: None
-        """Called when a gradient was sent."""
+        """Called where a gradient was sent."""
         self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """The memory of those on their way, by the number of each send."""
-        self.arrived: Callable[[Chunk], None] = lambda chunk: None
-        """Called if it did, and its role is closed."""
+        """The memory of gradients in flight, by the number of each send."""
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
@@ -457,53 +423,64 @@ class GradientCopies:
             self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
     def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
-        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`; at its end the role, open before, is
-        closed. A small one at once, others behind the backward; until then it takes memory of the device."""
+        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`: a small one at once, others behind the
+        backward, and until then they take memory of the device. At the end the lease of the staged role is over."""
         home = chunk.homes[Role.GRAD]
-        at_once = self._unlimited and self.sends.at_once(nbytes)
-        if home.tier is Tier.DEVICE or at_once:
+        if home.tier is Tier.DEVICE or (self._unlimited and self.sends.at_once(nbytes)):
             try:
                 if home.tier is Tier.DEVICE:
                     work()
                 else:
                     self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
             finally:
-                if home.tier is Tier.NVME:
-                    self._close(chunk, Role.GRAD, dirty=True)
+                self.end_lease(chunk, Role.GRAD, dirty=True)
             self.sent()
-            if home.tier is Tier.NVME:
-                self.arrived(chunk)
+            self._write_back(chunk)
             return
         memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)
         self.leaving[send.number] = memory
         ended = partial(weakly(self._arrived), chunk, send)
-        self._pending.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
+        self._executor.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
         self.sent()
         self.sends.wait_for_room()
 
     def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
         del self.leaving[send.number]
         self.sends.arrived(chunk, send)
-        self._close(chunk, Role.GRAD, dirty=True)
+        self.end_lease(chunk, Role.GRAD, dirty=True)
         if error is not None:
             self.lost(chunk)
             raise error
-        self.arrived(chunk)
+        self._write_back(chunk)
+
+    def _write_back(self, chunk: Chunk) -> None:
+        """Write the gradients of `chunk` to NVMe once all are there: see note "writes of gradients" in
+        `schedule.gradients`."""
+        home = chunk.homes[Role.GRAD]
+        if self.sends.to_be_written(chunk) and home.tier is Tier.NVME:
+            assert home.block is not None
+            self._executor.execute(self._residency.settle(home.block))
 
     @property
     def under_way(self) -> bool:
-        """Whether any gradient is on its way."""
+        """Whether any gradient is in flight."""
         return self.sends.under_way
 
     @property
     def leaving_bytes(self) -> int:
-        """What gradients on their way still take of the device, also if nobody has taken note of their end yet."""
+        """Device memory that gradients in flight still take, also if their end was not noted yet."""
         if not self.leaving:
             return 0
         storages = [memory() for memory in self.leaving.values()]
         return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
 
     def wait(self) -> None:
-        """Every gradient has arrived at home, or its error is raised when all others have."""
+        """Wait until every gradient has arrived; an error is raised when all others have."""
         self._executor.wait_while(lambda: self.sends.under_way)
+
+
+def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
+    """A function of the log alone: the engine's threads must not keep a model alive."""
+    block = -1 if tag is None or type(tag) is int else tag.block
+    events.transfers.append(_tuple(Transfer, (link, block, start, end, nbytes)))

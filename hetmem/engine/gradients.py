@@ -1,55 +1,61 @@
 """Gradients on their way out: taken from autograd as they arrive, added up at home, shown to the user as `p.grad`.
 
-Autograd must never add into a home itself (on a GPU it is the wrong device, with mixed precision the wrong dtype).
-So `p.grad` is taken away just before a gradient is accumulated, which leaves the new gradient alone in `p.grad`, and
-given back right after, as the home. The order of additions is autograd's own, so the bits are too.
+Autograd must never add into a home itself (on a GPU it is the wrong device, with mixed precision the wrong dtype). So
+`p.grad` is taken away just before a gradient is accumulated, which leaves the new gradient alone in `p.grad`, and given
+back right after, as the home. The order of additions is autograd's own, so the bits are too.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Container, Iterable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import WeakOnes, weakly
-from hetmem.engine.param_views import clear_zeroed, is_shared, references
+from hetmem.engine.param_views import (
+    clear_zeroed,
+    is_home,
+    is_home_gradient,
+    leave_gradient_to_holders,
+    move_gradient,
+    show_gradient,
+    take_gradient,
+)
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
-from hetmem.schedule.blocks import CopyState, Link
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 
 
 class GradientListener(Protocol):
-    """An optimizer that updates while backward goes on."""
+    """Hears of gradients and of homes that move: an optimizer that may update while a backward runs."""
 
     @property
     def begins_early(self) -> bool:
-        """Whether it does so."""
+        """Whether it begins updates within a backward."""
         ...
 
     @property
     def is_to_be_told(self) -> bool:
-        """Whether it has to know of each gradient of the backward that begins, by `coming` and `arrived`. It is told,
-        too, as long as updates are under way."""
+        """Whether `coming` and `arrived` are called for each gradient of the backward that begins; they are, too, as
+        long as updates are under way."""
         ...
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """So many more gradients of `managed` arrive in the backward that begins."""
+        """Expect `arrivals` more gradients of `managed` in the backward that begins."""
 
     def coming(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is there, and will be added to its home. Raises if that must not be written now."""
+        """Prepare for a gradient of `managed` that is added to its home next. Raises if that must not be written
+        now."""
 
     def arrived(self, managed: ManagedParameter) -> None:
-        """It is on its way home: `GradientCopies.arriving` says whether it is there."""
+        """Note that a gradient of `managed` was sent home: `GradientCopies.arriving` says whether it is in flight."""
 
     def lost(self, chunk: Chunk) -> None:
         """A gradient of `chunk` did not get home, which is raised in the backward: no update may read it."""
@@ -84,54 +90,16 @@ class GradientListener(Protocol):
         ...
 
     def may_move(self, chunk: Chunk) -> bool:
-        """Whether it can follow if the homes of `chunk` move: nobody else holds its states there. Waits for what it
-        reads there itself."""
+        """Return whether the homes of `chunk` may move: the program holds no states there. Waits for what it reads
+        there itself."""
         ...
 
     def moved(self, chunk: Chunk) -> None:
         """The homes of `chunk` have moved."""
 
 
-_nobody = SimpleNamespace(grad_home=object())
-_REFERENCES = sys.getrefcount(_nobody.grad_home)
-"""Of what one attribute alone refers to, as they are counted here."""
-
-
-class OldGradients:
-    """Those of one model."""
-
-    def __init__(self) -> None:
-        self.warned = False
-
-    def leave_to_the_user(self, managed: ManagedParameter, *, others: int = 0) -> None:
-        """The home of the gradient of `managed`, which stands in no `p.grad`, is about to be overwritten. `others`: how
-        often hetmem itself refers to it elsewhere, as the update that has used it does."""
-        if managed.grad_home is None or not managed.numel or not is_kept(managed, others=others):
-            return
-        if is_shared(managed.grad_home) and not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"a view of an earlier p.grad of {managed.name} is kept, and will show the next gradient, as hetmem "
-                f"puts that in the same place: keep p.grad itself, or a clone of it (said once)",
-                stacklevel=2,
-            )
-        with torch.no_grad():
-            managed.grad_home.data = managed.grad_home.clone()
-        managed.grad_home = None
-
-
-def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
-    """Whether somebody else has the home of the gradient of `managed`, which stands in no `p.grad`, or a view of it."""
-    if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
-        return managed.grad_home is not None
-    return managed.grad_home is not None and references(torch_private.storage_address(managed.grad_home)) > 1
-
-
-_SAMPLES = 1024
-
-
 class GradientSink:
-    """The way of gradients from the device to their homes, for one runtime."""
+    """Takes the gradients of one model from autograd, and sends them home."""
 
     def __init__(self, runtime: Runtime, segments: Segments) -> None:
         self.runtime = runtime
@@ -155,10 +123,9 @@ class GradientSink:
         self.is_simple = False
         """Whether nothing but the parameter of a gradient has to know that this is about to be accumulated."""
         self._arrived: list[ManagedParameter] = []
-        self._old = OldGradients()
+        self._warned: list[str] = []
         self._sends = runtime.traffic.gradients.sends
         runtime.traffic.gradients.lost = weakly(self.lost)
-        runtime.traffic.gradients.arrived = weakly(self.is_there)
 
     def install(self, managed: ManagedParameter) -> None:
         """Hook `managed`, once, as soon as it requires a gradient."""
@@ -181,7 +148,7 @@ class GradientSink:
             handle.remove()
 
     def counts_arrivals(self) -> bool:
-        """Whether somebody has to know how many gradients of a parameter the next backward has."""
+        """Return whether a listener has to know how many gradients of a parameter the next backward has."""
         return self.segments.several and any(listener.begins_early for listener in self.listeners)
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
@@ -190,7 +157,7 @@ class GradientSink:
             listener.expect(managed, arrivals)
 
     def before(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is about to be accumulated."""
+        """Prepare for a gradient of `managed` that autograd accumulates next: take `p.grad` away."""
         parameter = managed.parameter
         if self.runtime.bindings.resting:
             self.runtime.bindings.end_rest()
@@ -202,12 +169,10 @@ class GradientSink:
         if parameter.grad is not None:
             clear_zeroed(parameter)
         if managed not in self.taken:
-            self.taken[managed] = parameter.grad
-            if parameter.grad is not None:
-                parameter.grad = None
+            self.taken[managed] = take_gradient(parameter)
 
     def after(self, managed: ManagedParameter) -> None:
-        """It was: `p.grad` is what arrived."""
+        """Send what autograd has accumulated home, and show the sum as `p.grad`."""
         parameter = managed.parameter
         arrived, previous = parameter.grad, None
         if managed in self.taken:
@@ -220,8 +185,10 @@ class GradientSink:
         if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
             arrived = arrived.to(parameter)
-            dense_first = was_sparse and arrived.layout is torch.strided
-            parameter.grad = arrived if previous is None else arrived + previous if dense_first else previous + arrived
+            if previous is not None:
+                dense_first = was_sparse and arrived.layout is torch.strided
+                arrived = arrived + previous if dense_first else previous + arrived
+            show_gradient(parameter, arrived)
             return
         if self.segments.unseen and not torch.is_grad_enabled():
             self._take(managed, arrived, previous)
@@ -231,7 +198,7 @@ class GradientSink:
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
-        parameter.grad = None
+        take_gradient(parameter)
         if previous is None or is_home(previous, managed):
             try:
                 self._send(managed, arrived, adds=previous is not None)
@@ -253,26 +220,20 @@ class GradientSink:
                 listener.arrived(managed)
 
     def send_home(self, managed: ManagedParameter) -> None:
-        """Hooks of what arrives at `managed` run: it is its home there, and an ordinary parameter."""
+        """Make `managed` its home, and an ordinary parameter, for hooks of the program that run now."""
         if self.runtime.bindings.send_home(managed):
             self.sent_home.append(managed)
 
     def rest_again(self) -> None:
-        """Something is computed once more, or another gradient arrives."""
+        """End `send_home`, as a recomputation begins, or another gradient arrives."""
         if self.sent_home:
             used, self.sent_home = self.sent_home, []
             self.runtime.rest_again(used)
 
     def lost(self, chunk: Chunk) -> None:
-        """A gradient of `chunk` was sent and did not arrive."""
+        """Tell listeners that a gradient of `chunk` was sent and did not arrive."""
         for listener in self.listeners:
             listener.lost(chunk)
-
-    def is_there(self, chunk: Chunk) -> None:
-        """A gradient of `chunk` is at home, or in staging: see note "writes of gradients" in
-        `schedule.gradients`."""
-        if self._sends.to_be_written(chunk):
-            self.runtime.traffic.settle([chunk.homes[Role.GRAD]])
 
     @property
     def half_stepped(self) -> bool:
@@ -280,13 +241,13 @@ class GradientSink:
         return any(True for listener in self.listeners for _ in listener.begun())
 
     def use_again(self, used: list[ManagedParameter]) -> None:
-        """`used` are computed with between the begin of a backward and the end of the step."""
+        """Tell listeners that `used` are computed with between the begin of a backward and the end of the step."""
         for listener in self.listeners:
             for managed in used:
                 listener.used_again(managed)
 
     def begin(self) -> None:
-        """A backward begins: gradients that the user exchanged between parameters must not be overwritten unread."""
+        """Begin a backward: gradients that the program exchanged between parameters must not be overwritten unread."""
         self._sends.complete.begin()
         runtime = self.runtime
         self.told = any(listener.is_to_be_told for listener in self.listeners)
@@ -305,10 +266,10 @@ class GradientSink:
                 continue
             memory, address = self.runtime.memory, gradient.untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
-                managed.parameter.grad = gradient.clone()
+                show_gradient(managed.parameter, gradient.clone())
 
     def finish(self) -> None:
-        """The backward is over: everything has arrived at home, and what was taken for nothing is given back."""
+        """End a backward: wait until all gradients are at home, and give back each `p.grad` to which none was added."""
         self.runtime.release_all()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self.taken else ():
@@ -325,7 +286,7 @@ class GradientSink:
         self._arrived.clear()
 
     def arrive(self) -> None:
-        """Everything that was sent is at home, also on NVMe; what fails is raised when the rest is."""
+        """Wait until all gradients are at home, also on NVMe; an error is raised when the others are."""
         traffic = self.runtime.traffic
         homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
         try:
@@ -344,7 +305,7 @@ class GradientSink:
             else:
                 self.give_own(chunk)
         if not adds and managed.grad_home is not None:
-            self._old.leave_to_the_user(managed)
+            leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()
         assert managed.grad_home is not None
@@ -369,7 +330,7 @@ class GradientSink:
         for listener in self.listeners:
             place = listener.place_on_device(chunk)
             if place is not None:
-                chunk.homes[Role.GRAD] = Home(Tier.DEVICE, place)
+                self.runtime.memory.keep(chunk, Role.GRAD, place)
                 self._lent.add(chunk)
                 return True
         return False
@@ -397,23 +358,20 @@ class GradientSink:
         shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
         for managed in chunk.parameters:
             if managed in shown:
-                managed.parameter.grad = None
-            self._old.leave_to_the_user(managed, others=int(managed in used))
+                take_gradient(managed.parameter)
+            leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
             managed.grad_home = None
         self._lent.discard(chunk)
-        if chunk.homes[Role.GRAD].tier is Tier.DEVICE:
-            del chunk.homes[Role.GRAD]  # whose place it was, asked for this
-        else:
-            self.runtime.memory.take_back(chunk, Role.GRAD)
+        self.runtime.memory.take_back(chunk, Role.GRAD)
         for listener in self.listeners:
             listener.consumed(chunk, shown)
 
     def bring_home(self, chunk: Chunk) -> None:
         """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises
         they are where they were."""
-        there = chunk.homes.pop(Role.GRAD)
+        memory, traffic = self.runtime.memory, self.runtime.traffic
+        there = memory.take_back(chunk, Role.GRAD)
         self._lent.discard(chunk)
-        traffic = self.runtime.traffic
         try:
             self._sends.lend(chunk, self)
             self.give_own(chunk)
@@ -421,15 +379,14 @@ class GradientSink:
             traffic.engine.copy_now(Link.DEVICE_TO_HOST, copy, chunk.role_nbytes(Role.GRAD))
         except BaseException:
             if chunk in self._lent:
-                self.runtime.memory.take_back(chunk, Role.GRAD)
-            chunk.homes[Role.GRAD] = there
+                memory.take_back(chunk, Role.GRAD)
+            memory.keep(chunk, Role.GRAD, there.memory)
             self._lent.add(chunk)
             raise
         for managed in chunk.parameters:
             if managed.grad_home is not None:
                 self.stayed_bytes -= managed.numel * chunk.dtype.itemsize
-                managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one
-                managed.grad_address = managed.grad_home.data_ptr()
+                move_gradient(managed, managed.grad_home)
 
     def has_lent(self, chunk: Chunk) -> bool:
         """Whether the gradients of `chunk` lie in memory that was lent for them."""
@@ -443,106 +400,12 @@ class GradientSink:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
         chunk = managed.chunk
         if not self.runtime.traffic.gradients.arriving(chunk):  # else staging, which is in use, is newer than the home
-            wait_for_staged_gradients(self.runtime, (chunk,))
-            honour_written_gradients(self.runtime, chunk, taken=(managed,) if adds else ())
+            self.runtime.writes.wait_for_staged_gradients((chunk,))
+            self.runtime.writes.honour_written_gradients(chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
-
-
-def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Let `p.grad` be `gradient`. One that stays on the device has a parameter whose home is not there: torch refuses
-    that where anybody but autograd sets it, and looks at what the parameter is just then. So it does of dtypes."""
-    if gradient is None or (gradient.device == parameter.device and gradient.dtype is parameter.dtype):
-        parameter.grad = gradient
-        return
-    home = parameter.data
-    parameter.data = gradient
-    try:
-        parameter.grad = gradient
-    finally:
-        parameter.data = home
-
-
-def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.device == other.device and one.dtype is other.dtype
-
-
-def hide_gradients(bound: Iterable[ManagedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take away `p.grad` of those among `bound` that have one of another kind than their parameter is now: who compiles
-    code of a parameter takes both for tensors of one device. Returns what `show_gradient` gives back."""
-    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for managed in bound:
-        parameter = managed.parameter
-        gradient = parameter.grad
-        if gradient is not None and not _same_kind(gradient, parameter):
-            hidden.append((parameter, gradient))
-            parameter.grad = None
-    return hidden
-
-
-def is_home_gradient(managed: ManagedParameter) -> bool:
-    """Whether `p.grad` is the home of the gradient, as hetmem left it there."""
-    gradient = managed.parameter.grad
-    return gradient is not None and is_home(gradient, managed)
-
-
-def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Whether `gradient` is the home of that of `managed`, and where that was made."""
-    return gradient is managed.grad_home and gradient.data_ptr() == managed.grad_address
-
-
-def wait_for_staged_gradients(runtime: Runtime, chunks: Iterable[Chunk]) -> None:
-    """Whoever writes to gradients at home may do so while they are read ahead: what is on its way to staging now can be
-    compared with the home by `honour_written_gradients` only once it is there."""
-    residency = runtime.traffic.residency
-    for chunk in chunks:
-        home = chunk.homes.get(Role.GRAD)
-        if home is not None and home.tier is Tier.NVME and home.block is not None:
-            while residency.state(home.block, Tier.HOST) is CopyState.LOADING:
-                runtime.traffic.wait_for_one()
-
-
-def honour_written_gradients(runtime: Runtime, chunk: Chunk, taken: Container[ManagedParameter] = ()) -> None:
-    """The user may have changed gradients at home (clipping, zero_grad): no staged copy may be used then. One on
-    its way is taken for one that was asked for since; see `wait_for_staged_gradients`.
-    `taken`: those whose `p.grad` is away just now, for what arrives to be added."""
-    written = False
-    for managed in chunk.parameters:
-        if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
-            managed.grad_version = managed.grad_home._version
-            written = True
-    home, executor = chunk.homes.get(Role.GRAD), runtime.traffic.executor
-    mixed = home is not None and home.block is not None and executor.exposed.mixed(home.block)
-    if written or mixed or _staged_differs(runtime, chunk, taken):
-        runtime.traffic.superseded(chunk, Role.GRAD)
-
-
-def _staged_differs(runtime: Runtime, chunk: Chunk, taken: Container[ManagedParameter]) -> bool:
-    """Whether the home of gradients on NVMe was written to without counting a version, as `GradScaler.unscale_` does:
-    then an element that is not zero in staging has another value at home. One is read of each parameter, as each may
-    cost an access of the disk."""
-    home, residency = chunk.homes.get(Role.GRAD), runtime.traffic.residency
-    if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
-        return False
-    if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
-        return False
-    staged = runtime.traffic.executor.staged(chunk, Role.GRAD, residency.slot(home.block, Tier.HOST))
-    at_home = chunk.flat(Role.GRAD)
-    for managed in chunk.parameters:
-        if (is_home_gradient(managed) or managed in taken) and managed.numel:
-            at = managed.offset + _greatest(managed.part(staged))
-            if not torch.equal(staged[at : at + 1].view(torch.uint8), at_home[at : at + 1].view(torch.uint8)):
-                return True
-    return False
-
-
-def _greatest(flat: torch.Tensor) -> int:
-    """The place of the greatest of a thousand elements; of all, where those are zero."""
-    step = max(1, flat.numel() // _SAMPLES)
-    at = int(flat[::step].abs().argmax()) * step
-    return at if step == 1 or flat[at] != 0 else int(flat.abs().argmax())
 
 
 def _awaited(chunk: Chunk) -> set[int]:
@@ -551,8 +414,8 @@ def _awaited(chunk: Chunk) -> set[int]:
 
 
 def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
-    """Whether somebody else hooks into the arrival of gradients of `parameter`, and may change them."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # None: nobody does, as it is frozen
+    """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
     return hooks is not None and len(hooks) > 1
 
 

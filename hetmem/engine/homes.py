@@ -1,6 +1,6 @@
-"""The memory of one managed module: pools, homes and what they take of each tier, by address and by number.
+"""The memory of one managed module: pools, homes, and what they take of each tier.
 
-It reserves and gives back; it knows neither operators nor copies, and moves no bytes.
+The one writer of `Chunk.homes`. It reserves and gives back; it knows neither operators nor copies, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Memory:
     pins: list[Callable[[], None]]
     """What ends page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
+    """Whether all homes are on the device and have no other place, until `leave_device`."""
     device_home_bytes: int = 0
+    bound_to_device: bool = False
+    """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
     staying: dict[Chunk, None] = field(default_factory=dict)
     """The chunks whose homes are on the device for want of room elsewhere."""
     _staying_bytes: int = 0
@@ -76,60 +79,60 @@ class Memory:
             chunk.parameters.clear()
 
     def close(self) -> None:
-        """End page-locking and the store's threads and files. Homes stay readable as long as somebody holds them."""
+        """End page-locking and the store's threads and files. Homes stay readable as long as tensors hold them."""
         if self.store is not None:
             self.store.close()
         while self.pins:
             self.pins.pop()()
 
     def parameters(self) -> Iterator[ManagedParameter]:
-        """Those that have moved home by the time that each is asked for."""
+        """Yield the parameters that have moved home by now."""
         return (managed for chunk in self.chunks for managed in chunk.parameters)
 
     @property
     def streams(self) -> bool:
-        """Whether operators see copies; False if every home is on the device in the dtype that computes."""
+        """Whether operators see copies, not the homes, which are all on the device in the dtype that computes then."""
         return not self.resident or self.mixed_precision is not None
 
     @property
     def moved_bytes(self) -> int:
-        """What is on the device beside copies, and may leave it."""
+        """Bytes of homes that have moved to the device, and may leave it."""
         return 0 if self.resident else self.device_home_bytes - self._staying_bytes
+
+    # ---- reserving ---------------------------------------------------------------------------------------------
 
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
         """Give `role` of each of `chunks` a home. Raises `BudgetError`, or `DeviceOutOfMemoryError` where the others
         are on the device, with nothing reserved, if there is no room."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
-        on_device = [chunk for chunk in chunks if self.resident or chunk.moved or chunk in self.staying]
-        self._reserve_on_device(on_device, role)
-        chunks = [chunk for chunk in chunks if role not in chunk.homes]
-        sizes = [chunk.home_nbytes(role) for chunk in chunks]
+        settled: list[Chunk] = []
         try:
+            for chunk in chunks:
+                if self.resident or chunk.moved or chunk in self.staying:
+                    self._settle_on_device(chunk, role)
+                    settled.append(chunk)
+            chunks = [chunk for chunk in chunks if role not in chunk.homes]
+            sizes = [chunk.home_nbytes(role) for chunk in chunks]
             tiers = place(sizes, self.room(), f"{role.name} of {len(chunks)} chunks")
-        except BudgetError:
-            for chunk in on_device:
+        except (BudgetError, DeviceOutOfMemoryError):
+            for chunk in settled:
                 self._unsettle(chunk, role)
             raise
         self._place(role, list(zip(chunks, sizes, tiers, strict=True)))
 
-    def _reserve_on_device(self, chunks: list[Chunk], role: Role) -> None:
-        settled: list[Chunk] = []
-        for chunk in chunks:
-            try:
-                self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
-            except torch.OutOfMemoryError as error:
-                for other in settled:
-                    self._unsettle(other, role)
-                raise DeviceOutOfMemoryError(
-                    f"the device has no memory for {chunk.label(role)}, whose other homes are there: "
-                    f"{format_size(chunk.home_nbytes(role))} wanted{self.homes_on_device()}, copies of parameters take "
-                    f"{format_size(self.device_pool.held_bytes())}, of {format_size(self.device_bytes)}, the device "
-                    f"budget: lower Budget(device_chunks=…), or Budget(device=…) if others use the device too"
-                ) from error
-            settled.append(chunk)
+    def _settle_on_device(self, chunk: Chunk, role: Role) -> None:
+        try:
+            self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemoryError(
+                f"the device has no memory for {chunk.label(role)}, whose other homes are there: "
+                f"{format_size(chunk.home_nbytes(role))} wanted{self.homes_on_device()}, copies of parameters take "
+                f"{format_size(self.device_pool.held_bytes())}, of {format_size(self.device_bytes)}, the device "
+                f"budget: lower Budget(device_chunks=…), or Budget(device=…) if others use the device too"
+            ) from error
 
     def homes_on_device(self) -> str:
-        """What homes take of the device, by role, within a sentence; nothing if there are none."""
+        """Return what homes take of the device, by role, as a part of a sentence; "" if there are none."""
         found: Counter[str] = Counter()
         for chunk in self.chunks:
             for role, home in chunk.homes.items():
@@ -138,7 +141,7 @@ class Memory:
         return f", homes on the device {', '.join(parts)}" if parts else ""
 
     def reserve_copies(self, chunks: Iterable[Chunk]) -> None:
-        """Give 16-bit copies of `chunks`, which compute in 16 bits, homes as far as there is room."""
+        """Give the 16-bit copies of `chunks` homes as far as there is room."""
         wanted = [(chunk, chunk.home_nbytes(Role.COMPUTE)) for chunk in chunks]
         beside = [chunk.homes[Role.PARAM].tier for chunk, _ in wanted]
         tiers = place_copies([nbytes for _, nbytes in wanted], beside, self.room())
@@ -148,7 +151,7 @@ class Memory:
         self._place(Role.COMPUTE, placed)
 
     def room(self) -> Room:
-        """What is left for homes in host memory and on NVMe."""
+        """Return what is left for homes in host memory and on NVMe."""
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
         return Room(self.host_pool.free_bytes, nvme)
 
@@ -183,8 +186,10 @@ class Memory:
         self._staying_bytes -= nbytes * (chunk in self.staying)
         return home
 
+    # ---- homes that move to the device and back ----------------------------------------------------------------
+
     def move_in(self, chunk: Chunk, memories: Mapping[Role, tensor_views.Memory]) -> None:
-        """`memories`, which are the device's, are homes of `chunk` from now on; the places that it had stay its own."""
+        """Make `memories` of the device the homes of `chunk`, which keeps the places that it had."""
         for role, memory in memories.items():
             before = chunk.homes.get(role)
             home = self._settle(chunk, role, memory)
@@ -192,35 +197,40 @@ class Memory:
                 home.away, home.block, home.written = before, before.block, before.written
 
     def move_back(self, chunk: Chunk, role: Role) -> None:
-        """End `move_in` of one role: its home is what it was, or there is none, if there was none."""
+        """End `move_in` of one role: its home is the place that it had, or there is none."""
         home = self._unsettle(chunk, role)
         if home.away is not None:
-            home.away.written = home.written
+            home.away.written, home.away.block = home.written, home.block
             chunk.homes[role] = home.away
 
     def open_way_back(self, chunk: Chunk, *, gradients: bool) -> bool:
-        """Reserve places in host memory for all homes of `chunk`, which stays on the device, and for its `gradients`;
-        False if there is no room."""
+        """Reserve places in host memory for all homes of `chunk`, which stays on the device, and room for its
+        `gradients`; False if there is none."""
         wanted = dict.fromkeys((*chunk.homes, *((Role.GRAD,) if gradients else ())))
         if sum(map(chunk.home_nbytes, wanted)) > self.host_pool.free_bytes:
             return False
-        for role in chunk.homes:
-            chunk.homes[role].away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
+        for role, home in chunk.homes.items():
+            home.away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
         return True
 
     @property
+    def has_room_away(self) -> bool:
+        """Whether host memory has room for all homes and gradients."""
+        return self.away_bytes <= self.host_pool.free_bytes
+
+    @property
     def may_leave_device(self) -> bool:
-        """Whether the model is whole on the device, and host memory has room for all of its homes and gradients."""
-        return self.resident and self.away_bytes <= self.host_pool.free_bytes
+        """Whether the model is whole on the device, and may become one that has moved there."""
+        return self.resident and not self.bound_to_device and self.has_room_away
 
     @property
     def away_bytes(self) -> int:
-        """What all homes, and gradients, would take elsewhere."""
+        """What all homes, and gradients, take in host memory."""
         return sum(chunk.home_nbytes(role) for chunk in self.chunks for role in _roles_away(chunk))
 
     def leave_device(self) -> None:
-        """The model is whole on the device no more: each home there has a place in host memory that it may go back to,
-        as if it had moved from there, and so have gradients: see `gradient_place`."""
+        """Make a model that is whole on the device one whose homes have moved there: each gets a place in host memory
+        that it may go back to, and so do gradients (see `gradient_place`)."""
         for chunk in self.chunks:
             for role in _roles_away(chunk):
                 away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
@@ -232,21 +242,27 @@ class Memory:
         self.pins.append(self.device.pin(self.host_pool.mapping))
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
-        """The place in host memory that gradients of `chunk` never had yet; None if there is none."""
+        """Return the place that `leave_device` reserved for gradients of `chunk`, if it is unused."""
         return self._gradient_places.get(chunk)
 
-    def take_gradient_place(self, chunk: Chunk) -> Home | None:
-        """`gradient_place`, which is somebody's from now on."""
-        return self._gradient_places.pop(chunk, None)
+    def use_gradient_place(self, chunk: Chunk) -> bool:
+        """Use `gradient_place`, if there is one: as the place of gradients on the device, or as their home."""
+        place = self._gradient_places.pop(chunk, None)
+        if place is None:
+            return False
+        home = chunk.homes.setdefault(Role.GRAD, place)
+        if home is not place:
+            home.away = place
+        return True
 
     def idle_bytes(self, non_model_bytes: int) -> int:
-        """See `schedule.update_split`."""
+        """Return the device bytes that a step leaves idle: see `schedule.update_split`."""
         copies = sum(chunk.spec.span for chunk in self.chunks) * self.device_pool.slot_bytes
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
 
     def take_device(self, nbytes: int) -> tensor_views.Memory:
-        """Memory of the device for what comes there beside copies; it may be asked back, as homes that moved are."""
+        """Return memory of the device for states or gradients; it may be asked back, as homes that moved are."""
         memory = self.device.allocate(nbytes)
         self._device_ranges.append(_range(memory, nbytes))
         self.device_home_bytes += nbytes
@@ -270,11 +286,11 @@ class Memory:
 
     @property
     def spare_bytes(self) -> int:
-        """Host memory that was set aside and is nobody's home now."""
+        """Bytes of host memory that were set aside and are no home now."""
         return self._lending.free_bytes
 
     def lends(self, chunk: Chunk, role: Role) -> bool:
-        """Whether memory for `role` of `chunk` was set aside at all."""
+        """Return whether memory for `role` of `chunk` was set aside at all."""
         return self._lending.lends(chunk.home_nbytes(role))
 
     def lend(self, chunk: Chunk, role: Role) -> bool:
@@ -287,16 +303,25 @@ class Memory:
         chunk.homes[role] = Home(Tier.HOST, place[:nbytes])
         return True
 
-    def take_back(self, chunk: Chunk, role: Role) -> None:
-        """End `lend`."""
-        del chunk.homes[role]
-        place = self._lent.pop(chunk)
-        self._spare[place.nbytes].append(place)
-        self._lending.give(place.nbytes)
+    def keep(self, chunk: Chunk, role: Role, memory: tensor_views.Memory) -> None:
+        """Make `memory` of the device, which the caller has taken, the home of `role` until `take_back`."""
+        chunk.homes[role] = Home(Tier.DEVICE, memory)
+
+    def take_back(self, chunk: Chunk, role: Role) -> Home:
+        """End `lend` or `keep`, and return the home that it was."""
+        place = self._lent.pop(chunk, None)
+        if place is not None:
+            self._spare[place.nbytes].append(place)
+            self._lending.give(place.nbytes)
+        return chunk.homes.pop(role)
+
+    def number(self, chunk: Chunk, role: Role, block: int) -> None:
+        """Note the number under which the residency knows the home of `role`."""
+        chunk.homes[role].block = block
 
     def block(self, chunk: Chunk, role: Role) -> Block:
-        """What the residency has to know of `role` of `chunk`. A copy in 16 bits is as far from a home on the device
-        as from one in host memory: one step."""
+        """Return what the residency has to know of `role` of `chunk`. A copy in 16 bits is one step from a home on the
+        device, as from one in host memory."""
         home = chunk.homes[role].tier
         span = chunk.spec.span
         if role.dtype is not None:  # it is only ever staged, in slots that are for elements of the widest dtype
@@ -304,20 +329,20 @@ class Memory:
         return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, span)
 
     def device_slots(self, non_model_bytes: int) -> int:
-        """How many slots chunks may take while everything else takes `non_model_bytes`."""
+        """Return how many slots chunks may take while everything else takes `non_model_bytes`."""
         room = self.room_bytes(non_model_bytes)
         return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
 
     def room_bytes(self, non_model_bytes: int) -> int:
-        """What is left for copies while everything else takes `non_model_bytes`; below zero if homes take more."""
+        """Return the bytes left for copies beside `non_model_bytes`; below zero if homes take more."""
         return room_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, self.device_home_bytes)
 
     def is_home_address(self, address: int) -> bool:
-        """Whether `address` lies in host memory or a mapped file that hetmem owns."""
+        """Return whether `address` lies in host memory or a mapped file that hetmem owns."""
         return any(start <= address < end for start, end in self._home_ranges)
 
     def is_device_address(self, address: int) -> bool:
-        """Whether `address` lies in device memory that chunks own."""
+        """Return whether `address` lies in device memory that chunks own."""
         return self.device_pool.holds(address) or any(start <= address < end for start, end in self._device_ranges)
 
 

@@ -2,9 +2,9 @@
 
 It only observes: it reports bytes to its owner and raises what a GPU would have raised. It decides nothing.
 
-Note "backward": autograd saves the thread's modes when a backward starts and restores them around every node, so a
-mode cannot be switched on for a backward from outside. `watch_backward` therefore registers a hook before and after
-each node of the graph; they exist only in steps that are watched.
+Note "backward": autograd saves the thread's modes when a backward starts and restores them around every node, so a mode
+cannot be switched on for a backward from outside. `watch_backward` therefore registers a hook before and after each
+node of the graph; they exist only in steps that are watched.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class DeviceMonitor(TorchDispatchMode):
     `is_device_memory(address)` and `is_home_memory(address)` tell chunk slots and homes from everything else;
     `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
     `transformed` says that a `torch.func` transform is around the forward: it has wrapped parameters before the model
-    was called, so they are read where they are;
-    `left`: the model has left the device within the function of torch's, or the node, that runs, which may be many
-    operators: a GPU, which has refused it memory, would begin it again with the weights where they are then;
-    with `strict`, an operator that reads or writes home memory raises `DeviceAccessError`, unless the model has `left`.
+    was called, so they are read where they are; `left`: the model has left the device within the function of torch's,
+    or the node, that runs, which may be many operators: a GPU, which has refused it memory, would begin it again with
+    the weights where they are then; with `strict`, an operator that reads or writes home memory raises
+    `DeviceAccessError`, unless the model has `left`.
     """
 
     supports_higher_order_operators = True
@@ -156,7 +156,7 @@ class DeviceMonitor(TorchDispatchMode):
 
 
 def nobody_sees() -> bool:
-    """Whether what is done now is no operator for anybody: `DeviceMonitor.unwatched` would change nothing."""
+    """Return whether no mode or transform is around: `DeviceMonitor.unwatched` would change nothing."""
     return not (_dispatch_modes() or _function_modes() or _inference() or _transform() is not None)
 
 
@@ -210,8 +210,8 @@ def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether `value` is a tensor with memory that can be asked for (not one inside a `torch.func` transform, or of
-    a backward of many gradients at once)."""
+    """Whether `value` is a tensor with memory that can be asked for (not one inside a `torch.func` transform, or of a
+    backward of many gradients at once)."""
     return (
         isinstance(value, torch.Tensor)
         and not torch_private.is_of_a_transform(value)

@@ -9,20 +9,23 @@ about use: above what it was when the view was made, it is in use.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import DevicePool
 from hetmem.memory.tensor_views import give_away
 
 
 class Bindings:
-    """The managed parameters of one model by identity and by storage."""
+    """The managed parameters of one model, by identity and by storage, and what each `p.data` is."""
 
     def __init__(self, parameters: Iterable[ManagedParameter]) -> None:
         self.by_id: dict[int, ManagedParameter] = {}
@@ -32,11 +35,11 @@ class Bindings:
         operator's result may share. One that a program made of an address is in `by_address` alone."""
         self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
-        """Those that rest in a backward; see `end_rest`."""
+        """Parameters that rest in a backward: see `end_rest`."""
         self.learn(parameters)
 
     def learn(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Take note of the homes of `parameters`, and of nothing else: no device view may be open."""
+        """Note the homes of `parameters` in place of all that was known; no device view may be open."""
         self.by_address.clear()
         self.by_storage.clear()
         for managed in parameters:
@@ -49,7 +52,7 @@ class Bindings:
             self.by_storage[storage_address(tensor)] = managed
 
     def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
-        """`managed` has another home, with the same values, and rests as `rest`; device views stay."""
+        """Give `managed` another home, with the same values, and another `rest`; device views stay."""
         parameter = managed.parameter
         unbound, parameter.__class__ = type(parameter), managed.kind
         at = parameter.data_ptr()
@@ -66,14 +69,14 @@ class Bindings:
         self._learn_home(managed)
 
     def of_storage(self, tensor: torch.Tensor) -> ManagedParameter | None:
-        """The parameter whose home, stand-in or device slot `tensor` is a view of; None for any other tensor."""
+        """Return the parameter whose home, stand-in or device slot `tensor` is a view of, or None."""
         try:
             return self.by_address.get(tensor.untyped_storage().data_ptr())
         except RuntimeError:  # it has no memory: sparse, of a transform, of code that is being traced
             return None
 
     def open_device(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> torch.Tensor:
-        """The view of `managed` in device slot `slot`, made at its first use in this residence."""
+        """Return the view of `managed` in device slot `slot`, made at its first use there."""
         if managed.device is None:
             dtype = managed.chunk.compute_dtype
             view = managed.device = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
@@ -93,7 +96,7 @@ class Bindings:
                 self.open_device(managed, pool, slot)
 
     def close_device(self, chunk: Chunk) -> None:
-        """Forget the device views of `chunk`: its slot goes to another one."""
+        """Forget the device views of `chunk`, whose slot goes to another one."""
         for managed in chunk.parameters:
             if managed.device is not None:
                 if managed.numel:
@@ -107,16 +110,16 @@ class Bindings:
     # ---- what a parameter is now -------------------------------------------------------------------------------
 
     def bind(self, used: Iterable[ManagedParameter]) -> None:
-        """Operators see the device copies of `used` from here on."""
+        """Bind `used` to their device copies."""
         for managed in used:
             assert managed.device is not None
             parameter = managed.parameter
-            parameter.__class__ = managed.kind  # which tells nobody of `.data`
+            parameter.__class__ = managed.kind  # whose `.data` is torch's own
             parameter.data = managed.device
             parameter.__class__ = managed.bound_kind
 
     def unbind(self, used: Iterable[ManagedParameter]) -> None:
-        """Operators see the copies of `used` no more: each rests, or is its home if nothing computes."""
+        """End `bind`: each of `used` rests, or is its home if nothing computes."""
         for managed in used:
             parameter = managed.parameter
             parameter.__class__ = managed.kind
@@ -127,7 +130,7 @@ class Bindings:
                     self.resting.append(managed)
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
-        """Whether somebody has set `managed.parameter.data`, which was bound."""
+        """Return whether the program has set `managed.parameter.data`, which was bound."""
         at = managed.parameter.data_ptr()
         if managed.device is not None and at == managed.device.data_ptr():
             return False
@@ -135,20 +138,20 @@ class Bindings:
 
     @property
     def away(self) -> bool:
-        """Whether something computes, so that parameters which are not bound are no ordinary ones."""
+        """Return whether the model computes: then a parameter that is not bound is of its `unbound_kind`."""
         return self._away > 0
 
     def leave_home(self, *, backward: bool = False) -> None:
-        """Compute begins: what is not bound is asked for by whoever meets it, and rests. A custom function of autograd
-        takes a parameter as it is, and expects its gradient on the device, and of the dtype, that it then has. In a
-        `backward` parameters stay at home, as a graph from outside of forwards has saved the parameters themselves."""
+        """Begin compute: parameters that are not bound rest. A custom function of autograd takes a parameter as it is,
+        and expects its gradient on the device, and of the dtype, that it then has. In a `backward` parameters stay at
+        home, as a graph from outside of forwards has saved the parameters themselves."""
         self._away += 1
         if self._away == 1:
             self.rests = not backward
             self.rest([managed for managed in self.by_id.values() if not managed.bound])
 
     def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
-        """`managed_ones`, which are at home, rest as all others do while something computes."""
+        """Let `managed_ones`, which are at home, rest as all others do while the model computes."""
         for managed in managed_ones:
             parameter = managed.parameter
             if self.rests and managed.rest is not managed.home:
@@ -156,8 +159,8 @@ class Bindings:
             parameter.__class__ = managed.unbound_kind
 
     def end_rest(self) -> None:
-        """What rests in a backward, as something computed it once more, is its home again: that is over. Until then it
-        must not change its dtype, or torch adds its gradients up in another order."""
+        """Send parameters home that a recomputation within a backward has left at rest. Until that is over they must
+        not change their dtype, or torch adds their gradients up in another order."""
         while self.resting:
             managed = self.resting.pop()
             parameter = managed.parameter
@@ -167,7 +170,7 @@ class Bindings:
                 parameter.__class__ = managed.unbound_kind
 
     def go_home(self) -> None:
-        """Compute has ended: every parameter is its home again, unless something around it still computes."""
+        """End compute: every parameter is its home again, unless a forward around it still computes."""
         self._away = max(0, self._away - 1)
         if not self._away:
             self.end_rest()
@@ -180,12 +183,12 @@ class Bindings:
                         parameter.data = managed.home
 
     def all_home(self) -> None:
-        """Nothing computes, whatever had begun to."""
+        """End all compute, also what was interrupted."""
         self._away = min(1, self._away)
         self.go_home()
 
     def send_home(self, managed: ManagedParameter) -> bool:
-        """`managed`, if it rests, is its home, for whoever reads it while nothing computes; whether it did."""
+        """Make `managed`, if it rests, its home, so that the program can read it; return whether it did rest."""
         parameter = managed.parameter
         if type(parameter) is not managed.unbound_kind:
             return False
@@ -195,14 +198,16 @@ class Bindings:
         return True
 
     @staticmethod
-    def held(managed: ManagedParameter) -> bool:
-        """Whether anybody still has memory of the device view (which must not be bound)."""
-        return managed.device is not None and references(managed.device_storage) > managed.device_references
+    def show_home(managed: ManagedParameter, tensor: torch.Tensor | None = None) -> None:
+        """Set `managed.parameter.data`, which the program has set, to its home, or to `tensor`."""
+        managed.parameter.data = managed.home if tensor is None else tensor
 
     def leave_to_holders(self, managed: ManagedParameter) -> None:
-        """`managed` becomes another tensor's values: whoever holds its device view keeps what that shows. Raises
-        `ManageError` where they cannot."""
-        if managed.device is None or not managed.numel or not self.held(managed):
+        """Leave the memory of the device view of `managed`, which gets other values, to tensors of the program that
+        show it. Raises `ManageError` where that is impossible."""
+        if managed.device is None or not managed.numel:
+            return
+        if references(managed.device_storage) <= managed.device_references:
             return
         if not give_away(managed.device):
             raise ManageError(
@@ -218,18 +223,18 @@ storage_address: Any = torch_private.storage_address
 
 
 def storage_references(tensor: torch.Tensor) -> int:
-    """How often the memory of `tensor` is referred to, by tensors and by what C++ holds."""
+    """Return how often the memory of `tensor` is referred to, by tensors and by what C++ holds."""
     return references(tensor.untyped_storage()._cdata)  # type: ignore[no-any-return]
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anybody but `tensor`, which is no view, holds its memory (and the handle that counts)."""
+    """Return whether any other tensor holds the memory of `tensor`, which is no view (the handle that counts does)."""
     return references(tensor.untyped_storage()._cdata) > 2  # type: ignore[no-any-return]
 
 
 def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What `managed` is between operators that run on `device`, with its home where `home` is. Its stand-in was made
-    when it was managed: a home comes back from the device just when there is no memory for one."""
+    """Return what `managed` is between operators that run on `device`: `home`, or its stand-in. That was made when it
+    was managed: a home comes back from the device just when there is no memory for one."""
     if managed.chunk.compute_dtype is managed.chunk.dtype and home.device == device:
         return home
     assert managed.stand_in is not None
@@ -237,17 +242,136 @@ def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device)
 
 
 def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of `dtype` on `device` in the shape of `like` that takes no memory and reads as NaN."""
+    """Return a tensor of `dtype` on `device` in the shape of `like` that takes no memory and reads as NaN."""
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), nothing, dtype=dtype, device=device).expand(like.shape)
+
+
+def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
+    """Make `home`, which holds the values of `managed`, what `.data` is; operators run on `device`."""
+    dtype = managed.chunk.compute_dtype
+    if managed.stand_in is None and (dtype is not managed.chunk.dtype or device.type != "cpu"):
+        managed.stand_in = stand_in(home, dtype, device)
+    managed.home, managed.rest = home, rest_of(managed, home, device)
+    managed.parameter.data = home
+    managed.version = managed.parameter._version
+    managed.home_references = storage_references(home)
+    managed.home_address = home.data_ptr()
+    gradient = managed.parameter.grad
+    if gradient is not None and gradient.device != home.device:
+        managed.parameter.grad = gradient.to(home.device)
+
+
+# ---- p.grad ----------------------------------------------------------------------------------------------------
+
+
+def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set `p.grad`. For one on another device, or of another dtype, `parameter` is that gradient for as long: torch
+    refuses it from anything but autograd otherwise."""
+    if gradient is None or (gradient.device == parameter.device and gradient.dtype is parameter.dtype):
+        parameter.grad = gradient
+        return
+    home = parameter.data
+    parameter.data = gradient
+    try:
+        parameter.grad = gradient
+    finally:
+        parameter.data = home
+
+
+def to_host_memory(managed: ManagedParameter) -> None:
+    """Make the parameter, and its gradient, ordinary tensors in host memory, as the model is released."""
+    parameter = managed.parameter
+    gradient = take_gradient(parameter)
+    parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
+    if gradient is not None and not isinstance(gradient, UsedUp):
+        parameter.grad = gradient.to("cpu", copy=True, memory_format=torch.preserve_format)
+
+
+def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Take `p.grad` away and return it."""
+    gradient = parameter.grad
+    if gradient is not None:
+        parameter.grad = None
+    return gradient
+
+
+def hide_gradients(bound: Iterable[ManagedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Take away each `p.grad` of `bound` that is on another device, or of another dtype, than the parameter is now, as
+    a compiler takes both for tensors of one device. Returns what `show_gradient` gives back."""
+    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for managed in bound:
+        parameter = managed.parameter
+        gradient = parameter.grad
+        if gradient is not None and not (gradient.device == parameter.device and gradient.dtype is parameter.dtype):
+            hidden.append((parameter, gradient))
+            parameter.grad = None
+    return hidden
+
+
+def is_home_gradient(managed: ManagedParameter) -> bool:
+    """Return whether `p.grad` is the home of the gradient, as hetmem left it there."""
+    gradient = managed.parameter.grad
+    return gradient is not None and is_home(gradient, managed)
+
+
+def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
+    """Return whether `gradient` is the home of that of `managed`, and where that was made."""
+    return gradient is managed.grad_home and gradient.data_ptr() == managed.grad_address
+
+
+def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> None:
+    """Make `gradient` the home of that of `managed`, at the present place of the role: the tensor that the program may
+    hold stays the same one."""
+    if gradient is not None:
+        gradient.data = managed.view(Role.GRAD)
+        managed.grad_address = gradient.data_ptr()
+        if gradient is not managed.grad_home:
+            managed.grad_version = gradient._version
+    managed.grad_home = gradient
+
+
+_alone = SimpleNamespace(grad_home=object())
+_REFERENCES = sys.getrefcount(_alone.grad_home)
+"""Of what one attribute alone refers to, as they are counted here."""
+
+
+def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, others: int = 0) -> None:
+    """Give a gradient of an earlier backward that the program keeps (`kept = p.grad; p.grad = None`) memory of its own,
+    as the next one goes to the same home: torch makes a new tensor. Views of it (`p.grad.detach()`) cannot be told from
+    the memory that they show: of the first there is a warning, in `warned`. `others`: how often hetmem itself refers to
+    the tensor elsewhere, as the update that has used it does."""
+    if managed.grad_home is None or not managed.numel or not is_kept(managed, others=others):
+        return
+    if is_shared(managed.grad_home) and not warned:
+        warned.append(managed.name)
+        warnings.warn(
+            f"a view of an earlier p.grad of {managed.name} is kept, and will show the next gradient, as hetmem "
+            f"puts that in the same place: keep p.grad itself, or a clone of it (said once)",
+            stacklevel=2,
+        )
+    with torch.no_grad():
+        managed.grad_home.data = managed.grad_home.clone()
+    managed.grad_home = None
+
+
+def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
+    """Return whether the program holds the home of the gradient of `managed`, which is no `p.grad`, or a view of it."""
+    if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
+        return managed.grad_home is not None
+    return managed.grad_home is not None and is_shared(managed.grad_home)
+
+
+# ---- gradients that an update has used up ------------------------------------------------------------------------
 
 
 _ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class UsedUp(torch.Tensor):
-    """The used up gradient of the parameter called `name`. Only `zero_grad` may touch it: `hetmem_zeroed` says so.
-    `hetmem_stepped`: the step that has used it up is over."""
+    """Stands in `p.grad` for a gradient that an update has used up: its shape, no memory, and an error for all that
+    computes with it but `zero_grad` (`hetmem_zeroed`). None would make a clip in between clip by a norm of 0, and,
+    behind the step (`hetmem_stepped`), the next backward forget to add to it."""
 
     hetmem_name: str
     hetmem_zeroed: bool
@@ -255,7 +379,7 @@ class UsedUp(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str, *, stepped: bool) -> UsedUp:
-        """In the shape of `like`, all of it the one `element`."""
+        """Make one in the shape of `like`, all of it the one `element`, for the parameter called `name`."""
         made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, stepped
         return made
@@ -290,7 +414,7 @@ class UsedUp(torch.Tensor):
 
 
 def clear_zeroed(parameter: torch.Tensor) -> None:
-    """A gradient of `parameter` arrives. Raise RuntimeError if one that a step has used up was not cleared before."""
+    """Raise RuntimeError where a gradient of `parameter` arrives, and one that a step has used up was not cleared."""
     gradient = parameter.grad
     if not isinstance(gradient, UsedUp):
         return
@@ -316,12 +440,12 @@ def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
-    """Whether `gradient`, which a parameter has, is `used`, or what stands for that once it is used up."""
+    """Return whether `gradient`, which a parameter has, is `used`, or what stands for that once it is used up."""
     return gradient is used or (isinstance(gradient, UsedUp) and not gradient.hetmem_zeroed)
 
 
 def updated_by_another(name: str) -> str:
-    """What is wrong where an optimizer steps the parameter called `name`, and another one has begun to."""
+    """Return the message for a step of the parameter called `name` whose update another optimizer has begun."""
     return (
         f"{name} was updated during backward by another optimizer, made with overlap=, whose step() was to be called: "
         f"make that with overlap='off', or drop it before the backward"
@@ -329,14 +453,14 @@ def updated_by_another(name: str) -> str:
 
 
 class Marks:
-    """The gradients of one optimizer that are shown as used up."""
+    """The parameters of one optimizer whose gradients are shown as used up."""
 
     def __init__(self) -> None:
         self._marked: list[torch.Tensor] = []
         self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
-        """Those of `parameters` that have no gradient have had one. `stepped`: until it is cleared."""
+        """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
         for managed in parameters:
             parameter = managed.parameter
             if parameter.grad is not None:
@@ -349,7 +473,7 @@ class Marks:
                 self._marked.append(parameter)
 
     def drop(self) -> None:
-        """None is what a used up gradient is from now on."""
+        """Let every marked gradient be None."""
         for parameter in self._marked:
             if isinstance(parameter.grad, UsedUp):
                 parameter.grad = None
@@ -357,7 +481,7 @@ class Marks:
 
 
 class InForkedChild(torch.nn.Parameter):
-    """A tensor whose home the process does not have: every function of torch over it raises `ManageError`."""
+    """A tensor whose home is not in this process, which `fork()` has made: every function of torch over it raises."""
 
     @classmethod
     def __torch_function__(
@@ -375,5 +499,5 @@ class InForkedChild(torch.nn.Parameter):
 
 
 def refuse_in_child(tensor: torch.Tensor) -> None:
-    """Let every use of `tensor` raise; called in the child, where reading it would be a segmentation fault."""
+    """Let every use of `tensor` in the child raise, where reading it would be a segmentation fault."""
     tensor.__class__ = InForkedChild

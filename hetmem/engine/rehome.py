@@ -1,8 +1,8 @@
-"""The resident share: homes move to device memory that nothing else uses, and back when something else needs it.
+"""The resident share: homes move to device memory that is idle, and back when something else needs it.
 
 `schedule.update_split` says how much is idle and which chunks move. A chunk moves with all its roles: then its
 gradients stay on the device, its update is made there, and its copy is a cast there. The place that each home had stays
-reserved.
+reserved. A model that was put whole on the device is, once that memory is needed, one whose homes have all moved there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.engine.gradients import GradientSink, is_home_gradient
-from hetmem.engine.param_views import UsedUp, is_shared, rest_of, storage_references
+from hetmem.engine.gradients import GradientSink
+from hetmem.engine.param_views import UsedUp, is_home_gradient, is_shared, move_gradient, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
@@ -29,21 +29,18 @@ _TRIES = 3
 class ResidentShare:
     """The homes of one runtime that have moved to the device."""
 
-    def __init__(self, runtime: Runtime, sink: GradientSink) -> None:
+    def __init__(self, runtime: Runtime, sink: GradientSink, left_device: Callable[[], None]) -> None:
         self._runtime, self._sink = runtime, sink
         self._moved: list[Chunk] = []
         self._idle_seen = -1
         self._went_back, self._may_go_back = 0, False
-        self.others_update = False
-        """Whether an optimizer that is not hetmem's has stepped: its states would stay where parameters were."""
-        self.left: Callable[[], None] = lambda: None
-        """Called when a model that was whole on the device is so no more."""
+        self._left_device = left_device
         runtime.room.give_way = weakly(self.shrink)
 
     def grow(self) -> None:
-        """Fill what is idle. Call it between a backward and the updates of a step.
+        """Fill idle device memory, between a backward and the updates of a step.
 
-        Nothing moves before a whole step is traced, nor a chunk of which somebody holds a view (a `state_dict`, say),
+        Nothing moves before a whole step is traced, nor a chunk of which the program holds a view (a `state_dict`),
         which would show old values afterwards.
         """
         runtime, memory = self._runtime, self._runtime.memory
@@ -61,15 +58,15 @@ class ResidentShare:
             return
         for listener in listeners:
             listener.settle()
-        runtime.traffic.pending.drain()
+        runtime.traffic.executor.drain()
         with runtime.room.moving_homes():
             for at in chosen:
                 if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):
                     return
 
     def shrink(self, nbytes: int) -> None:
-        """Homes of at least `nbytes` go back, as far as they may: those that came last first, and those that an update
-        is writing at the end, once that is over."""
+        """Move homes of at least `nbytes` back, as far as they may: the last ones first, and those that an update is
+        writing at the end, once that is over."""
         traffic, memory = self._runtime.traffic, self._runtime.memory
         if memory.resident:
             self._leave_device()
@@ -86,46 +83,36 @@ class ResidentShare:
                 if self._free_to_move(chunk) and self._has_a_way_back(chunk):
                     self._move_back(chunk)
 
-    @property
-    def may_leave_device(self) -> bool:
-        """Whether a model that is whole on the device may go to host memory, as far as it has to."""
-        return self._runtime.memory.may_leave_device and not self.others_update
-
     def _leave_device(self) -> None:
-        """A model that is whole on the device is from now on as one that has moved there."""
-        if not self.may_leave_device:
-            return
+        """Make a model that is whole on the device one that has moved there, if it may be."""
         runtime = self._runtime
+        if not runtime.memory.may_leave_device:
+            return
         runtime.memory.leave_device()
         for chunk in runtime.chunks:
             for role, home in chunk.homes.items():
                 if home.block is None:
                     runtime.traffic.register_home(chunk, role)
-                assert home.away is not None
-                home.away.block = home.block
         self._moved = list(runtime.chunks)
         for managed in runtime.parameters:
             self._sink.install(managed)
-        self.left()
+        self._left_device()
 
     def before_reserving(self, chunk: Chunk, roles: set[Role]) -> None:
-        """`roles` of `chunk` are going to have homes: one that moved goes back first, so that they lie together."""
+        """Move `chunk` back before homes of `roles` are reserved, so that they lie together."""
         if chunk.moved and not roles <= chunk.homes.keys() and self._free_to_move(chunk):
             with self._runtime.room.moving_homes():
                 if self._has_a_way_back(chunk):
                     self._move_back(chunk)
 
     def bring_home(self, *, lends: bool) -> None:
-        """Chunks that stay on the device for want of room go to host memory as far as there is some after all: the
+        """Move chunks that stay on the device for want of room to host memory, as far as there is some after all: the
         optimizer keeps less than was reckoned with. `lends`: gradients need no homes of their own."""
         memory = self._runtime.memory
         with self._runtime.room.moving_homes():
             for chunk in list(memory.staying):
                 if not self._free_to_move(chunk) or not memory.open_way_back(chunk, gradients=not lends):
                     return
-                for home in chunk.homes.values():
-                    assert home.away is not None
-                    home.away.block = home.block
                 self._moved.append(chunk)
                 self._move_back(chunk)
                 del memory.staying[chunk]
@@ -139,7 +126,7 @@ class ResidentShare:
         return Candidate(sum(chunk.home_nbytes(role) for role in roles), on_nvme)
 
     def _free_to_move(self, chunk: Chunk) -> bool:
-        """Whether nobody but hetmem holds what lies at home, and everybody can follow."""
+        """Return whether the homes of `chunk` are held by hetmem alone, and all listeners can follow."""
         if self._sink.has_lent(chunk) or any(map(self._is_held, chunk.parameters)):
             return False
         if any(self._sink.has_taken(managed) for managed in chunk.parameters):
@@ -147,7 +134,7 @@ class ResidentShare:
         return all(listener.may_move(chunk) for listener in self._sink.listeners)
 
     def _is_held(self, managed: ManagedParameter) -> bool:
-        """Whether somebody else has a view of what is at home, or has put something else into `p.grad`."""
+        """Return whether the program holds a view of a home, or has put another tensor into `p.grad`."""
         gradient, home = managed.parameter.grad, managed.grad_home
         gradient = None if isinstance(gradient, UsedUp) else gradient
         if gradient is not None and not is_home_gradient(managed) and not self._comes_along(gradient, managed.chunk):
@@ -159,25 +146,22 @@ class ResidentShare:
         return storage_references(managed.home) > managed.home_references
 
     def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
-        """Whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device. Not if it is a
-        part of somebody's buffer: it would be so no more."""
+        """Return whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device; not if it
+        is a part of a larger buffer."""
         if Role.GRAD in chunk.homes or self._runtime.memory.gradient_place(chunk) is None or is_shared(gradient):
             return False
         return gradient.layout is torch.strided and gradient.dtype is chunk.dtype and not gradient.requires_grad
 
     def _has_a_way_back(self, chunk: Chunk) -> bool:
         if Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].away is None:
-            place = self._runtime.memory.take_gradient_place(chunk)
-            if place is not None:
-                place.block = chunk.homes[Role.GRAD].block
-                chunk.homes[Role.GRAD].away = place
+            self._runtime.memory.use_gradient_place(chunk)
         lost = {role for role, home in chunk.homes.items() if home.away is None}
         return not lost or (lost == {Role.GRAD} and not any(is_home_gradient(m) for m in chunk.parameters))
 
     # ---- moving ------------------------------------------------------------------------------------------------
 
     def _move_in(self, chunk: Chunk) -> bool:
-        """False if the device's allocator has no memory, whatever the budget says."""
+        """Move the homes of `chunk` to the device; False if its allocator has no memory, whatever the budget says."""
         memory, traffic = self._runtime.memory, self._runtime.traffic
         for role in list(chunk.homes):
             traffic.superseded(chunk, role)
@@ -198,7 +182,7 @@ class ResidentShare:
         traffic, block = self._runtime.traffic, chunk.operand_block
         assert block is not None
         if not traffic.residency.uses(block, Tier.DEVICE):
-            traffic.copy_home_again(chunk)  # nobody has looked for writes of the user yet, if this is no forward
+            traffic.copy_home_again(chunk)  # outside a forward, writes of the program were not looked for yet
         for role, home in chunk.homes.items():
             if home.away is not None:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
@@ -213,7 +197,7 @@ class ResidentShare:
         traffic.copy_equals_home(chunk)
 
     def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:
-        """Gradients that were autograd's own, as long as all was on the device, which are in their place now too."""
+        """Copy the gradients of `chunk` that are autograd's own to their place, and return them."""
         place = self._runtime.memory.gradient_place(chunk)
         if place is None:
             return []
@@ -225,18 +209,14 @@ class ResidentShare:
         return sent
 
     def _take_gradients(self, chunk: Chunk, sent: list[tuple[ManagedParameter, torch.Tensor]]) -> None:
-        """They come along."""
-        place = self._runtime.memory.take_gradient_place(chunk)
-        if place is None:
-            return
-        chunk.homes[Role.GRAD] = place
-        self._runtime.traffic.register_home(chunk, Role.GRAD)
-        for managed, gradient in sent:
-            gradient.data = managed.view(Role.GRAD)
-            managed.grad_home, managed.grad_version = gradient, gradient._version
+        """Make the place of gradients their home, and the tensors of `_gradients_sent` views of it."""
+        if self._runtime.memory.use_gradient_place(chunk):
+            self._runtime.traffic.register_home(chunk, Role.GRAD)
+            for managed, gradient in sent:
+                move_gradient(managed, gradient)
 
     def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
-        """What lies at home, if it matters."""
+        """Copy what lies at home, if it matters."""
         if role is Role.GRAD and all(managed.grad_home is None for managed in chunk.parameters):
             return
         if role.is_state and not chunk.homes[role].written:
@@ -247,24 +227,20 @@ class ResidentShare:
         self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))
 
     def _settle(self, chunk: Chunk) -> None:
-        """Everybody finds the homes of `chunk` where they are now."""
+        """Bind parameters, gradients and states to the homes of `chunk` where they are now."""
         for role in chunk.homes:
             self._runtime.traffic.home_moved(chunk, role)
         for managed in chunk.parameters:
             home = managed.view(Role.PARAM)
             rest = rest_of(managed, home, self._runtime.memory.device.torch_device)
             self._runtime.bindings.move_home(managed, home, rest)
-            if managed.grad_home is not None and Role.GRAD in chunk.homes:
-                managed.grad_home.data = managed.view(Role.GRAD)  # the tensor that others know stays the same one
-                managed.grad_address = managed.grad_home.data_ptr()
-            else:
-                managed.grad_home = None
+            move_gradient(managed, managed.grad_home if Role.GRAD in chunk.homes else None)
         for listener in self._sink.listeners:
             listener.moved(chunk)
 
 
 def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
-    """Whether all that is trained of `chunk`, if anything is, gets its update on the device."""
+    """Return whether all that is trained of `chunk`, if anything is, may be updated on the device."""
     trained = [id(managed.parameter) for managed in chunk.parameters if managed.parameter.requires_grad]
     return bool(trained) and updated.issuperset(trained)
 

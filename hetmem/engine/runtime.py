@@ -1,4 +1,4 @@
-"""What runs a managed module: segments and moments, and parameters on the device for as long as somebody needs them.
+"""Runs a managed module: segments and moments, and parameters on the device for as long as they are used.
 
 Hooks tell it what is about to be used. It knows nothing of torch's hooks and modes, and nothing of optimizers; copies
 are `traffic`'s, how many there may be `device_limit`'s, writes that were not hetmem's `write_check`'s.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
-from hetmem.engine.write_check import Writes
+from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.intercept.async_params import Trailing
 from hetmem.memory.chunk import ManagedParameter, Role
@@ -36,6 +37,19 @@ from hetmem.schedule.tracer import StepTracer, segment_name
 
 _functions_around: Any = torch_private.function_modes_around
 PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
+
+
+class Phase(Enum):
+    """What one model does now, as `Runtime.enter` was told."""
+
+    IDLE = "idle"
+    """The program's turn, also within forwards: it may write to weights and gradients."""
+    BACKWARD = "backward"
+    SETTLING = "settling"
+    """A backward is over, and its gradients are not all at home yet."""
+    STEP = "step"
+
+
 _tuple: Any = tuple.__new__
 """Makes a named tuple of a tuple, without Python."""
 
@@ -43,9 +57,9 @@ _tuple: Any = tuple.__new__
 class Runtime:
     """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
 
-    `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of
-    events. Guarantees after every public method, also one that raised: every parameter outside compute is its home,
-    no capacity is exceeded, and no copy is lost.
+    `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of events.
+    Guarantees after every public method, also one that raised: every parameter outside compute is its home, no capacity
+    is exceeded, and no copy is lost.
     """
 
     def __init__(self, memory: Memory, residency: Residency, engine: TransferEngine, *, sanitize: bool) -> None:
@@ -61,14 +75,15 @@ class Runtime:
         self.traffic = Traffic(
             memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
         )
-        self.writes = Writes(self.parameters, self.bindings, self.traffic, self.memory.store)
+        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.turn = Turn(self.events.newest)
+        self.phase = Phase.IDLE
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
-        """What the machine can do, if anybody has said so."""
+        """What the machine can do, if that was given."""
         self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
@@ -81,12 +96,17 @@ class Runtime:
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
 
     def close(self) -> None:
-        """Wait for what is in flight and stop all threads; the homes stay readable as long as somebody holds them."""
+        """Wait for what is in flight and stop all threads; the homes stay readable as long as tensors hold them."""
         self.traffic.engine.close()
         self.memory.close()
         self._finalizer()
 
     # ---- segments and moments ----------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase) -> None:
+        """Begin `phase`: a read of gradients that is under way as the program's turn begins may be torn."""
+        self.phase = phase
+        self.traffic.executor.torn_reads.allow_writes(allowed=phase is Phase.IDLE)
 
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
@@ -100,7 +120,7 @@ class Runtime:
         if before is not None:
             self.tracer.book.follows(before, key)
         with self.unwatched():
-            self.traffic.pending.poll()
+            self.traffic.executor.poll()
             self.expect(key)
             if key != STEP:
                 self.renew_what_is_held()
@@ -123,7 +143,7 @@ class Runtime:
         self._saw(moment, operator, blocks)
 
     def _saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
-        """Put a moment down for reports."""
+        """Log a moment for reports."""
         memory, residency, expected = self.memory, self.traffic.residency, moment.non_model_bytes
         if not memory.device.watched:  # whose allocator tells what it was in the end
             expected = int(expected / self.tracer.growth)
@@ -146,12 +166,11 @@ class Runtime:
                 return
         with self.unwatched():
             self._let_go()
-            self.traffic.pending.poll()
+            self.traffic.executor.poll()
             self._use(operator, used)
 
     def _use(self, operator: str, used: list[ManagedParameter]) -> None:
-        """`use` where nobody sees what is asked of parameters; what calls operators sees to it that these are
-        unwatched."""
+        """`use` where no mode sees what is asked of parameters."""
         blocks: list[int] = []
         try:
             for managed in used:
@@ -239,7 +258,7 @@ class Runtime:
         self._holds_all = self._holds_all or self._acquire_whole(operator)
 
     def release_all(self) -> None:
-        """It is over."""
+        """End `hold_all`."""
         if self._holds_all:
             self._holds_all = False
             self._release(self.parameters)
@@ -291,7 +310,7 @@ class Runtime:
     def end_use(
         self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
     ) -> None:
-        """End `use`: parameters rest, what was written to them goes home, what nobody holds may be evicted.
+        """End `use`: parameters rest, what was written to them goes home, copies that are not held may be evicted.
 
         `untracked`: a view was handed out whose writes count no versions (`parameter.data`); `writes`: those that may
         have been written to without counting one.
@@ -314,12 +333,12 @@ class Runtime:
             del first  # as in `Executor.execute`
 
     def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """`used` rest, and those that nobody holds may be evicted."""
+        """Let `used` rest, and release their copies."""
         self.bindings.unbind(used)
         self._release(used, untracked=untracked)
 
     def _release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """One use less of each of `used`, but of those of which somebody holds memory: `_let_go` ends that."""
+        """Release one lease of each of `used`; those whose memory a tensor holds are released by `_let_go`."""
         over: list[int] = []
         for managed in used:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
@@ -361,7 +380,7 @@ class Runtime:
                 if type(managed.parameter) is managed.kind and self.bindings.is_elsewhere(managed)
             ]
             for managed, _ in data_set:
-                managed.parameter.data = managed.home if managed.device is None else managed.device
+                self.bindings.show_home(managed, managed.device)
             self.end_use(used, writes=used if measured else [each for each in used if id(each) in uncounted])
             for managed, value in data_set:
                 self.data_set(managed, value)
@@ -381,8 +400,8 @@ class Runtime:
                     self.bindings.bind([managed])
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
-        """The device view of `managed` for autograd; it stays on the device until nobody holds the view any more. To be
-        called `unwatched`."""
+        """The device view of `managed` for autograd; it stays on the device until no tensor holds its memory. Call it
+        `unwatched`."""
         if self._holds_all and managed.device is not None:
             return managed.device
         if not self.memory.streams:
@@ -390,7 +409,7 @@ class Runtime:
         if self._held:
             self._let_go()
         if self._engine.anything_over():
-            self.traffic.pending.poll()
+            self.traffic.executor.poll()
         operator, key = f"backward of {managed.name}", id(managed)
         if key in self._held:
             self._moment(operator, (param_block(managed),))
@@ -425,24 +444,24 @@ class Runtime:
             return self._acquire_with_more_room(block)
 
     def out_of_memory(self) -> None:
-        """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
+        """Give the device's allocator, which has no room for an operator, all that no chunk in use needs."""
         with self.unwatched():
             self._let_go()
             self.room.out_of_memory()
 
     def notice_writes_to_views(self) -> None:
-        """A forward is over: what it wrote last to views goes home before anybody reads that."""
+        """End a forward: what it wrote last to views goes home before it is read."""
         with self.unwatched():
             self._let_go()
         self.writes.refuse_ties()
 
     def notice_writes_by_hooks(self) -> None:
-        """Hooks of the user, which run between the nodes of a backward, may have written to homes: those count."""
+        """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""
         for managed in list(self._held.values()):
             self._notice_write(managed)
 
     def _notice_write(self, managed: ManagedParameter) -> None:
-        """Somebody may have written to `managed` since it was used: at home, or to a view of the copy that is held."""
+        """Honour a write to `managed` since it was used: at home, or to a view of the copy that is held."""
         rests = type(managed.parameter) is managed.unbound_kind
         managed.parameter.__class__ = managed.kind
         try:
@@ -455,7 +474,7 @@ class Runtime:
                 managed.parameter.__class__ = managed.unbound_kind
 
     def read_at_home(self, managed: ManagedParameter) -> None:
-        """The user reads `managed` while something computes, between the nodes of a backward: wait for its update."""
+        """Wait for the update of `managed`, which the program reads between the nodes of a backward."""
         with self.unwatched(), without_graph():
             self.traffic.wait_for_update(managed.chunk)
             self.traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
@@ -471,13 +490,13 @@ class Runtime:
                 self.bindings.rest(used)
 
     def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """`parameter.data = value` within compute."""
+        """Honour `parameter.data = value` within compute."""
         with self.unwatched():
             self._untracked.discard(id(managed))
             self.writes.of_data(managed, value)
 
     def holds_copies(self) -> bool:
-        """Whether somebody still has memory of a copy on the device (a view of a weight, say)."""
+        """Return whether a tensor holds memory of a copy on the device (a view of a weight, say)."""
         self._let_go()
         return bool(self._held)
 

@@ -1,196 +1,167 @@
-"""Sampled bits of homes and of their copies, to find writes that count no version.
+"""Sampled bits of weights and gradients, which find most writes that count no version.
 
-It reads host memory only: a copy on a GPU could be read only by waiting for all that was asked of the GPU before.
+A home is read only where it lies in host memory or on NVMe: a copy on a GPU could be read only by waiting for all that
+was asked of the GPU before. What a difference means is for the caller to say.
 
-Note "early copies": an update writes a parameter and its 16-bit copy in one pass, and the copy may be fetched ahead
-while the user may write to the parameter. No version counts some of such writes, and a few elements are found by no
-sample. So each forward that may come behind one compares all of parameter and copy, chunk by chunk, on the optimizer's
-workers while the first chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read
-and write as many, and nothing could be fetched while other chunks are updated.
-
-Note "torn reads": a read of gradients from NVMe that is under way while the user scales them (`p.grad.data.mul_`) gives
-some blocks from before and others from after. One sampled element does not find that, so such a copy is marked, and
-read again before its use.
+Note "torn reads": a read of gradients from NVMe that is under way while the program scales them (`p.grad.data.mul_`)
+returns some blocks from before the write and others from after. One sampled element does not show that, so the staging
+copy is marked as torn, and read again from its home before its use.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
-from hetmem.engine.build import recast_all
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
-_SAMPLES = 16  # of each parameter, at least, if it has as many
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element, what its bits are read as."""
+_OF_WEIGHTS = 16  # elements of each parameter, at least, if it has as many
+_OF_GRADIENTS = 1024  # elements, of which the greatest is the sample
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Sample = tuple[int, bytes] | tuple[torch.Tensor, torch.Tensor]
+"""The index of an element and its bits; of a tensor on the device, tensors there of one element each."""
 
 
-@dataclass(slots=True, eq=False)
-class _Places:
-    """Which elements of a chunk are looked at: `index`, of which those of each parameter are `parts`."""
-
-    index: torch.Tensor
-    parts: dict[ManagedParameter, slice]
-
-    def part(self, managed: ManagedParameter | None) -> slice:
-        return slice(None) if managed is None else self.parts[managed]
+# ---- weights: a few elements of each ---------------------------------------------------------------------------
 
 
 class Fingerprints:
-    """Of the chunks of one model, where homes are in host memory or on NVMe."""
+    """The bits of 16 elements of each parameter, as they were when the device copy of its chunk was made."""
 
     def __init__(self) -> None:
-        self._places: dict[Chunk, _Places] = {}
+        self._indices: dict[Chunk, tuple[torch.Tensor, dict[ManagedParameter | None, slice]]] = {}
         self._bits: dict[Chunk, torch.Tensor] = {}
 
     def take(self, chunk: Chunk, values: torch.Tensor) -> None:
-        """A copy of `chunk` is made from `values`, its flat parameters in host memory, and from now on says that."""
-        self._bits[chunk] = _bits(values, self._places_of(chunk).index)
+        """Note the bits of `values`, the flat parameters in host memory that a copy of `chunk` is made of."""
+        self._bits[chunk] = _bits(values, self._index(chunk)[0])
 
     def differ(self, chunk: Chunk, values: torch.Tensor, managed: ManagedParameter | None = None) -> bool:
-        """Whether `values` have other bits than when they were last taken, if they were; of the whole chunk, or of
-        `managed`."""
-        places, before = self._places_of(chunk), self._bits.get(chunk)
-        part = places.part(managed)
-        return before is None or not torch.equal(_bits(values, places.index[part]), before[part])
+        """Return whether `values` have other bits than `take` noted; of `managed` alone, if that is given."""
+        (index, parts), before = self._index(chunk), self._bits.get(chunk)
+        part = parts[managed]
+        return before is None or not torch.equal(_bits(values, index[part]), before[part])
 
     def unequal(
         self, chunk: Chunk, values: torch.Tensor, others: torch.Tensor, managed: ManagedParameter | None = None
     ) -> bool:
-        """Whether two copies in host memory differ, `others` in the dtype of `values`."""
-        places = self._places_of(chunk)
-        index = places.index[places.part(managed)]
+        """Return whether two copies in host memory differ, with `others` cast to the dtype of `values`."""
+        index, parts = self._index(chunk)
+        index = index[parts[managed]]
         theirs = others.index_select(0, index).to(values.dtype)
-        return not torch.equal(_bits(values, index), _bits(theirs, torch.arange(index.numel(), device="cpu")))
+        return not torch.equal(as_integers(values.index_select(0, index)), as_integers(theirs))
 
     def offsets(self, chunk: Chunk) -> list[int]:
-        """The bytes of its home that are looked at."""
-        return [at * chunk.dtype.itemsize for at in self._places_of(chunk).index.tolist()]
+        """Return the bytes of the home of `chunk` that `take` and `differ` read."""
+        return [at * chunk.dtype.itemsize for at in self._index(chunk)[0].tolist()]
 
-    def _places_of(self, chunk: Chunk) -> _Places:
-        found = self._places.get(chunk)
+    def _index(self, chunk: Chunk) -> tuple[torch.Tensor, dict[ManagedParameter | None, slice]]:
+        """Return the sampled elements of `chunk`, and which of them are each parameter's (None: all)."""
+        found = self._indices.get(chunk)
         if found is None:
-            runs, parts, start = [], {}, 0
+            runs, start = [torch.empty(0, dtype=torch.int64, device="cpu")], 0
+            parts: dict[ManagedParameter | None, slice] = {None: slice(None)}
             for managed in chunk.parameters:
-                step = max(1, managed.numel // _SAMPLES)
+                step = max(1, managed.numel // _OF_WEIGHTS)
                 runs.append(torch.arange(managed.offset, managed.offset + managed.numel, step, device="cpu"))
                 parts[managed] = slice(start, start + runs[-1].numel())
                 start = parts[managed].stop
-            found = self._places[chunk] = _Places(
-                torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *runs]), parts
-            )
+            found = self._indices[chunk] = torch.cat(runs), parts
         return found
 
 
 def _bits(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """As integers a NaN equals itself, and 0 is not -0."""
-    return values.view(INTEGERS.get(values.itemsize, values.dtype)).index_select(0, index)
+    return as_integers(values).index_select(0, index)
 
 
-class Exposed:
-    """Of the blocks in `chunk_of_block`, those of gradients that `residency` has in staging and that may be mixed."""
-
-    def __init__(self, residency: Residency, chunk_of_block: dict[int, tuple[Chunk, Role]]) -> None:
-        self._residency, self._chunk_of_block = residency, chunk_of_block
-        self._mixed: set[int] = set()
-        self._users_turn = True
-
-    def show(self) -> None:
-        """The user may write to gradients from now on, also to those that are being read."""
-        if not self._users_turn:
-            self._users_turn = True
-            for block, (chunk, role) in self._chunk_of_block.items():
-                if role is Role.GRAD and self._residency.state(block, Tier.HOST) is CopyState.LOADING:
-                    self.reads(block, chunk, role)
-
-    def hide(self) -> None:
-        """A backward or a step has begun: nobody writes to gradients but hetmem."""
-        self._users_turn = False
-
-    def reads(self, block: int, chunk: Chunk, role: Role) -> None:
-        """A read of the home of `block` begins. Of gradients that trail behind a step nobody knows."""
-        self._mixed.discard(block)
-        shown = (each for each in chunk.parameters if each.grad_home is not None) if role is Role.GRAD else ()
-        if self._users_turn and any(each.parameter.grad is each.grad_home for each in shown):
-            self._mixed.add(block)
-
-    def mixed(self, block: int) -> bool:
-        """Whether the copy of `block` in staging may be of before and after a write."""
-        return block in self._mixed
-
-    def forget(self, block: int) -> None:
-        """That copy counts no more, or says what its home says."""
-        self._mixed.discard(block)
-
-
-_TILE = 512 * 1024  # elements that are cast and compared while they are in the CPU's cache
-
-
-class CopyComparer(Protocol):
-    """Compares on other threads."""
-
-    def compare(self, chunk: Chunk) -> Callable[[], bool]:
-        """Begin to compare the 16-bit copy of `chunk` with its parameters; what is returned waits for whether they say
-        the same."""
-        ...
-
-
-class HomeCopies:
-    """Those of one model. A chunk is `unchecked` from where the user may have written to it until `stale` was asked."""
-
-    def __init__(self) -> None:
-        self.unchecked: dict[Chunk, None] = {}
-        self._begun: dict[Chunk, Callable[[], bool]] = {}
-        self._comparer: weakref.ref[CopyComparer] | None = None
-
-    def compare_with(self, comparer: CopyComparer) -> None:
-        """Have `comparer` compare, as long as it lives."""
-        self._comparer = weakref.ref(comparer)
-
-    def begin(self, chunks: Iterable[Chunk]) -> None:
-        """A forward begins: `chunks`, and those that were not used since an earlier one, are compared, in their order
-        of use."""
-        self.unchecked.update(dict.fromkeys(chunks))
-        comparer = None if self._comparer is None else self._comparer()
-        self._begun = {} if comparer is None else {chunk: comparer.compare(chunk) for chunk in self.unchecked}
-
-    def renewed(self, chunk: Chunk) -> None:
-        """An update makes parameters and copy of `chunk`: what was begun says nothing."""
-        self.unchecked.pop(chunk, None)
-        self._begun.pop(chunk, None)
-
-    def stale(self, chunk: Chunk) -> list[ManagedParameter]:
-        """The parameters of `chunk` whose copies did not say what they do; these are made anew."""
-        self.unchecked.pop(chunk, None)
-        begun = self._begun.pop(chunk, None)
-        if begun is not None and begun():
-            return []
-        found = [managed for managed in chunk.parameters if not _says_the_same(managed)]
-        if found or begun is not None:
-            with torch.no_grad():
-                chunk.flat(Role.COMPUTE).copy_(chunk.flat(Role.PARAM))  # what lies between parameters too
-            recast_all(chunk)
-        return found
-
-
-def _says_the_same(managed: ManagedParameter) -> bool:
-    home, copy = (managed.part(managed.chunk.flat(role)) for role in (Role.PARAM, Role.COMPUTE))
-    tiles = zip(home.split(_TILE), copy.split(_TILE), strict=True)
-    return all(same_bits(there, here.to(there.dtype)) for here, there in tiles)
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """View `values` as integers: there a NaN equals itself, and 0 is not -0."""
+    return values.view(_INTEGERS.get(values.itemsize, values.dtype))
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal, NaN for NaN, and 0 is not -0."""
+    """Return whether two tensors of one dtype are equal, where any NaN equals any other, and 0 is not -0."""
     if left.is_complex():
         left, right = torch.view_as_real(left), torch.view_as_real(right)
-    integer = INTEGERS.get(left.itemsize, left.dtype)
-    one, other = left.view(integer), right.view(integer)
+    one, other = as_integers(left), as_integers(right)
     return bool(torch.equal(one, other) or ((one == other) | (left.isnan() & right.isnan())).all())
+
+
+# ---- gradients: the greatest of a thousand elements ----------------------------------------------------------------
+
+
+def sample_of(flat: torch.Tensor) -> Sample | None:
+    """Return an element of a gradient that changes if the gradient is scaled: the greatest of a thousand, of all where
+    those are zero. Of a tensor on the device nothing is waited for. None if `flat` is empty."""
+    if not flat.numel():
+        return None
+    flat = flat.detach()
+    step = max(1, flat.numel() // _OF_GRADIENTS)
+    greatest = flat[::step].abs().argmax()
+    if flat.device.type == "cpu":
+        at = int(greatest) * step
+        if step > 1 and flat[at] == 0:
+            at = int(flat.abs().argmax())
+        return at, bits_at(flat, at)
+    there = greatest.mul(step).view(1)
+    return there, flat.index_select(0, there)
+
+
+def as_sampled(samples: Sequence[tuple[Sample, torch.Tensor]]) -> list[bool]:
+    """Return for each sample whether the tensor beside it still has those bits. All that are on the device are waited
+    for at once."""
+    same = [_is_same(*one) for one in samples]
+    there = [one for one in same if isinstance(one, torch.Tensor)]
+    found = iter(torch.stack(there).tolist() if there else ())
+    return [next(found) if isinstance(one, torch.Tensor) else one for one in same]
+
+
+def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
+    """Compare on the device where the sample is there, whether or not the gradient has moved since."""
+    at, bits = sample
+    if isinstance(at, int):
+        return bits == bits_at(flat, at)
+    assert isinstance(bits, torch.Tensor)
+    now = flat.detach().index_select(0, at.to(flat.device)).to(bits.device)
+    return (now.view(torch.uint8) == bits.view(torch.uint8)).all()
+
+
+def bits_at(flat: torch.Tensor, at: int) -> bytes:
+    """Return the bits of one element, also where its home has moved to the device."""
+    return flat.detach()[at : at + 1].view(torch.uint8).cpu().numpy().tobytes()
+
+
+class TornReads:
+    """The staging copies of gradients that may be torn: see note "torn reads"."""
+
+    def __init__(self, residency: Residency, chunk_of_block: dict[int, tuple[Chunk, Role]]) -> None:
+        self._residency, self._chunk_of_block = residency, chunk_of_block
+        self._torn: set[int] = set()
+        self._may_be_written = True
+
+    def allow_writes(self, *, allowed: bool) -> None:
+        """Note whether the program may write to gradients from now on: outside backward and step. Reads that are under
+        way as that begins may be torn."""
+        before, self._may_be_written = self._may_be_written, allowed
+        for block, (chunk, role) in self._chunk_of_block.items() if allowed and not before else ():
+            if role is Role.GRAD and self._residency.state(block, Tier.HOST) is CopyState.LOADING:
+                self.begin_read(block, chunk, role)
+
+    def begin_read(self, block: int, chunk: Chunk, role: Role) -> None:
+        """Note that a read of the home of `block` begins. Gradients that no `p.grad` shows are not written to."""
+        self._torn.discard(block)
+        shown = (each for each in chunk.parameters if each.grad_home is not None) if role is Role.GRAD else ()
+        if self._may_be_written and any(each.parameter.grad is each.grad_home for each in shown):
+            self._torn.add(block)
+
+    def torn(self, block: int) -> bool:
+        """Return whether the staging copy of `block` may be from before and after a write."""
+        return block in self._torn
+
+    def forget(self, block: int) -> None:
+        """Note that the staging copy of `block` was dropped, or read again."""
+        self._torn.discard(block)

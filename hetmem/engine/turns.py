@@ -31,10 +31,10 @@ def in_backward() -> bool:
 class Running:
     """Backwards that run now, each by the thread that has called it; those within a node of another are left out.
 
-    Note "backwards that raise": autograd tells nobody, and drops what it was to call at the end. A device has a thread
-    of its own for the backward, which may drop that last, some time after the caller has got the error. Until then the
-    next backward would look like a part of the one that has raised, and nobody would wait for its gradients. So a
-    backward is over, too, once none of those that it may be is running; on a thread of autograd's that is any.
+    Note "backwards that raise": autograd does not report it, and drops what it was to call at the end. A device has a
+    thread of its own for the backward, which may drop that last, some time after the caller has got the error. Until
+    then the next backward would look like a part of the one that has raised, and its gradients would not be waited for.
+    So a backward is over, too, once none of those that it may be is running; on a thread of autograd's that is any.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Turn:
 
     def __init__(self, progress: Callable[[], Hashable]) -> None:
         self.number = next(_NUMBERS)
-        """Whoever takes several turns at once takes them in this order."""
+        """Several turns are taken in this order."""
         self.trainers: set[int] = set()
         """The threads that have computed forwards with a graph: a backward of theirs may be of this model."""
         self._progress = progress
@@ -158,7 +158,7 @@ class Turn:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _acting(self) -> int:
-        """The thread that this one works for: a thread of autograd's own is that of whoever has called the backward."""
+        """Return the thread that this one works for: one of autograd's own works for the caller of the backward."""
         me = get_ident()
         callers = RUNNING.callers() if in_backward() else ()
         if callers and me not in callers:

@@ -1,25 +1,33 @@
-"""Writes that were not hetmem's own: by the user outside compute, and by operators within it.
+"""Detects writes that were not hetmem's own: by the program outside compute, and by operators within it.
 
-Note "writes": a parameter's version counter tells of most of them. Those that count no version (`parameter.data`, some
-`_foreach_` operators, numpy) are seen otherwise. Where an operator may have written to a copy, that is compared with
-its home: the one place that waits for the device, and only models that write to weights get there. Outside compute,
-weights that are trained may be written to after a step, between forwards with and without gradients, and where
-gradients were cleared. Then every copy of them is made anew for the next forward, and behind a step nothing is read
-ahead from their homes before it; 16-bit copies at home are compared instead, see `home_copies`. Where none of this has
-happened (forwards alone, accumulation, frozen weights) copies stay, and the home is compared with what it was in a few
-elements. A home on the device can be looked at only by waiting, so its copy is made anew for each forward: a pass over
-memory of the device, behind nobody's back.
+Note "writes": the version counter of a parameter shows most of them. Others (`parameter.data`, some `_foreach_`
+operators, NumPy) count no version:
+
+- An operator may have written to a device copy: that is compared with its home, the one place that waits for the
+  device. Only models that write to weights get there.
+- After a step, between forwards with and without gradients, and where gradients were cleared, the program may have
+  written to weights that are trained. Every copy of them is made anew for the next forward, and nothing is prefetched
+  from their homes before it.
+- 16-bit copies at home are compared with their parameters as a whole instead: an update writes both in one pass, and
+  the copy may be fetched while the program may write. The comparison runs on the optimizer's workers while the first
+  chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read and write as many.
+- In all other cases (forwards alone, accumulation, frozen weights) copies stay, and the home is compared by
+  `Fingerprints`. A home on the device could be read only by waiting, so its copy is made anew for each forward.
+- Gradients that are staged from NVMe are compared with their home by one element of each parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Container, Iterable
 
 import torch
 
-from hetmem.engine.build import recast
-from hetmem.engine.param_views import Bindings, storage_references
-from hetmem.engine.sampling import HomeCopies, same_bits
+from hetmem.cpu import compare_tasks
+from hetmem.cpu.workers import WorkerPool
+from hetmem.engine.build import recast, recast_all
+from hetmem.engine.param_views import Bindings, is_home_gradient, storage_references
+from hetmem.engine.sampling import as_sampled, same_bits, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
@@ -28,74 +36,77 @@ from hetmem.memory.tensor_views import give_away
 from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.trace import Tier
 
+_TILE = 512 * 1024  # elements that are cast and compared while they are in the CPU's cache
 
-class Writes:
-    """Notices writes to managed parameters and makes them count: home is right, and no superseded copy is used."""
+
+class WriteCheck:
+    """The writes to the parameters of one model: makes homes right, and drops the copies that a write superseded."""
 
     def __init__(
         self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic, store: NvmeStore | None
     ) -> None:
-        self._bindings = bindings
+        self._bindings, self._traffic, self._store = bindings, traffic, store
+        self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
-        self._traffic, self._store = traffic, store
         self.unsure: set[Chunk] = set()
-        """Those that were on their way from NVMe when all were looked at: `make_sure` before a use."""
+        """Chunks that `make_sure` has to check before their next use: a read of their home was in flight, or their
+        16-bit copy is being compared, as the forward began."""
         self.uncounted: set[int] = set()
-        """By `id`, those whose copies were ever found to be written without a version."""
+        """The `id`s of parameters whose copies were ever found to be written without a version."""
         self.noticed: set[int] = set()
-        """By `id`, those that somebody has written to since `notice_counted` looked at their chunk, as was seen."""
+        """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
         self.home_copies = HomeCopies()
         self._ties: dict[ManagedParameter, ManagedParameter] = {}
-        """Those whose `.data` was last set to that of another one, within the forward that runs."""
+        """Parameters whose `.data` was last set to that of another one, within the forward that runs."""
         self.stepped = True
-        """Whether an optimizer has stepped since the last forward, so that the user may have written to weights."""
+        """Whether an optimizer has stepped since the last forward."""
         self._gradients_wanted: bool | None = None
         self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
-        """Of backwards since the last forward but one that made copies anew, as they left them: see `_gradient`."""
+        """`_gradient` of parameters as backwards since the last forward that made copies anew have left it."""
 
-    # ---- by the user, to the home ------------------------------------------------------------------------------
+    # ---- by the program, to the home ---------------------------------------------------------------------------
 
     def notice_all(self) -> None:
-        """A forward begins: look at every parameter for changes by the user since it was last used."""
-        self._traffic.pending.poll()  # a copy that has arrived must not look as if it were still on its way
+        """Check every parameter for writes since it was last used, as a forward begins."""
+        traffic = self._traffic
+        traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
         self.unsure.clear()
         stepped, self.stepped = self.stepped, False
-        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or self._gradients_taken()
+        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
         if trained:
             self._gradients_left.clear()
         self._gradients_wanted = torch.is_grad_enabled()
         chunks, counted = self._chunks, self._all_counted()
-        due = {each.chunk for chunk in chunks if trained for each in chunk.parameters if each.parameter.requires_grad}
+        due = {each.chunk for each in self._parameters if trained and each.parameter.requires_grad}
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
-        copied = bool(self._traffic.executor.chunk_of_block)
+        copied = bool(traffic.executor.chunk_of_block)
         for chunk in chunks:
             if chunk in counted:
                 self._notice_counted_of(chunk, counted[chunk])
             elif not copied or chunk.operand_block is None:
                 continue  # operators see the home itself
-            elif chunk not in due and self._coming(chunk):
-                self.unsure.add(chunk)  # by what was there before, perhaps; waiting would hold the others up
+            elif chunk not in due and self._is_read(chunk):
+                self.unsure.add(chunk)  # the read may be of old values; to wait here would hold the others up
             elif not (stepped and chunk in due) and self._differs(chunk):
                 self._by_values(chunk)
             if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
-                self._traffic.copy_home_again(chunk)
+                traffic.copy_home_again(chunk)
             elif chunk.operand == Role.COMPUTE and self._may_be_stale(chunk, due=chunk in due):
                 compared.append(chunk)
             elif chunk in due:
-                self._traffic.outdate(chunk)
+                traffic.outdate(chunk)
         self.home_copies.begin(compared)
         self.unsure.update(self.home_copies.unchecked)
-        self._traffic.residency.lift()
+        traffic.residency.lift()
 
     def _all_counted(self) -> dict[Chunk, list[ManagedParameter]]:
-        """Those of which torch itself tells of a write, by their chunks: `_counted` of all before each forward, so that
-        torch is asked without Python's calls."""
+        """Return the parameters with a write that torch itself shows, by chunk: `_counted` of all before each forward,
+        so without a call of Python for each fact."""
         found: dict[Chunk, list[ManagedParameter]] = {}
-        all_of_them = [managed for chunk in self._chunks for managed in chunk.parameters]
-        tensors = [managed.parameter for managed in all_of_them]
+        tensors = [managed.parameter for managed in self._parameters]
         facts = map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors)
-        for managed, address, stride in zip(all_of_them, *facts, strict=True):
+        for managed, address, stride in zip(self._parameters, *facts, strict=True):
             parameter = managed.parameter
             same = parameter._version == managed.version and address == managed.home_address
             if not same or managed.shape != parameter.shape or stride != managed.stride:
@@ -103,53 +114,45 @@ class Writes:
         return found
 
     def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:
-        self._traffic.wait_for_update(chunk)  # it has a copy in staging that it will write to
+        self._traffic.wait_for_update(chunk)  # which writes to a copy in staging
         others = [each for each in chunk.parameters if each not in counted and self._differs(chunk, each)]
         for managed in counted:
             self.by_user(managed)
-        for managed in others:  # seen before: no copy is left now that they could be compared with
+        for managed in others:  # found before, as no copy is left now that they could be compared with
             self.noticed.add(id(managed))
             self._supersede(managed)
 
     def _may_be_stale(self, chunk: Chunk, *, due: bool) -> bool:
-        """Whether the 16-bit copy of `chunk` is to be compared. While its update trails it is not the user's turn."""
+        """Return whether the 16-bit copy of `chunk` has to be compared; not while its update is under way."""
         if chunk in self._traffic.updating:
             return False
-        seen = self._traffic.executor.fingerprints
-        return due or seen.differ(chunk, chunk.flat(Role.PARAM))
+        return due or self._traffic.executor.fingerprints.differ(chunk, chunk.flat(Role.PARAM))
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
-        """A backward is over, in which gradients of `arrived` arrived."""
-        for managed in arrived:
-            gradient = managed.parameter.grad  # as `_gradient`
-            self._gradients_left[managed] = None if gradient is None else (id(gradient), gradient._version)
+        """Note the gradients of `arrived` as the backward that is over has left them."""
+        self._gradients_left.update((managed, _gradient(managed)) for managed in arrived)
 
     def edited_gradients(self) -> list[ManagedParameter]:
-        """Those whose gradients are not as the last backwards have left them, as far as versions tell."""
+        """Return the parameters whose gradients were cleared, or written to with a version, since the last backwards:
+        accumulation leaves them alone, a step by hand does not."""
         return [managed for managed, left in self._gradients_left.items() if _gradient(managed) != left]
 
-    def _gradients_taken(self) -> bool:
-        """Whether the user has cleared gradients since, as after a step of his own; accumulation leaves them alone."""
-        return bool(self.edited_gradients())
-
     def look_ahead(self, chunks: Iterable[Chunk]) -> None:
-        """The homes of `chunks` are looked at next: what is looked at on NVMe is read together."""
+        """Read the sampled elements of the homes of `chunks` on NVMe together, before they are compared one by one."""
         residency, fingerprints = self._traffic.residency, self._traffic.executor.fingerprints
-        if self._store is None:
-            return
-        for chunk in chunks:
+        for chunk in chunks if self._store is not None else ():
             home = chunk.homes[Role.PARAM]
             if home.extent is None or home.block is None or chunk in self._traffic.updating:
                 continue
             on_host, on_device = (residency.state(home.block, tier) for tier in (Tier.HOST, Tier.DEVICE))
             if (on_host is CopyState.VALID or on_device in PLACED) and not residency.dirty(home.block):
+                assert self._store is not None
                 self._store.cache_pages(home.extent, fingerprints.offsets(chunk))
 
     def make_sure(self, chunk: Chunk) -> None:
-        """`chunk` is used next: wait for what is on its way, or is compared, and see whether that is what its home
-        says."""
+        """Check a chunk of `unsure` before its next use: wait for its read, or its comparison."""
         self.unsure.discard(chunk)
-        if chunk in self._traffic.updating:  # which makes it, and its copy, anew
+        if chunk in self._traffic.updating:  # which makes the home, and its copy, anew
             self.home_copies.renewed(chunk)
         elif chunk.operand == Role.COMPUTE:
             self._traffic.executor.fingerprints.take(chunk, chunk.flat(Role.PARAM))
@@ -161,21 +164,22 @@ class Writes:
             self._by_values(chunk)
 
     def _by_values(self, chunk: Chunk) -> None:
-        """Something of `chunk` was written without a version. Its copies are of all of it."""
+        """Honour a write to `chunk` that counted no version."""
         self.noticed.update(id(managed) for managed in chunk.parameters if self._differs(chunk, managed))
         for managed in chunk.parameters:
             self._supersede(managed)
 
-    def _coming(self, chunk: Chunk) -> bool:
+    def _is_read(self, chunk: Chunk) -> bool:
+        """Return whether a read of the home of `chunk` is in flight."""
         block = chunk.homes[Role.PARAM].block
         return block is not None and self._traffic.residency.state(block, Tier.HOST) is CopyState.LOADING
 
     def changed(self, managed: ManagedParameter) -> bool:
-        """Whether somebody else has written to `managed` since hetmem last saw it, outside compute."""
+        """Return whether the program has written to `managed` since hetmem last saw it, outside compute."""
         return self._counted(managed) or self._differs(managed.chunk, managed)
 
     def notice_counted(self, chunk: Chunk) -> None:
-        """Of what torch tells of by itself, since the forward. What comes after this is remembered."""
+        """Honour the writes to `chunk` that torch itself shows, and clear `noticed` of it."""
         for managed in chunk.parameters:
             if self._counted(managed):
                 self.by_user(managed)
@@ -183,11 +187,11 @@ class Writes:
 
     @staticmethod
     def _counted(managed: ManagedParameter) -> bool:
-        """Whether torch itself tells of a write."""
         return managed.parameter._version != managed.version or _is_replaced(managed)
 
     def by_user(self, managed: ManagedParameter) -> None:
-        """`managed` was changed outside compute: its home counts, copies of it are superseded."""
+        """Honour a write to `managed` outside compute, also `p.data = t`: its home counts, its copies are
+        superseded."""
         parameter = managed.parameter
         resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
         if _is_replaced(managed) and not resting:
@@ -198,13 +202,13 @@ class Writes:
                 raise _shared(managed, source)
             self._leave_home_to_holders(managed, hetmem_holds=2)
             managed.home.copy_(new)
-            parameter.data = managed.home
+            self._bindings.show_home(managed)
         managed.version = parameter._version
         self.noticed.add(id(managed))
         self._supersede(managed)
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """`parameter.data = value` within compute: the value goes home, where it counts from the next use on."""
+        """Honour `parameter.data = value` within compute: the value goes home, and counts from the next use on."""
         _refuse_another_kind(managed, value, value.dtype)
         source = self._bindings.of_storage(value)
         self._ties.pop(managed, None)
@@ -219,16 +223,16 @@ class Writes:
         self._supersede(managed)
 
     def refuse_ties(self) -> None:
-        """A forward is over. Raises `ManageError` if it has left a weight the memory of another one."""
+        """Raise `ManageError` if the forward that ends has left a weight the memory of another one."""
         if self._ties:
             managed, source = self._ties.popitem()
             self._ties.clear()
             raise _shared(managed, source)
 
     def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
-        """The home of `managed` becomes another tensor's values. Who holds more than the `hetmem_holds` references to
-        the old ones (`kept = p.data`, a state dict) keeps them, as in torch, where these are two tensors. So do those
-        who hold a storage that was given other memory (`p.data.share_memory_()`), as they have that."""
+        """Leave the old values of `managed`, whose home gets new ones, to tensors of the program that hold more than
+        the `hetmem_holds` references to them (`kept = p.data`, a state dict): in torch these are two tensors. So keeps
+        a storage that was given other memory (`p.data.share_memory_()`) that memory."""
         at_its_place = managed.home.data_ptr() == managed.home_address
         kept = managed.numel and at_its_place and storage_references(managed.home) > hetmem_holds
         if kept and not give_away(managed.home):
@@ -241,22 +245,21 @@ class Writes:
             self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
 
     def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
-        """What is at home counts: the 16-bit copy there is made anew, and no other may be used, but perhaps the
-        device's."""
+        """Make the 16-bit copy at home anew, and drop all other copies, but perhaps the device's."""
         traffic, chunk = self._traffic, managed.chunk
         if chunk.operand == Role.COMPUTE:
             traffic.superseded(chunk, Role.PARAM)
-            traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # what is on its way home must not come later
+            traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # a write in flight must not come later
             recast(managed, managed.home)
         traffic.superseded(chunk, chunk.operand, but_device=but_device)
 
     def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
-        """Whether the home of `chunk`, or of `managed` in it, was written since copies of it were made."""
+        """Return whether the home of `chunk`, or of `managed` in it, was written since copies of it were made."""
         home, traffic = chunk.homes[Role.PARAM], self._traffic
         residency, fingerprints = traffic.residency, traffic.executor.fingerprints
         if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
-            return False  # without a copy, or what is at home is older than every copy
-        while self._coming(chunk):  # perhaps what was there before
+            return False  # without a copy, or the home is older than every copy
+        while self._is_read(chunk):  # perhaps of old values
             traffic.wait_for_one()
         at_home = chunk.flat(Role.PARAM)
         if chunk.operand == Role.COMPUTE:  # which speaks for the device's copy
@@ -270,13 +273,13 @@ class Writes:
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 
     def by_view(self, managed: ManagedParameter) -> None:
-        """Somebody holds a view of the device copy whose writes count no versions. A copy that is superseded (by an
-        update, or by the user) is older than the home, and says nothing of it."""
+        """Compare the device copy of `managed`, of which the program holds a view whose writes count no versions. A
+        copy that is superseded is older than the home, and says nothing of it."""
         if self._traffic.copy_counts(managed.chunk) and not self._differs(managed.chunk, managed):
             self.compare(managed)
 
     def compare(self, managed: ManagedParameter) -> None:
-        """Somebody may have written to the device copy without a version: if it differs from home, it counts."""
+        """Compare the device copy of `managed` with its home; if they differ, the copy counts."""
         device = managed.device
         assert device is not None
         if not same_bits(device, managed.home.to(device)):
@@ -284,20 +287,116 @@ class Writes:
             self.by_operator(managed)
 
     def by_operator(self, managed: ManagedParameter) -> None:
-        """An operator changed the device copy: write it home now."""
+        """Write the device copy of `managed`, which an operator has changed, home now."""
         assert managed.device is not None
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
-        self._traffic.wait_until_written([where])  # an update that trails must not come after this
+        self._traffic.wait_until_written([where])  # an update that is being written must not come after this
         self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.parameter._version
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
         self._traffic.copy_equals_home(managed.chunk)
 
+    # ---- gradients in staging ------------------------------------------------------------------------------------
+
+    def wait_for_staged_gradients(self, chunks: Iterable[Chunk]) -> None:
+        """Wait until no gradients of `chunks` are being read from NVMe: those that the program wrote to meanwhile can
+        be compared with their home, by `honour_written_gradients`, only then."""
+        residency = self._traffic.residency
+        for chunk in chunks:
+            home = chunk.homes.get(Role.GRAD)
+            if home is not None and home.tier is Tier.NVME and home.block is not None:
+                while residency.state(home.block, Tier.HOST) is CopyState.LOADING:
+                    self._traffic.wait_for_one()
+
+    def honour_written_gradients(self, chunk: Chunk, taken: Container[ManagedParameter] = ()) -> None:
+        """Drop the staged gradients of `chunk` if the program has changed them at home (clipping, `zero_grad`).
+        `taken`: parameters whose `p.grad` is away while one that arrives is added."""
+        written = False
+        for managed in chunk.parameters:
+            if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
+                managed.grad_version = managed.grad_home._version
+                written = True
+        home = chunk.homes.get(Role.GRAD)
+        torn = home is not None and home.block is not None and self._traffic.executor.torn_reads.torn(home.block)
+        if written or torn or self._staged_differs(chunk, taken):
+            self._traffic.superseded(chunk, Role.GRAD)
+
+    def _staged_differs(self, chunk: Chunk, taken: Container[ManagedParameter]) -> bool:
+        """Return whether gradients on NVMe were written to without a version, as `GradScaler.unscale_` does. One
+        element of each parameter is read, as each may cost an access of the disk."""
+        home, residency = chunk.homes.get(Role.GRAD), self._traffic.residency
+        if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
+            return False
+        if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
+            return False
+        staged, at_home = self._traffic.newest(chunk, Role.GRAD), chunk.flat(Role.GRAD)
+        for managed in chunk.parameters:
+            if is_home_gradient(managed) or managed in taken:
+                sample = sample_of(managed.part(staged))
+                if sample is not None and not all(as_sampled([(sample, managed.part(at_home))])):
+                    return True
+        return False
+
+
+class HomeCopies:
+    """The comparison of 16-bit copies at home with their parameters. A chunk is `unchecked` until `stale` is asked."""
+
+    def __init__(self) -> None:
+        self.unchecked: dict[Chunk, None] = {}
+        self._begun: dict[Chunk, Callable[[], bool]] = {}
+        self._workers: Callable[[], WorkerPool | None] = lambda: None
+
+    def compare_on(self, workers: WorkerPool) -> None:
+        """Have the threads of `workers` compare, as long as that lives."""
+        self._workers = weakref.ref(workers)
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Begin to compare `chunks`, and those of earlier forwards that were not used since, in their order of use."""
+        self.unchecked.update(dict.fromkeys(chunks))
+        workers = self._workers()
+        self._begun = {} if workers is None else {chunk: _begin_to_compare(workers, chunk) for chunk in self.unchecked}
+
+    def renewed(self, chunk: Chunk) -> None:
+        """Forget what was begun of `chunk`: an update makes its parameters and copy anew."""
+        self.unchecked.pop(chunk, None)
+        self._begun.pop(chunk, None)
+
+    def stale(self, chunk: Chunk) -> list[ManagedParameter]:
+        """Return the parameters of `chunk` whose copies differ from them; these copies are made anew."""
+        self.unchecked.pop(chunk, None)
+        begun = self._begun.pop(chunk, None)
+        if begun is not None and begun():
+            return []
+        found = [managed for managed in chunk.parameters if not _copy_is_current(managed)]
+        if found or begun is not None:
+            with torch.no_grad():
+                chunk.flat(Role.COMPUTE).copy_(chunk.flat(Role.PARAM))  # what lies between parameters too
+            recast_all(chunk)
+        return found
+
+
+def _begin_to_compare(workers: WorkerPool, chunk: Chunk) -> Callable[[], bool]:
+    """Begin to compare the 16-bit copy of `chunk`; the result waits for whether it equals the parameters."""
+    tasks, found = compare_tasks(chunk.flat(Role.PARAM), chunk.flat(Role.COMPUTE))
+    batch = workers.begin(tasks)
+
+    def same() -> bool:
+        batch.join()
+        return not found.any()
+
+    return same
+
+
+def _copy_is_current(managed: ManagedParameter) -> bool:
+    home, copy = (managed.part(managed.chunk.flat(role)) for role in (Role.PARAM, Role.COMPUTE))
+    tiles = zip(home.split(_TILE), copy.split(_TILE), strict=True)
+    return all(same_bits(there, here.to(there.dtype)) for here, there in tiles)
+
 
 def _is_replaced(managed: ManagedParameter) -> bool:
-    """Whether `parameter.data` is another tensor than the home, or another view of it."""
+    """Return whether `parameter.data` is another tensor than the home, or another view of it."""
     parameter = managed.parameter
     at_home = parameter.data_ptr() == managed.home_address
     return not at_home or parameter.stride() != managed.stride or parameter.shape != managed.shape
@@ -311,7 +410,7 @@ def _shared(managed: ManagedParameter, source: ManagedParameter) -> ManageError:
 
 
 def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise `ManageError` if `new`, which `managed` is to be from now on, is not of its shape and `dtype`."""
+    """Raise `ManageError` if `new`, the new value of `managed`, has not its shape and `dtype`."""
     if new.shape != managed.shape or new.dtype != dtype:
         raise ManageError(
             f"{managed.name} was {managed.shape} of {managed.home.dtype} when it became managed and is {new.shape} of "
@@ -320,7 +419,7 @@ def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: to
 
 
 def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
-    """Take over what was written to the device copy; where a narrower copy says the same as before, home keeps its
+    """Copy the elements of `device` that were written to `home`; where a narrower copy is unchanged, `home` keeps its
     own bits, which are more."""
     with torch.no_grad():
         device = device.to(home.device)
@@ -330,6 +429,6 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
 
 
 def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
-    """What tells whether `p.grad` is another one, or was written to, without holding it."""
+    """Return what changes if `p.grad` is replaced, or written to with a version, without holding it."""
     gradient = managed.parameter.grad
     return None if gradient is None else (id(gradient), gradient._version)

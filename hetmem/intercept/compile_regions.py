@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.gradients import hide_gradients, show_gradient
+from hetmem.engine.param_views import hide_gradients, show_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute

@@ -73,8 +73,7 @@ class Interception:
         self.runtime = runtime
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
-        self.share = ResidentShare(runtime, self.gradients)
-        self.share.left = weakly(self._left_device)
+        self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self._computes = _OfThread()
         self._process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -238,7 +237,7 @@ class Interception:
     def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
         """`watched`: the device may refuse memory that nobody knows of yet."""
         memory = self.runtime.memory
-        if watched and (memory.streams or self.share.may_leave_device):
+        if watched and (memory.streams or memory.may_leave_device):
             compute.enter_functions(self._watched)
             if not memory.streams and compute.task < 0:
                 self._saved.enter(compute)

@@ -14,7 +14,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.live_bytes import nobody_sees
-from hetmem.engine.runtime import Runtime
+from hetmem.engine.runtime import Phase, Runtime
 from hetmem.engine.turns import RUNNING, Section, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
@@ -104,7 +104,6 @@ class Segments:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._pending: tuple[Hashable, ...] = ()
-        self.in_backward = False
         self.unseen = False
         """Whether what is done in this backward is no operator for anybody; see `nobody_sees`."""
         self.backwards = 0
@@ -121,6 +120,11 @@ class Segments:
         """Bytes of the largest inputs of the forwards that a backward now may be of."""
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of the model runs."""
+        return self._runtime.phase is Phase.BACKWARD
 
     @property
     def several(self) -> bool:
@@ -154,8 +158,8 @@ class Segments:
         runs = RUNNING.here()
         section = self._runtime.turn.take("a backward", lambda: not runs.isdisjoint(RUNNING.all()))
         self._section, self.backward_thread = section, section.thread
-        self.in_backward, self._runs = True, runs
-        self._runtime.traffic.executor.exposed.hide()
+        self._runs = runs
+        self._runtime.enter(Phase.BACKWARD)
         self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
@@ -177,12 +181,13 @@ class Segments:
     def settle(self) -> None:
         """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
         if self.in_backward:
-            self.in_backward = self.unseen = False
+            self.unseen = False
+            self._runtime.enter(Phase.SETTLING)
             try:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
-                self._runtime.traffic.executor.exposed.show()
+                self._runtime.enter(Phase.IDLE)
                 self._runtime.events.end_segment()  # what the user does before the step is no compute
                 if self._section is not None:
                     self._runtime.turn.give(self._section)
@@ -191,13 +196,13 @@ class Segments:
         """Neither a forward nor a step follows at once: the user may read parameters."""
         if not self._runtime.bindings.away:
             self._runtime.trailing.resume()
-        self._runtime.traffic.executor.exposed.show()
+        self._runtime.enter(Phase.IDLE)
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
         self._runtime.trailing.pause()
-        self._runtime.traffic.executor.exposed.hide()
+        self._runtime.enter(Phase.STEP)
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 

@@ -86,7 +86,7 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
             if found is not None:
                 if not found[0].runtime.writes.stepped:
                     found[0].runtime.hold_homes()
-                found[0].share.others_update = True
+                found[0].runtime.memory.bound_to_device = True
                 failed = _updated(*found) or failed
                 if any(found[1] in listener.begun() for listener in found[0].gradients.listeners):
                     raise RuntimeError(updated_by_another(found[1].name))
@@ -149,7 +149,7 @@ _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)
 def add(module: torch.nn.Module, interception: Interception) -> None:
     """`module` is managed by `interception` from now on."""
     _modules[module] = interception
-    interception.runtime.traffic.pending.keep_in(_at_work.setdefault(module, set()))
+    interception.runtime.traffic.executor.keep_in(_at_work.setdefault(module, set()))
     for managed in interception.runtime.parameters:
         _parameters[managed.parameter] = weakref.ref(interception)  # it holds the parameter
 

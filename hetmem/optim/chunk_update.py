@@ -16,16 +16,14 @@ import torch
 
 from hetmem.cpu import sums_of_tiles
 from hetmem.cpu.workers import Batch, Task
+from hetmem.engine.param_views import take_gradient
+from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
 from hetmem.memory.tensor_views import Memory
 from hetmem.schedule.update_split import Way
 
-_SAMPLES = 1024
 Sums = np.ndarray[Any, np.dtype[np.float64]]
-Sample = tuple[int, bytes] | tuple[torch.Tensor, torch.Tensor]
-"""The place of an element and its bits; of a gradient on the device, tensors there of one element each."""
-
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
 
@@ -142,7 +140,7 @@ class ChunkUpdate:
         """Take the gradients away, which an update behind the step still reads: a zero_grad must not write to them."""
         for part in self.parts:
             if part.at_home and part.managed.parameter.grad is part.gradient:
-                part.managed.parameter.grad = None
+                take_gradient(part.managed.parameter)
 
     def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
         """Keep what an update changes beside chunks: step counts and the like. States called `homes` lie in chunks."""
@@ -197,49 +195,12 @@ def refuse_sparse(managed: ManagedParameter, optimizer: str) -> None:
         raise RuntimeError(f"{optimizer} does not support sparse gradients, and {managed.name} has one")
 
 
-def sample_of(flat: torch.Tensor) -> Sample | None:
-    """An element that says whether a gradient was scaled, which some do without counting a version: the greatest of a
-    thousand. Nobody waits for a device."""
-    if not flat.numel():
-        return None
-    step = max(1, flat.numel() // _SAMPLES)
-    greatest = flat.detach()[::step].abs().argmax()
-    if flat.device.type == "cpu":
-        at = int(greatest) * step
-        return at, bits_at(flat, at)
-    there = greatest.mul(step).view(1)
-    return there, flat.detach().index_select(0, there)
-
-
-def as_sampled(samples: Sequence[tuple[Sample, torch.Tensor]]) -> list[bool]:
-    """For each sample whether the gradient beside it still says so. One wait for all that are on the device."""
-    same = [_is_same(*one) for one in samples]
-    there = [one for one in same if isinstance(one, torch.Tensor)]
-    found = iter(torch.stack(there).tolist() if there else ())
-    return [next(found) if isinstance(one, torch.Tensor) else one for one in same]
-
-
-def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
-    """On the device where the sample is there, whether or not the gradient has moved since."""
-    at, bits = sample
-    if isinstance(at, int):
-        return bits == bits_at(flat, at)
-    assert isinstance(bits, torch.Tensor)
-    now = flat.detach().index_select(0, at.to(flat.device)).to(bits.device)
-    return (now.view(torch.uint8) == bits.view(torch.uint8)).all()
-
-
 def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
     """All of `sums`, those of gradients on the device behind the others: one wait for all."""
     there = [one for one in sums if isinstance(one, torch.Tensor)]
     here = [one for one in sums if not isinstance(one, torch.Tensor)]
     arrived = torch.cat(there).cpu().split([one.numel() for one in there]) if there else ()
     return [*here, *map(sums_of_tiles, arrived)]
-
-
-def bits_at(flat: torch.Tensor, at: int) -> bytes:
-    """Of an element; also where a home has moved to the device since its sample was taken."""
-    return flat.detach()[at : at + 1].view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _number(value: Any) -> Any:

@@ -153,7 +153,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
         self._to_host(update)
 
     def _wait(self) -> bool:
-        return self._traffic.pending.go_on()
+        return self._traffic.executor.go_on()
 
     def place_for(self, chunk: Chunk) -> Memory | None:
         """Return memory here for gradients of `chunk` that are about to arrive, once an update has read others that are
@@ -203,7 +203,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
         behind = list(slot.marks)
         if borrowed is None:
             behind.append(self._traffic.engine.mark())  # compute may still be writing gradients
-        self._traffic.pending.copy_beside(
+        self._traffic.executor.copy_beside(
             Link.HOST_TO_DEVICE, work, nbytes, partial(weakly(self._brought), weakref.ref(update)), behind
         )
 
@@ -219,7 +219,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
         work = _SendHome([(update.opened[role], update.there[role]) for role in roles])
         nbytes = sum(chunk.role_nbytes(role) for role in roles)
         self.sent_home_bytes += nbytes
-        self._traffic.pending.copy_beside(
+        self._traffic.executor.copy_beside(
             Link.DEVICE_TO_HOST, work, nbytes, partial(weakly(self._home), weakref.ref(update), work, nbytes)
         )
 

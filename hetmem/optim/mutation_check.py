@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hetmem.engine.param_views import Marks, is_as_it_was
-from hetmem.engine.write_check import Writes
+from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.chunk_update import ChunkUpdate, Part
 from hetmem.optim.options import Gradients, advice
@@ -77,7 +77,7 @@ class Arrivals:
 class MutationCheck:
     """What one optimizer's backward left to its step."""
 
-    def __init__(self, passes: Passes, writes: Writes) -> None:
+    def __init__(self, passes: Passes, writes: WriteCheck) -> None:
         self._passes, self._writes = passes, writes
         self._waiting: dict[int, tuple[int, Part]] = {}
         """Gradients that wait, beside streamed ones that are used up: as the backward left them, after how many

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.gradients import has_hooks_of_the_user, wait_for_staged_gradients
+from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.tensor_views import Memory
@@ -60,10 +60,10 @@ class Stepper:
         self._arrivals = Arrivals(sees_all=self.runtime.memory.streams)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._mutations = MutationCheck(self._passes, self.runtime.writes)
-        self.runtime.writes.home_copies.compare_with(self._updates)
+        self.runtime.writes.home_copies.compare_on(workers)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
-        self.runtime.traffic.pending.workers.add(self._updates)
+        self.runtime.traffic.executor.workers.add(self._updates)
         interception.gradients.listeners.add(self)
 
     @property
@@ -216,7 +216,7 @@ class Stepper:
         self.runtime.writes.look_ahead(self.runtime.chunks)
         self._passes.look_at(part for update in self._progress.values() for part in update.parts)
         with self._remembering_a_failure():
-            wait_for_staged_gradients(self.runtime, self.runtime.chunks)
+            self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
             for update in self._progress.values():
                 self._passes.notice_before(update)
             if not self._trails:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
-from hetmem.engine.gradients import honour_written_gradients, is_home_gradient
+from hetmem.engine.param_views import is_home_gradient
+from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
@@ -21,12 +22,9 @@ from hetmem.optim.chunk_update import (
     DeviceWork,
     Opened,
     Part,
-    Sample,
     Sums,
-    as_sampled,
     frozen,
     refuse_sparse,
-    sample_of,
 )
 from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
 from hetmem.optim.options import Gradients, Overlap
@@ -159,7 +157,7 @@ class Passes:
     def notice(self, chunk: Chunk) -> None:
         """Whatever the user wrote to parameters, gradients or states at home counts."""
         self.notice_written(chunk)
-        honour_written_gradients(self._runtime, chunk)
+        self._runtime.writes.honour_written_gradients(chunk)
 
     def notice_written(self, chunk: Chunk) -> None:
         """The same, but of gradients."""
@@ -175,7 +173,7 @@ class Passes:
         if not update.begun:  # else `MutationCheck` sees it
             self.notice_written(update.chunk)
         if not update.kept and any(part.sample is None for part in update.parts):
-            honour_written_gradients(self._runtime, update.chunk)
+            self._runtime.writes.honour_written_gradients(update.chunk)
 
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.cpu import compare_tasks
 from hetmem.cpu.workers import Batch, WorkerPool
 from hetmem.engine.build import recast_all
 from hetmem.engine.events import Span
@@ -46,18 +45,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._queue.add(update)
         else:
             self.streamed.add(update)
-        self._traffic.pending.keep(self._owner())
-
-    def compare(self, chunk: Chunk) -> Callable[[], bool]:
-        """See `hetmem.engine.sampling.CopyComparer`."""
-        tasks, found = compare_tasks(chunk.flat(Role.PARAM), chunk.flat(Role.COMPUTE))
-        batch = self._workers.begin(tasks)
-
-        def same() -> bool:
-            batch.join()
-            return not found.any()
-
-        return same
+        self._traffic.executor.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
         with self._runtime.unwatched(), without_graph():
@@ -74,10 +62,10 @@ class Updates(HostUpdates[ChunkUpdate]):
                 batch = self._running[0].batch
                 assert batch is not None
                 while batch.run_one():
-                    self._traffic.pending.poll()  # what has come meanwhile makes room for more
-            if self._traffic.pending.busy():
+                    self._traffic.executor.poll()  # what has come meanwhile makes room for more
+            if self._traffic.executor.busy():
                 self._traffic.wait_for_one()
-            elif self._opening and not self._traffic.pending.make_way(self):
+            elif self._opening and not self._traffic.executor.make_way(self):
                 if self._opening[0] is stuck:
                     raise self._cannot_open(stuck)
                 stuck = self._opening[0]
@@ -119,9 +107,9 @@ class Updates(HostUpdates[ChunkUpdate]):
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
         if self.idle:
-            self._traffic.pending.forget(self._owner())
+            self._traffic.executor.forget(self._owner())
         else:
-            self._traffic.pending.keep(self._owner())
+            self._traffic.executor.keep(self._owner())
 
     def _dismiss(self, which: Callable[[ChunkUpdate], bool]) -> None:
         here = [self._queue.take(update) for update in list(self._queue) if which(update)]
@@ -164,7 +152,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._close(update, failed=True)
             raise
         self._running.append(update)
-        ended = self._traffic.pending.expect_job(partial(weakly(self._ended), weakref.ref(update)))
+        ended = self._traffic.executor.expect_job(partial(weakly(self._ended), weakref.ref(update)))
         update.began = time.perf_counter()
         update.batch = self._workers.begin(tasks, after=ended)
 
@@ -186,7 +174,7 @@ class Updates(HostUpdates[ChunkUpdate]):
 
     def _go_on(self) -> None:
         if self.idle:
-            self._traffic.pending.forget(self._owner())
+            self._traffic.executor.forget(self._owner())
         self.pump()
 
     @staticmethod
@@ -214,7 +202,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         with self._runtime.unwatched(), without_graph(), contextlib.ExitStack() as back:
             back.callback(update.done, update, not failed)
             if update.writes and not failed:
-                back.callback(traffic.settle, [chunk.homes[role] for role in update.needs])
+                back.callback(traffic.write_back, [chunk.homes[role] for role in update.needs])
             if failed and update.owed and not update.ruined:
                 back.callback(self._queue.add, update)  # nothing else would ask for it again
             elif update.writes:

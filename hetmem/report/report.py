@@ -71,7 +71,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
     Raises `ManageError` if it is not managed, and the error of a transfer that failed.
     """
     runtime = registry.of_module(model).runtime
-    runtime.traffic.pending.drain()
+    runtime.traffic.executor.drain()
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     layout, tiers = runtime.memory.layout, _tiers(runtime)
     window = last_window(runtime.events)

@@ -171,7 +171,7 @@ def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator
         traffic.copy_home_again(inside)
         before = device.streams.ordered
         slot = traffic.acquire(fetched, Tier.DEVICE)
-        traffic.pending.drain()
+        traffic.executor.drain()
         traffic.executor.on_device(outside, slot).sum()
         traffic.execute(residency.invalidate(fetched, Tier.DEVICE))
         assert traffic.acquire(fetched, Tier.DEVICE) == slot

@@ -15,7 +15,7 @@ from torch import nn
 import hetmem
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Fingerprints
-from hetmem.engine.write_check import Writes
+from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role
@@ -131,7 +131,7 @@ def test_who_is_refused_takes_back_his_own_wait_and_nobody_else_s(tmp_path: Path
     assert (residency.state(block, HOST), residency.uses(block, HOST)) == (CopyState.WAITING, 1)
     for one in opened:
         traffic.close_role(*one, dirty=False)
-    traffic.pending.drain()
+    traffic.executor.drain()
     assert traffic.role_is_there(chunk, role)
     traffic.close_role(chunk, role, dirty=False)
     assert not in_use(managed)
@@ -150,7 +150,7 @@ def test_a_role_is_asked_for_or_not(tmp_path: Path) -> None:
     managed = manage(mlp(), "nvme", tmp_path)
     hetmem.AdamW(managed.parameters())
     traffic, chunk = runtime_of(managed).traffic, runtime_of(managed).chunks[0]
-    with fails_once(traffic._uses, "_execute"), pytest.raises(OSError, match="has failed"):
+    with fails_once(traffic, "execute"), pytest.raises(OSError, match="has failed"):
         traffic.ask_role(chunk, Role.PARAM, load=False)
     assert not in_use(managed)
     assert traffic.residency.state(block_of(chunk), HOST) is None
@@ -163,7 +163,7 @@ def test_a_copy_that_is_held_for_an_update_is_let_go_of_where_that_cannot_begin(
         managed[0](*BATCHES[0])
     traffic = runtime_of(managed).traffic
     found = [chunk for chunk in runtime_of(managed).chunks if traffic.device_copy(chunk) is not None]
-    with fails_once(traffic._uses, "_execute"), pytest.raises(OSError, match="has failed"):
+    with fails_once(traffic, "execute"), pytest.raises(OSError, match="has failed"):
         traffic.hold_copy(found[0])
     assert not in_use(managed)
 
@@ -177,7 +177,7 @@ def test_an_update_that_cannot_ask_for_all_it_needs_asks_for_nothing(at: int, tm
         loss_of(module, BATCHES[0]).backward()
     traffic = runtime_of(managed).traffic
     runtime = runtime_of(managed)
-    runtime.traffic.pending.drain()
+    runtime.traffic.executor.drain()
     for chunk in runtime.chunks:  # whoever else uses what it would ask for
         if chunk.homes[Role.PARAM].tier is NVME:
             traffic.open_role(chunk, Role.PARAM, load=True)
@@ -211,7 +211,7 @@ def test_an_update_of_a_chunk_that_waits_for_room_begins_at_once(tmp_path: Path)
     traffic.release(first, Tier.DEVICE)
     assert residency.state(second, Tier.DEVICE) is CopyState.WAITING, "its home is being written"
     traffic.end_update(wanted)
-    traffic.pending.drain()
+    traffic.executor.drain()
     assert residency.state(second, Tier.DEVICE) is CopyState.VALID
     traffic.release(second, Tier.DEVICE)
 
@@ -249,7 +249,7 @@ def test_homes_on_nvme_that_are_looked_at_are_read_together_before(
         assert set(compared) <= set(asked)
         return differ(fingerprints, chunk, *args)
 
-    monkeypatch.setattr(Writes, "make_sure", lambda *_: None)  # of what was on its way and could not be looked at
+    monkeypatch.setattr(WriteCheck, "make_sure", lambda *_: None)  # of what was on its way and could not be looked at
     monkeypatch.setattr(Fingerprints, "differ", noted)
     monkeypatch.setattr(NvmeStore, "cache_pages", lambda *args: (asked.append(args[1]), caches(*args)))
     for batch in vector_batches(3, 4, WIDTH):
@@ -291,10 +291,10 @@ def test_it_is_the_user_s_turn_after_a_backward_that_raised_at_its_end(tmp_path:
     runtime = runtime_of(managed)
     assert runtime.events.running() is None
     (chunk,) = (chunk for chunk in runtime.chunks if chunk.parameters[0].name == "other.weight")
-    block, exposed = chunk.homes[Role.GRAD].block, runtime.traffic.executor.exposed
+    block, torn_reads = chunk.homes[Role.GRAD].block, runtime.traffic.executor.torn_reads
     assert block is not None and chunk.homes[Role.GRAD].tier is Tier.NVME
-    exposed.reads(block, chunk, Role.GRAD)
-    assert exposed.mixed(block), "he may be writing to a gradient that is read from now on"
+    torn_reads.begin_read(block, chunk, Role.GRAD)
+    assert torn_reads.torn(block), "he may be writing to a gradient that is read from now on"
 
 
 def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:

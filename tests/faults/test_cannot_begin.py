@@ -123,7 +123,7 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
     with pytest.raises(torch.OutOfMemoryError):
         traffic.execute(commands)
     assert not traffic.executor._commands, "they are waited for, and would never come"
-    traffic.pending.drain()
+    traffic.executor.drain()
     assert [traffic.residency.state(block, Tier.DEVICE) is None for block in blocks] == [True, False]
 
 
@@ -173,7 +173,7 @@ def test_a_read_that_the_store_refuses_is_reported_like_one_that_failed(
     traffic.ask_role(chunk, Role.PARAM, load=True)
     with pytest.raises(RuntimeError, match="new thread"):
         traffic.wait_for_one()
-    assert not traffic.pending.busy()
+    assert not traffic.executor.busy()
     traffic.unask_role(chunk, Role.PARAM)
     assert torch.equal(traffic.open_role(chunk, Role.PARAM, load=True), chunk.flat(Role.PARAM))
     traffic.close_role(chunk, Role.PARAM, dirty=False)

@@ -366,7 +366,7 @@ def test_a_write_after_an_update_is_refused_also_where_the_disk_failed_before_it
     with torch.no_grad():
         managed[-1].weight.mul_(0.75)  # the first that was updated
     with monkeypatch.context() as patch:
-        patch.setattr("hetmem.optim.step.wait_for_staged_gradients", _fails)
+        patch.setattr("hetmem.engine.write_check.WriteCheck.wait_for_staged_gradients", _fails)
         with pytest.raises(StoreError):
             optimizer.step()
     for _ in range(2):

@@ -148,11 +148,11 @@ KEPT: dict[str, Callable[[nn.Module, nn.Parameter], None]] = {
     "kept": lambda module, weight: setattr(module, "kept", weight.T),
     "layer.kept": lambda module, weight: setattr(module.layer, "kept", weight.data[3:]),
     "buffer": lambda module, weight: module.register_buffer("buffer", weight.detach(), persistent=False),
-    "kept['a'][1]": lambda module, weight: setattr(module, "kept", {"a": (0, weight.detach())}),
-    "kept.here": lambda module, weight: setattr(module, "kept", SimpleNamespace(here=weight.T)),
-    "kept (its turned)": lambda module, weight: setattr(module, "kept", kept_by_a_function(weight)),
+    "kept in a dictionary": lambda module, weight: setattr(module, "kept", {"a": (0, weight.detach())}),
+    "kept in an object": lambda module, weight: setattr(module, "kept", SimpleNamespace(here=weight.T)),
+    "kept by a function": lambda module, weight: setattr(module, "kept", kept_by_a_function(weight)),
     "array": lambda module, weight: setattr(module, "array", weight.detach().numpy()),
-    "kept[0].weight": lambda module, weight: setattr(module, "kept", [linear_with(weight.data)]),
+    "kept in a module": lambda module, weight: setattr(module, "kept", [linear_with(weight.data)]),
 }
 
 
@@ -166,7 +166,9 @@ def linear_with(weight: torch.Tensor) -> nn.Linear:
 def test_a_view_from_before_manage_is_refused_by_name(path: str, tmp_path: Path) -> None:
     module = HasView(KEPT[path])
     before = module.layer.weight.data
-    with pytest.raises(ManageError, match=rf"^{re.escape(path)} is a view of layer.weight that was made before"):
+    with pytest.raises(
+        ManageError, match=rf"^{re.escape(path.split()[0])} is a view of layer.weight that was made before"
+    ):
         manage(module, "host", tmp_path)
     assert module.layer.weight.data_ptr() == before.data_ptr()
 

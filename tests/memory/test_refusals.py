@@ -201,7 +201,7 @@ def test_an_interrupt_while_chunks_give_way_takes_nothing_from_them_for_good(
     left, right = train_both(plain, managed, token_batches(3))
     runtime = hetmem.intercept.registry.of_module(managed).runtime
     with monkeypatch.context() as patched:
-        patched.setattr(runtime.traffic.pending, "drain", interrupted)
+        patched.setattr(runtime.traffic.executor, "drain", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.out_of_memory()
     train_both(plain, managed, token_batches(3), optimizers=(left, right))

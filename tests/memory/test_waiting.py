@@ -27,8 +27,8 @@ FETCHED = "executor.wait_for_one < executor.go_on < traffic._wait_for: take"
 ON_NVME = {
     FETCHED,
     "executor.wait_for_one < traffic.open_role < gradients._open: take",
-    "executor.wait_for_one < gradients.wait_for_staged_gradients < gradients._open: take",
-    "executor.wait_for_one < gradients.wait_for_staged_gradients < step.begin: take",
+    "executor.wait_for_one < write_check.wait_for_staged_gradients < gradients._open: take",
+    "executor.wait_for_one < write_check.wait_for_staged_gradients < step.begin: take",
     "executor.wait_for_one < traffic.wait_until_written < gradients.arrive: take",
     "executor.wait_for_one < write_check._differs < write_check.changed: take",  # what was read may be old
     "executor.wait_for_one < write_check._differs < write_check.make_sure: take",
@@ -37,8 +37,8 @@ ON_NVME = {
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
     "executor.wait_for_one < executor.wait < gradients._send",
-    "chunk_update.sample_of",
-    "chunk_update.bits_at",
+    "sampling.sample_of",
+    "sampling.bits_at",
     "tiles.as_array",
 )
 WRITES = "write_check.compare < write_check.by_view"

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.engine.sampling import as_sampled, sample_of
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
 from hetmem.memory.nvme_store import BLOCK_BYTES
-from hetmem.optim.chunk_update import as_sampled, sample_of
 from hetmem.optim.update_queue import Updates
 from tests.engine.harness import (
     WIDTH,
@@ -192,7 +192,7 @@ def test_a_gradient_that_was_being_read_ahead_while_it_was_scaled_is_read_again(
             if module is managed:
                 chunk = interception.runtime.bindings.by_id[id(managed[2].weight)].chunk
                 traffic.superseded(chunk, Role.GRAD)
-                traffic.pending.quiesce()
+                traffic.executor.quiesce()
                 disk.halfway.clear()
                 disk.goes_on.clear()
                 disk.waits = True
