@@ -59,6 +59,7 @@ WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
         "hetmem.engine.build",  # buffers
+        "hetmem.engine.runtime",  # one weight that is used again, as `Bindings.bind` does, without its calls
         "hetmem.intercept.module_building",  # a parameter that is not managed yet
         "hetmem.intercept.saved_tensors",  # a view that was saved
         "hetmem.memory.chunk",  # a new view of a home
@@ -380,8 +381,8 @@ FLAGGED = {
         "hetmem.optim.states:2 writes .homes, which is for hetmem.engine.homes",
     ),
     "a second writer of p.data": (
-        {"engine/runtime.py": "def bind(one, other):\n    one.data, other.home = other.home, None"},
-        "hetmem.engine.runtime:2 writes .data, which is for hetmem.engine.param_views",
+        {"engine/traffic.py": "def bind(one, other):\n    one.data, other.home = other.home, None"},
+        "hetmem.engine.traffic:2 writes .data, which is for hetmem.engine.param_views",
     ),
     "a second writer of p.grad": (
         {"engine/runtime.py": "def hide(parameter):\n    parameter.grad = None"},

@@ -433,9 +433,11 @@ class GradientCopies:
                 else:
                     self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
             finally:
-                self.end_lease(chunk, Role.GRAD, dirty=True)
+                if home.tier is Tier.NVME:
+                    self.end_lease(chunk, Role.GRAD, dirty=True)
             self.sent()
-            self._write_back(chunk)
+            if home.tier is Tier.NVME:
+                self._write_back(chunk)
             return
         memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)

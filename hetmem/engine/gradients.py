@@ -205,11 +205,7 @@ class GradientSink:
             except BaseException:
                 show_gradient(parameter, previous)  # what has been added up so far is still the user's
                 raise
-            shown = managed.grad_home
-            if shown is not None and shown.dtype is parameter.dtype and shown.device == parameter.device:
-                parameter.grad = shown
-            else:
-                show_gradient(parameter, shown)
+            show_gradient(parameter, managed.grad_home)
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
         self._arrived += (managed,)

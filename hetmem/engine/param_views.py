@@ -359,7 +359,7 @@ def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
     """Return whether the program holds the home of the gradient of `managed`, which is no `p.grad`, or a view of it."""
     if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
         return managed.grad_home is not None
-    return managed.grad_home is not None and is_shared(managed.grad_home)
+    return managed.grad_home is not None and references(storage_address(managed.grad_home)) > 1
 
 
 # ---- gradients that an update has used up ------------------------------------------------------------------------

@@ -39,7 +39,7 @@ _functions_around: Any = torch_private.function_modes_around
 PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
 
 
-class Phase(Enum):
+class TrainingPhase(Enum):
     """What one model does now, as `Runtime.enter` was told."""
 
     IDLE = "idle"
@@ -80,7 +80,7 @@ class Runtime:
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.turn = Turn(self.events.newest)
-        self.phase = Phase.IDLE
+        self.phase, self.in_backward = TrainingPhase.IDLE, False
         self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
@@ -103,10 +103,10 @@ class Runtime:
 
     # ---- segments and moments ----------------------------------------------------------------------------------
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: TrainingPhase) -> None:
         """Begin `phase`: a read of gradients that is under way as the program's turn begins may be torn."""
-        self.phase = phase
-        self.traffic.executor.torn_reads.allow_writes(allowed=phase is Phase.IDLE)
+        self.phase, self.in_backward = phase, phase is TrainingPhase.BACKWARD
+        self.traffic.executor.torn_reads.allow_writes(allowed=phase is TrainingPhase.IDLE)
 
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the

@@ -67,7 +67,7 @@ class BeforeArrival:
         bindings = None if sink is None else sink.runtime.bindings
         if sink is not None and bindings is not None and self._key in bindings.by_id:
             managed = bindings.by_id[self._key]
-            if bindings.resting or not (sink.is_simple and sink.segments.in_backward):
+            if bindings.resting or not (sink.is_simple and sink.runtime.in_backward):
                 self._tell(sink, managed)
                 return
             parameter = managed.parameter  # as `_tell`, where nothing calls Python: an interrupt finds all or nothing
@@ -81,7 +81,7 @@ class BeforeArrival:
 
     @called_by_autograd
     def _tell(self, sink: Sink, managed: ManagedParameter) -> None:
-        if not sink.segments.in_backward:
+        if not sink.runtime.in_backward:
             sink.segments.on_backward()
         sink.before(managed)
 

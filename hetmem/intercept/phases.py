@@ -14,7 +14,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.live_bytes import nobody_sees
-from hetmem.engine.runtime import Phase, Runtime
+from hetmem.engine.runtime import TrainingPhase, Runtime
 from hetmem.engine.turns import RUNNING, Section, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
@@ -124,7 +124,7 @@ class Segments:
     @property
     def in_backward(self) -> bool:
         """Whether a backward of the model runs."""
-        return self._runtime.phase is Phase.BACKWARD
+        return self._runtime.in_backward
 
     @property
     def several(self) -> bool:
@@ -159,7 +159,7 @@ class Segments:
         section = self._runtime.turn.take("a backward", lambda: not runs.isdisjoint(RUNNING.all()))
         self._section, self.backward_thread = section, section.thread
         self._runs = runs
-        self._runtime.enter(Phase.BACKWARD)
+        self._runtime.enter(TrainingPhase.BACKWARD)
         self.backwards += 1
         key = self._backward_key()
         if self._runtime.tracer.key != key:
@@ -182,12 +182,12 @@ class Segments:
         """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
         if self.in_backward:
             self.unseen = False
-            self._runtime.enter(Phase.SETTLING)
+            self._runtime.enter(TrainingPhase.SETTLING)
             try:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
-                self._runtime.enter(Phase.IDLE)
+                self._runtime.enter(TrainingPhase.IDLE)
                 self._runtime.events.end_segment()  # what the user does before the step is no compute
                 if self._section is not None:
                     self._runtime.turn.give(self._section)
@@ -196,13 +196,13 @@ class Segments:
         """Neither a forward nor a step follows at once: the user may read parameters."""
         if not self._runtime.bindings.away:
             self._runtime.trailing.resume()
-        self._runtime.enter(Phase.IDLE)
+        self._runtime.enter(TrainingPhase.IDLE)
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
         self._runtime.trailing.pause()
-        self._runtime.enter(Phase.STEP)
+        self._runtime.enter(TrainingPhase.STEP)
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 
