@@ -69,8 +69,8 @@ MUTATIONS = {
     ),
     "give up a copy before its write is done": Mutation(
         "schedule/cache.py",
-        "copy is None or copy.uses or copy.writing or",
-        "copy is None or copy.uses or",
+        "copy is None or copy.uses or copy.writing:",
+        "copy is None or copy.uses:",
         STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
     ),
     "read before the write is done": Mutation(

@@ -4,6 +4,7 @@ that nothing disturbed."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -109,11 +110,20 @@ class Branches(nn.Module):
         return out.square().mean()
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Ends what a test has entered, also where it fails."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(placement: str, tmp_path: Path) -> None:
+def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(
+    placement: str, tmp_path: Path, stack: ExitStack
+) -> None:
     plain, managed = pair(Branches, placement, tmp_path)
     left, right = adamws(plain, managed, overlap="forward")
-    held, stack = {testing.of(managed).chunk_of(parameter) for parameter in managed.right.parameters()}, ExitStack()
+    held = {testing.of(managed).chunk_of(parameter) for parameter in managed.right.parameters()}
 
     def is_free(original: Any, updates: Any, job: Any) -> bool:
         return job.chunk.spec.index not in held and original(updates, job)
@@ -123,6 +133,7 @@ def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(pl
         for module, optimizer in ((plain, left), (managed, right)):
             module.both = number < 3
             if number == 2 and module is managed:
+                right.synchronize()
                 stack.enter_context(testing.around("is an update free", is_free))
             module(*batch).backward()
             if number == 3 and module is managed:
@@ -139,11 +150,13 @@ def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(pl
     hetmem.release(managed)
 
 
-def test_a_step_that_fails_forgets_no_update_that_waits_for_its_turn_on_the_device(tmp_path: Path) -> None:
+def test_a_step_that_fails_forgets_no_update_that_waits_for_its_turn_on_the_device(
+    tmp_path: Path, stack: ExitStack
+) -> None:
     limits = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=24 * CHUNK)
     plain, managed = pair(Branches, limits, tmp_path, hardware=SLOW_HOST)
     left, right = adamws(plain, managed, overlap="forward")
-    inside, stack = testing.of(managed), ExitStack()
+    inside = testing.of(managed)
     held = {inside.chunk_of(parameter) for parameter in managed.right.parameters()}
 
     def next_of_others(next_of_all: Any, updates: Any) -> Any:
