@@ -156,6 +156,7 @@ class Interception:
                 if not self._regions.runs:
                     if self._is_quiet(compute, call, module):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
+                        self._tracing.binds = self.runtime.memory.streams
                     else:
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
@@ -467,6 +468,11 @@ class Interception:
         with turn.held("a state dict"):
             self._forget_interrupted()
             self.runtime.traffic.wait_for_updates()
+
+    def displace_hooks(self) -> None:
+        """Have saved-tensor hooks of the program keep aliases of weights, not what is bound."""
+        with HELD_BACK:
+            self.leases.displace_hooks()
 
     def before_assignment(self) -> None:
         """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""

@@ -12,8 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
+from hetmem import torch_private
 from hetmem.intercept.dynamo import Tracing, opaque, skipped
+from hetmem.intercept.saved_tensors import Pack
 from hetmem.memory.interrupts import HELD_BACK, HERE
+
+_top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,6 +35,9 @@ class Hooked(Protocol):
 
     def before_state_dict(self, by: FrameType) -> None:
         """Weights are to be read, or written over, by a method of a module that runs in `by`."""
+
+    def displace_hooks(self) -> None:
+        """Hooks of the program for saved tensors are on top, within a forward that needs to know no module."""
 
     def before_assignment(self) -> None:
         """Other parameters are to take the place of the module's."""
@@ -57,12 +64,22 @@ class BeforeForward(_OfThisModule):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
         if self._tracing.quiet and self._tracing.quiet == HERE.ident:
+            if self._tracing.binds:  # hooks of the program, entered within the forward, would keep what is bound
+                hooks = _top_hooks(True)
+                if hooks is not None and type(hooks[0]) is not Pack:
+                    self._displace()
             return None
         if kwargs is None:  # put by somebody into a module of their own, as torch's quantization does
             return None
         if self._tracing.region and torch.compiler.is_compiling():
             return None
         return self._tell(module, args, kwargs)
+
+    @opaque
+    def _displace(self) -> None:
+        hooked = self._hooked()
+        if hooked is not None:
+            hooked.displace_hooks()
 
     @opaque
     def _tell(

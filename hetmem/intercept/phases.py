@@ -14,7 +14,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.live_bytes import nobody_sees
-from hetmem.engine.runtime import TrainingPhase, Runtime
+from hetmem.engine.runtime import Runtime, TrainingPhase
 from hetmem.engine.turns import RUNNING, Section, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK

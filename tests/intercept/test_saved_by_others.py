@@ -91,6 +91,16 @@ def test_hooks_of_the_user_around_a_part_change_no_bit(
     assert_trains_alike(partial(Around, hooks), placement, tmp_path, mixed)
 
 
+@pytest.mark.parametrize("hooks", [kept, save_on_cpu])
+def test_hooks_of_the_user_within_a_forward_that_binds_all_weights_at_once_change_no_bit(
+    hooks: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    """As every forward of a model that is whole on the device does, where nothing checks operators."""
+    mixed = torch.bfloat16
+    modules = pair(partial(Around, hooks), "resident", tmp_path, mixed_precision=mixed, sanitize=False)
+    train_both(*modules, vector_batches(5, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+
+
 @pytest.mark.each
 @streamed
 @precisions
