@@ -130,9 +130,10 @@ def _wear(plan: Plan) -> str:
     assert plan.step_seconds is not None
     daily = plan.link_bytes["nvme_write"] / plan.step_seconds * _DAY
     days = _FULL_WRITES * plan.capacity_bytes["nvme"] / daily
+    life = f"{days:.1f}" if days < 10 else f"{days:.0f}"
     return (
         f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(daily)} a day; a drive of "
-        f"{format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts {days:.0f} days"
+        f"{format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts {life} days"
     )
 
 
