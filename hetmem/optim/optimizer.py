@@ -144,6 +144,8 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
+        for stepper in self._steppers.values():  # before gradients are looked at, which may be used up by what failed
+            stepper.refuse_ruined()
         refuse_used_up(parameter for group in self.param_groups for parameter in group["params"])
         with self._turns("a step"):
             try:
