@@ -169,18 +169,8 @@ class Residency:
 
     def use_again(self, block: int) -> int | None:
         """`reach`, and `acquire_again`, of `block` alone on the device: most uses are of one block that is there."""
-        cache = self._device
-        cache.reach((block,))
-        if block not in cache.copies or (copy := cache.copies[block]).state is not VALID:
-            return None
-        cache.meet(block)
-        if self._supply.would_begin(cache):
-            return None
-        ledger = self._ledger
-        ledger.tick = copy.last_use = ledger.tick + 1
-        self.counts.acquires += 1
-        copy.uses += 1
-        return copy.slot
+        self._device.reach((block,))
+        return self.acquire_again(block, DEVICE)
 
     def use_all(self, blocks: Sequence[int], uses: Sequence[int]) -> list[int]:
         """So many `uses` more of each of `blocks`, whose copies on the device are VALID, in a segment in which nothing
