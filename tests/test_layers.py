@@ -23,6 +23,7 @@ ORDER = (
     "cpu",
     "memory",  # holds and moves, by kernels too
     "engine",  # carries out what is decided
+    "activations",  # moves what autograd saves
     "intercept",  # tells the engine what torch uses
     "optim",  # trains
     "checkpoint report planner distributed",  # saves, tells, plans
