@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 
+from hetmem.activations import offload
 from hetmem.cpu import square_sum
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import UsedUp
@@ -338,6 +339,11 @@ class Inside:
 def of(module: torch.nn.Module) -> Inside:
     """Look into `module`, which is managed; raises `ManageError` if it is not."""
     return Inside(module)
+
+
+def move_all_activations() -> None:
+    """Have models that are managed from now on move activations of any size."""
+    offload.LEAST_BYTES = 1
 
 
 def is_managed(parameter: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from hetmem.memory.chunk import Role
 from hetmem.memory.host_pool import Loan
 from hetmem.schedule.blocks import Link, in_flight_bytes
 
-_LEAST_BYTES = 256 << 10
+LEAST_BYTES = 256 << 10
 """Below this a copy takes longer to ask for than to make, and a step saves many such."""
 _LEAST_PART = 4096
 """A storage below this part of the device is none that counts either."""
@@ -45,7 +45,7 @@ class Activations:
         memory = runtime.memory
         runtime.room.shortage.activations = weakref.ref(self)
         self._memory, self._engine, self._executor = memory, runtime.traffic.engine, runtime.traffic.executor
-        self.least_bytes = max(1, min(_LEAST_BYTES, memory.device_bytes // _LEAST_PART))
+        self.least_bytes = max(1, min(LEAST_BYTES, memory.device_bytes // _LEAST_PART))
         self._window = in_flight_bytes(memory.device_bytes)
         self._count = 0
         self._by_address: dict[int, weakref.ref[SavedStorage]] = {}
@@ -69,7 +69,9 @@ class Activations:
         """Return whether the storage of `tensor` is worth moving."""
         if tensor.untyped_storage().nbytes() < self.least_bytes or self.closed:
             return False
-        return tensor.device == self._memory.device.torch_device and not tensor.is_quantized
+        if tensor.device != self._memory.device.torch_device:
+            return False
+        return not (tensor.is_quantized or tensor._is_zerotensor())  # which has no memory
 
     def pack(self, tensor: torch.Tensor) -> SavedView:
         """Return what a graph is to keep of `tensor`."""
@@ -134,9 +136,7 @@ class Activations:
         self._runtime.room.transit_grew()
         return True
 
-    def _left(
-        self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None
-    ) -> None:
+    def _left(self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None) -> None:
         """Note that a storage is at home in `loan`, or with an `error` that it is where it was."""
         self._leaving.pop(number, None)
         storage = reference()

@@ -8,6 +8,7 @@ memory. Copies come before homes that moved.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class Shortage:
 
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
-        self.activations: Callable[[], Transit | None] = lambda: None
+        self.activations: weakref.ref[Transit] | None = None
         """What moves activations, if anything does: it holds the runtime, which must not hold it."""
 
     def error(
@@ -198,7 +199,7 @@ class Shortage:
 
     def _activations_that_stay(self) -> str:
         """Why activations that might have left the device did not."""
-        moves = self.activations()
+        moves = None if self.activations is None else self.activations()
         return "" if moves is None else moves.shortage()
 
     def _cap(self) -> str:
@@ -413,7 +414,7 @@ class DeviceRoom:
                 )  # before the others: they may die any time, and are none of it then
                 own_bytes = live_bytes - self.leaving_bytes
             self._tracer.sent(own_bytes)
-            if self.leaving_bytes:
+            if self._traffic.gradients.leaving or self.leaving or self.ahead:
                 self._wait_for_leaving()
 
     @property
@@ -441,8 +442,12 @@ class DeviceRoom:
         return memory.device_bytes - chunks - self._tracer.own_bytes
 
     def _give_way(self) -> bool:
-        moves = self.shortage.activations()
+        moves = self._activations
         return moves is not None and moves.give_way()
+
+    @property
+    def _activations(self) -> Transit | None:
+        return None if self.shortage.activations is None else self.shortage.activations()
 
     def transit_grew(self) -> None:
         """An activation has begun its way home."""
@@ -492,7 +497,7 @@ class DeviceRoom:
         return leaving or bool(self._traffic.residency.in_flight())
 
     def _let_activations_go(self) -> None:
-        moves = self.shortage.activations()
+        moves = self._activations
         if moves is not None:
             moves.make_room()
 
@@ -572,9 +577,9 @@ class DeviceRoom:
         """Leave room for `non_model_bytes` beside chunks."""
         self._left = -1
         limit = self._memory.device_slots(non_model_bytes)
-        moves = self.shortage.activations()
-        if moves is not None and (ahead := moves.ahead_bytes):  # chunks that are many leave activations room to come
-            limit = max(self._memory.device_slots(non_model_bytes + ahead), min(limit, self._many_slots))
+        if self.shortage.activations is not None and (moves := self._activations) is not None:
+            less = self._memory.device_slots(non_model_bytes + moves.ahead_bytes)
+            limit = max(less, min(limit, self._many_slots))  # chunks that are many leave activations room to come
         if limit != self._limit:
             before, self._limit = self._limit, limit
             self.look_at_allocator()

@@ -255,7 +255,6 @@ class Pack(Hook):
                 return self._saved, packed, tensor._version
             return None, _kept(tensor), tensor._version
 
-
     @called_by_autograd
     def _view(self, saved: SavedTensors, tensor: torch.Tensor) -> SavedView | None:
         """What is kept of an activation that may leave the device; None if it is to stay."""
@@ -299,14 +298,15 @@ class _Over:
 
 
 _Packed = tuple[Any, Saved | SavedView | torch.Tensor, int]
-"""Whose it is, a weight, what may leave the device or a tensor, and its version. Of a tensor that may be another model's that is weak: after an
-interrupt the hook is still there."""
+"""Whose it is, a weight, what may leave the device or a tensor, and its version. Of a tensor that may be another
+model's that is weak: after an interrupt the hook is still there."""
 
 
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
     whose, kept, version = packed
-    if type(kept) is Saved:  # most are not, and cost as little as they can
+    kind = type(kept)
+    if kind is Saved:  # most are not, and cost as little as they can
         if not whose.segments.in_backward:
             whose.on_backward()
         compiler = set_compiler(None)
@@ -320,7 +320,7 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     saved = None if whose is None else whose()
     if saved is not None and not saved.segments.in_backward:
         saved.on_backward()
-    if type(kept) is SavedView:
+    if kind is SavedView:
         return _fetched(kept)
     tensor: Any = kept
     if tensor._version != version:
