@@ -121,6 +121,8 @@ class MemoryFacts:
     spare_bytes: int
     idle_bytes: int
     non_model_peak_bytes: int
+    activation_bytes: int
+    """Host memory that holds activations."""
 
 
 class Inside:
@@ -250,6 +252,7 @@ class Inside:
             spare_bytes=memory.spare_bytes,
             idle_bytes=memory.idle_bytes(room.non_model_peak_bytes),
             non_model_peak_bytes=room.non_model_peak_bytes,
+            activation_bytes=memory.host_pool.lent_bytes,
         )
 
     def hardware(self) -> HardwareProfile | None:

@@ -131,9 +131,9 @@ class Activations:
                 ended = partial(weakly(self._left), storage.number, weakref.ref(storage), loan)
                 self._executor.copy_beside(Link.DEVICE_TO_HOST, work, storage.nbytes, ended)
                 del work
-        while sum(self._leaving.values()) > self._window and len(self._leaving) > 1 and self._executor.busy():
-            self._executor.wait_for_one()
-        self._runtime.room.transit_grew()
+            while sum(self._leaving.values()) > self._window and len(self._leaving) > 1 and self._executor.busy():
+                self._executor.wait_for_one()
+            self._runtime.room.transit_grew()
         return True
 
     def _left(self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None) -> None:
