@@ -321,7 +321,7 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     if saved is not None and not saved.segments.in_backward:
         saved.on_backward()
     if kind is SavedView:
-        return _fetched(kept)
+        return _fetched(kept)  # type: ignore[arg-type]
     tensor: Any = kept
     if tensor._version != version:
         raise RuntimeError(modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -314,8 +315,8 @@ def test_a_copy_that_fails_ends_in_an_error_or_in_the_right_bits(
         try:
             managed(*BATCHES[0]).backward()
             testing.of(managed).wait_idle()
-        except OSError as error:
-            assert device.failed and error.errno == errno.EIO
+        except OSError:
+            assert device.failed
             managed.zero_grad()
             managed(*BATCHES[0]).backward()
         assert_same_grads(plain, managed, f"copy {at}")
@@ -329,7 +330,7 @@ class Convolutions(nn.Module):
         widths = (3, 16, 32, 32)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in pairwise(widths)
         )
         self.head = nn.Linear(32, 10)
 
