@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hetmem.base.config import Budget, refuse_budget, world_size
+from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, build_memory, move_home, precision_of
 from hetmem.engine.param_views import to_host_memory
@@ -91,6 +91,7 @@ def manage(
     sanitize: bool = False,
     plan: RunnablePlan | str | os.PathLike[str] | None = None,
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
+    activations: ActivationsName = "keep",
 ) -> ModuleT:
     """Let hetmem keep the parameters of `module` within `budget`; returns that same instance.
 
@@ -115,6 +116,8 @@ def manage(
     `hetmem.AdamW` that lie in host memory are brought to the device for their update, for as great a part of the model
     as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are,
     unless `plan` says otherwise.
+    `activations`: "keep" = what autograd saves for backward stays on the device; "offload" = it moves to what
+    `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits.
 
     Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do,
     `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
@@ -132,6 +135,7 @@ def manage(
     refuse_budget(budget)
     if policy is not None and (isinstance(policy, type) or not callable(getattr(policy, "rank", None))):
         raise ManageError(f"policy must be an instance like hetmem.LRU(), with a method rank, got {policy!r}")
+    refuse_activations(activations)
     if not isinstance(sanitize, bool):
         raise ManageError(f"sanitize must be True or False, got {sanitize!r}")
     if world_size() > 1:
@@ -153,7 +157,8 @@ def manage(
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     with HELD_BACK, ExitStack() as undone:
         with torch.inference_mode(False):  # where tensors take writes later
-            memory = build_memory(module, limits, accelerator, mixed_precision, nbytes)
+            moves = activations != "keep"
+            memory = build_memory(module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves)
             undone.callback(memory.close)
             undone.callback(_to_host_memory, module, memory.parameters())
             move_home(memory, module)
@@ -168,7 +173,7 @@ def manage(
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
         grad_scalers.watch()
-        registry.add(module, Interception(module, runtime))
+        registry.add(module, Interception(module, runtime, moves_activations=moves))
         undone.pop_all()
     return module
 

@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 
+from hetmem.activations import offload
 from hetmem.cpu import square_sum
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import UsedUp
@@ -120,6 +121,8 @@ class MemoryFacts:
     spare_bytes: int
     idle_bytes: int
     non_model_peak_bytes: int
+    activation_bytes: int
+    """Host memory that holds activations."""
 
 
 class Inside:
@@ -249,6 +252,7 @@ class Inside:
             spare_bytes=memory.spare_bytes,
             idle_bytes=memory.idle_bytes(room.non_model_peak_bytes),
             non_model_peak_bytes=room.non_model_peak_bytes,
+            activation_bytes=memory.host_pool.lent_bytes,
         )
 
     def hardware(self) -> HardwareProfile | None:
@@ -338,6 +342,11 @@ class Inside:
 def of(module: torch.nn.Module) -> Inside:
     """Look into `module`, which is managed; raises `ManageError` if it is not."""
     return Inside(module)
+
+
+def move_all_activations() -> None:
+    """Have models that are managed from now on move activations of any size."""
+    offload.LEAST_BYTES = 1
 
 
 def is_managed(parameter: torch.Tensor) -> bool:

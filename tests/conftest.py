@@ -55,10 +55,12 @@ def _interrupts_raise() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--programs`:
+    """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--offload`:
+    run them with activations that move, however small. `--programs`:
     the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, all
     that is marked otherwise, and every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
+    parser.addoption("--offload", action="store_true", help="activations of the tests' models leave the device")
     parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
     parser.addoption("--programs", default="0:24", help="first:last seed of the random programs, or `fresh`: new ones")
 
@@ -88,6 +90,16 @@ def forks() -> Iterator[Forks]:
     made = Forks()
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _offload(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--offload"):
+        from hetmem.testing import move_all_activations
+        from tests.engine import harness
+
+        harness.ACTIVATIONS = "offload"
+        move_all_activations()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -29,7 +29,7 @@ PUBLIC = {
     "tokens_per_second with_nvme",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
-    "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware",
+    "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",
     "managed": "budget options",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches checkpointing overlap "
     "gradients real moments stochastic_rounding inference",

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hetmem.base.units import format_size, parse_size
 from hetmem.errors import BudgetError, ManageError
@@ -16,6 +16,7 @@ from hetmem.errors import BudgetError, ManageError
 Size = int | str
 OverlapName = Literal["off", "backward", "forward"]
 GradientsName = Literal["visible", "streamed"]
+ActivationsName = Literal["keep", "offload"]
 Directory = str | os.PathLike[str]
 
 
@@ -98,6 +99,13 @@ def refuse_budget(budget: Any) -> None:
         raise ManageError(f"call it: hetmem.managed(hetmem.Budget(…)) decorates {budget.__name__}, or hetmem.managed()")
     if budget is not None and not isinstance(budget, Budget):
         raise ManageError(f"expected a hetmem.Budget(device=…, host=…, nvme=…), got {budget!r}")
+
+
+def refuse_activations(activations: Any) -> None:
+    """Raise `ManageError` for what says nothing of activations."""
+    if activations not in get_args(ActivationsName):
+        names = " or ".join(map(repr, get_args(ActivationsName)))
+        raise ManageError(f"activations must be {names}, got {activations!r}")
 
 
 def cache_directory() -> Path:

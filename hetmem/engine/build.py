@@ -193,8 +193,11 @@ def build_memory(
     device: Device,
     mixed_precision: torch.dtype | None,
     chunk_bytes: int | None,
+    *,
+    moves_activations: bool = False,
 ) -> Memory:
-    """Lay `module` out and open the pools, for `move_home`. `module` is not changed."""
+    """Lay `module` out and open the pools, for `move_home`, with host memory for `activations` that move. `module` is
+    not changed."""
     parameters = collect(module)
     check_directories(limits)
     capacities = Capacities(
@@ -220,10 +223,12 @@ def build_memory(
     store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
     pins: list[Callable[[], None]] = []
     try:
-        host_pool = HostPool(capacities.host_bytes if limits.host_bytes is not None else ground.host_bytes)
+        all_host = moves_activations or limits.host_bytes is not None
+        host_pool = HostPool(capacities.host_bytes if all_host else ground.host_bytes)
         pins.append(host_pool.mapping.share_with_children)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
-        if not ground.resident:  # what no copy uses is not pinned
+        pinned = not ground.resident or moves_activations  # what no copy uses is not
+        if pinned:
             pins.append(device.pin(host_pool.mapping))
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
@@ -241,6 +246,7 @@ def build_memory(
             mixed_precision,
             pins,
             ground.resident,
+            pinned,
         )
         if not ground.missing_bytes:  # else the optimizer, which may keep less than AdamW, says what is missing
             memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}

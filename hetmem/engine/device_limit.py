@@ -8,9 +8,11 @@ memory. Copies come before homes that moved.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -128,6 +130,28 @@ def _micro_batches(moments: Sequence[Needs]) -> Iterator[str]:
 
 
 _NAMED = 3
+_MANY_CHUNKS = 4
+"""Of so many copies, the largest, chunks need not give any for activations that come before their use."""
+
+
+class Transit(Protocol):
+    """What autograd has saved and crosses the links, as far as the device's room goes; see `activations.offload`."""
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What chunks are to leave it, as long as they have enough."""
+        ...
+
+    def give_way(self) -> bool:
+        """Drop something that lies at home as well; False if there is nothing."""
+        ...
+
+    def make_room(self) -> None:
+        """Let all leave that may."""
+
+    def shortage(self) -> str:
+        """Return a sentence on what could not leave, and why."""
+        ...
 
 
 class Shortage:
@@ -135,6 +159,8 @@ class Shortage:
 
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
+        self.activations: weakref.ref[Transit] | None = None
+        """What moves activations, if anything does: it holds the runtime, which must not hold it."""
 
     def error(
         self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0
@@ -149,7 +175,7 @@ class Shortage:
             f"out of device memory in {operator} ({self._where()}): activations and other tensors take "
             f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
             f"{memory.homes_on_device()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}"
-            f"{self._stays()}. "
+            f"{self._stays()}. {self._activations_that_stay()}"
             f"{self._ways_out(live_bytes + refused_bytes)}"
         )
 
@@ -170,6 +196,11 @@ class Shortage:
         residency = self._residency
         used = [block for block in residency.resident(Tier.DEVICE) if residency.uses(block, Tier.DEVICE)]
         return {*self._tracer.blocks(), *used}
+
+    def _activations_that_stay(self) -> str:
+        """Why activations that might have left the device did not."""
+        moves = None if self.activations is None else self.activations()
+        return "" if moves is None else moves.shortage()
 
     def _cap(self) -> str:
         cap = self._memory.device_chunk_bytes
@@ -275,7 +306,12 @@ class DeviceRoom:
         self.refusals = Refusals(memory, self.shortage)
         self.give_way: Callable[[int], None] = _nothing_to_give
         """Homes of so many bytes at least, or all of a model that is whole on the device (0), leave it if they can."""
+        self.leaving: dict[int, int] = {}
+        """Device memory of activations on their way home, by number; that keeps it."""
+        self.ahead: dict[int, int] = {}
+        """The same of those that have come, or are coming, and that no node has asked for yet."""
         self._all_slots = sum(chunk.spec.span for chunk in memory.chunks)
+        self._many_slots = _MANY_CHUNKS * max(chunk.spec.span for chunk in memory.chunks)
         self._limit = memory.device_pool.slots
         self._most_non_model = 0
         self._harmless = memory.usable_bytes - memory.device_chunk_bytes
@@ -364,7 +400,7 @@ class DeviceRoom:
         needed = expected.non_model_bytes if watched else self._room_wanted
         self._let_homes_go(needed)
         self._set_limit(expected.non_model_bytes if watched else self._least_room())
-        self._wait_for_gradients()
+        self._wait_for_leaving()
         if needed <= self._harmless and not self._tracer.measured:
             self._left = self._memory.device_home_bytes
 
@@ -376,22 +412,59 @@ class DeviceRoom:
                 live_bytes = (
                     self.monitor.live_bytes
                 )  # before the others: they may die any time, and are none of it then
-                own_bytes = live_bytes - self._traffic.gradients.leaving_bytes
+                own_bytes = live_bytes - self.leaving_bytes
             self._tracer.sent(own_bytes)
-            if self._traffic.gradients.leaving:
-                self._wait_for_gradients()
+            if self._traffic.gradients.leaving or self.leaving or self.ahead:
+                self._wait_for_leaving()
 
-    def _wait_for_gradients(self) -> None:
-        """Wait for gradients in flight, of which there may be more than in the segment that was measured, until there
-        is room for them beside what chunks may take."""
-        gradients, memory = self._traffic.gradients, self._memory
-        if not memory.device.watched or self._tracer.measured:
+    @property
+    def leaving_bytes(self) -> int:
+        """Device memory of gradients and activations on their way, which is needed no more, or not yet."""
+        gradients = self._traffic.gradients
+        leaving = gradients.leaving_bytes if gradients.leaving else 0
+        return leaving + sum(self.leaving.values()) + sum(self.ahead.values())
+
+    def _wait_for_leaving(self) -> None:
+        """Wait for what is on its way, of which there may be more than in the segment that was measured, until there is
+        room for it beside what chunks may take."""
+        if not self._memory.device.watched or self._tracer.measured:
             return
+        room = self._room_beside_chunks()
+        while 0 < self.leaving_bytes > room:
+            if not self._give_way():
+                self._traffic.wait_for_one()
+
+    def _room_beside_chunks(self) -> int:
+        """What the device has beside chunks and what the trace expects."""
+        memory = self._memory
         copies = min(self._limit, self._all_slots) * memory.device_pool.slot_bytes
         chunks = max(self.chunk_bytes(), copies + memory.device_home_bytes)
-        room = memory.device_bytes - chunks - self._tracer.own_bytes
-        while 0 < gradients.leaving_bytes > room:
-            self._traffic.wait_for_one()
+        return memory.device_bytes - chunks - self._tracer.own_bytes
+
+    def _give_way(self) -> bool:
+        moves = self._activations
+        return moves is not None and moves.give_way()
+
+    @property
+    def _activations(self) -> Transit | None:
+        return None if self.shortage.activations is None else self.shortage.activations()
+
+    def transit_grew(self) -> None:
+        """An activation has begun its way home."""
+        self._wait_for_leaving()
+
+    def has_room_ahead(self, nbytes: int) -> bool:
+        """Whether an activation of `nbytes` may come before it is asked for."""
+        if not self._memory.device.watched:
+            return True
+        if self._tracer.measured:
+            return self.chunk_bytes() + self.monitor.live_bytes + nbytes <= self._memory.device_bytes
+        return self.leaving_bytes + nbytes <= self._room_beside_chunks()
+
+    def count(self, what: str, tensor: torch.Tensor) -> None:
+        """`what` takes the memory of `tensor` from now on, which no operator has made."""
+        if self._memory.device.watched and self._tracer.measured:
+            self.monitor.count(what, (tensor,))
 
     def non_model_grew(self, operator: str, live_bytes: int) -> None:
         """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to,
@@ -402,10 +475,16 @@ class DeviceRoom:
         with self.monitor.unwatched():
             self._let_homes_go(live_bytes)
             self._set_limit(live_bytes)
-            while self.chunk_bytes() + live_bytes > self._memory.device_bytes and self._anything_leaves():
-                self._traffic.wait_for_one()
+            if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
+                self._let_activations_go()
                 live_bytes = min(live_bytes, self.monitor.live_bytes)
-            self._tracer.grew(live_bytes, self._traffic.gradients.leaving_bytes)
+            while self.chunk_bytes() + live_bytes > self._memory.device_bytes:
+                if not self._give_way():
+                    if not self._anything_leaves():
+                        break
+                    self._traffic.wait_for_one()
+                live_bytes = min(live_bytes, self.monitor.live_bytes)
+            self._tracer.grew(live_bytes, self.leaving_bytes)
             if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
                 self.monitor.left |= self._leave_device(live_bytes)
         if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
@@ -414,13 +493,25 @@ class DeviceRoom:
 
     def _anything_leaves(self) -> bool:
         """Whether something is under way at whose end less of the device is taken."""
-        return bool(self._traffic.residency.in_flight()) or self._traffic.gradients.under_way
+        leaving = self._traffic.gradients.under_way or bool(self.leaving or self.ahead)
+        return leaving or bool(self._traffic.residency.in_flight())
+
+    def _let_activations_go(self) -> None:
+        moves = self._activations
+        if moves is not None:
+            moves.make_room()
 
     def widen(self) -> bool:
         """Chunks in use at once need more than they may have, and nothing is under way any more: let them have what was
         only guessed to be needed beside them, or what gradients have left that were on their way when the moment began.
         False if there is no such room."""
         watched = self._memory.device.watched
+        before = self.leaving_bytes, self.monitor.live_bytes
+        self._let_activations_go()
+        if self._give_way() or before != (self.leaving_bytes, self.monitor.live_bytes):
+            if watched and self._tracer.measured:
+                self._set_limit(self.monitor.live_bytes)
+            return True
         needed = self.monitor.live_bytes if watched else self._most_non_model
         if self._leave_device(needed if watched else self._room_seen):
             return True
@@ -434,6 +525,9 @@ class DeviceRoom:
     def out_of_memory(self) -> None:
         """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
         self.look_at_allocator()
+        self._let_activations_go()
+        while self._give_way():
+            pass
         self._leave_device(self._room_seen)
         self._let_homes_go(self._room_seen)
         before = self._limit
@@ -441,6 +535,7 @@ class DeviceRoom:
             self._traffic.limit_device(0, before=before)
             self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
             self._traffic.gradients.wait()  # they are on the device as long as they are on their way
+            self._traffic.executor.wait_while(lambda: bool(self.leaving))
             self._traffic.give_back_free()
         finally:
             self._traffic.limit_device(before, before=before)
@@ -482,6 +577,9 @@ class DeviceRoom:
         """Leave room for `non_model_bytes` beside chunks."""
         self._left = -1
         limit = self._memory.device_slots(non_model_bytes)
+        if self.shortage.activations is not None and (moves := self._activations) is not None:
+            less = self._memory.device_slots(non_model_bytes + moves.ahead_bytes)
+            limit = max(less, min(limit, self._many_slots))  # chunks that are many leave activations room to come
         if limit != self._limit:
             before, self._limit = self._limit, limit
             self.look_at_allocator()

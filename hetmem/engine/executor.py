@@ -139,10 +139,12 @@ class Executor:
         nbytes: int,
         done: Callable[[BaseException | None], None],
         after: Sequence[Any] = (),
-    ) -> None:
+    ) -> int:
         """Begin `work`, which moves `nbytes` that are no block's over `link`, behind the marks in `after`; see `expect`
-        for `done`."""
-        self._engine.copy(self.expect(done), link, work, nbytes, after)
+        for `done`. Return its tag."""
+        tag = self.expect(done)
+        self._engine.copy(tag, link, work, nbytes, after)
+        return tag
 
     def keep_in(self, at_work: set[object]) -> None:
         """Let `keep` count as long as `at_work` is held, where the model is: the work of a worker holds the runtime,

@@ -51,6 +51,8 @@ class Memory:
     """What ends page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
     """Whether all homes are on the device and have no other place, until `leave_device`."""
+    pinned: bool = False
+    """Whether host memory is page-locked, for copies."""
     device_home_bytes: int = 0
     bound_to_device: bool = False
     """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
@@ -239,7 +241,9 @@ class Memory:
                 else:
                     self._gradient_places[chunk] = away
         self.resident = False
-        self.pins.append(self.device.pin(self.host_pool.mapping))
+        if not self.pinned:
+            self.pinned = True
+            self.pins.append(self.device.pin(self.host_pool.mapping))
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
         """Return the place that `leave_device` reserved for gradients of `chunk`, if it is unused."""

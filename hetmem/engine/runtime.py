@@ -132,8 +132,8 @@ class Runtime:
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
         memory, residency, room = self.memory, self.traffic.residency, self.room
         measured, leaving_bytes = self.tracer.measured, 0
-        if self.traffic.gradients.leaving:
-            leaving_bytes = self.traffic.gradients.leaving_bytes
+        if self.traffic.gradients.leaving or room.leaving or room.ahead:
+            leaving_bytes = room.leaving_bytes
         live = room.look_at_allocator() if measured else memory.buffer_bytes
         moment = self.tracer.moment(operator, blocks, live, leaving_bytes)
         if measured or leaving_bytes or not room.is_as_left(moment):
@@ -222,7 +222,7 @@ class Runtime:
         """A moment that uses `managed` alone. False, and nothing is done, where the segment is measured, or gradients
         leave the device."""
         tracer, residency, traffic, room = self.tracer, self.traffic.residency, self.traffic, self.room
-        if tracer.measured or traffic.gradients.leaving:
+        if tracer.measured or traffic.gradients.leaving or room.leaving or room.ahead:
             return False
         homes = managed.chunk.homes  # as `param_block`
         block = homes[COMPUTE if COMPUTE in homes else PARAM].block

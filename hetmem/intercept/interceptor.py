@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
@@ -69,8 +70,9 @@ class Interception:
     the user, which run between nodes, find parameters at home.
     """
 
-    def __init__(self, module: torch.nn.Module, runtime: Runtime) -> None:
+    def __init__(self, module: torch.nn.Module, runtime: Runtime, *, moves_activations: bool = False) -> None:
         self.runtime = runtime
+        self.activations = Activations(runtime) if moves_activations else None
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
@@ -81,7 +83,7 @@ class Interception:
         self._forward: Compute | None = None
         """The last one."""
         self._reading: Section | None = None
-        self._saved = SavedTensors(runtime, self.segments)
+        self._saved = SavedTensors(runtime, self.segments, self.activations)
         self._faults = Faults(runtime, self.gradients, self._saved, self)
         self.leases = Leases(runtime, self.gradients, self._saved)
         self._backwards = 0
@@ -114,6 +116,8 @@ class Interception:
     def remove(self) -> None:
         """Take all hooks off."""
         self.removed = True
+        if self.activations is not None:
+            self.activations.closed = True
         self.reset()
         self.runtime.trailing.pause()
         self.gradients.remove()
@@ -186,7 +190,7 @@ class Interception:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
         self.refuse_a_fork("a forward")
         memory = self.runtime.memory
-        if memory.device.captures() and (memory.streams or memory.may_leave_device):
+        if memory.device.captures() and (memory.streams or memory.may_leave_device or self.activations is not None):
             self.refuse_a_capture("a forward")
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
         compute = self._begin(call)
@@ -238,11 +242,12 @@ class Interception:
     def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
         """`watched`: the device may refuse memory that nobody knows of yet."""
         memory = self.runtime.memory
-        if watched and (memory.streams or memory.may_leave_device):
+        leaves = watched and (memory.streams or memory.may_leave_device)
+        if leaves:
             compute.enter_functions(self._watched)
-            if not memory.streams and compute.task < 0:
-                self._saved.enter(compute)
         if not memory.streams:
+            if compute.task < 0 and (leaves or self.activations is not None):
+                self._saved.enter(compute)
             return
         if compute.task >= 0:
             self.runtime.notice_writes_by_hooks()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
+from hetmem.activations.offload import Activations
+from hetmem.activations.storages import SavedView, modified
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import in_backward
@@ -66,8 +69,10 @@ class SavedTensors:
     where an interrupt ends it.
     """
 
-    def __init__(self, runtime: Runtime, segments: Segments) -> None:
+    def __init__(self, runtime: Runtime, segments: Segments, activations: Activations | None) -> None:
         self._runtime, self.segments = runtime, segments
+        self.activations = activations
+        """What moves everything but weights; None = it stays on the device."""
         self._by_id = runtime.bindings.by_id
         self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
@@ -185,7 +190,7 @@ class SavedTensors:
         kind, parameter.__class__ = type(parameter), managed.kind
         version, parameter.__class__ = parameter._version, kind  # as `version_now`
         if version != packed.version:
-            raise RuntimeError(_modified(managed.name, version, packed.version))
+            raise RuntimeError(modified(managed.name, version, packed.version))
         if packed.data_sets not in (None, managed.data_sets):
             raise RuntimeError(_set_since(managed.name))
         as_it_is = packed.size == managed.shape and packed.stride == managed.stride
@@ -207,6 +212,8 @@ class Pack(Hook):
     def __init__(self, saved: SavedTensors, compute: Compute | None) -> None:
         super().__init__(compute)
         self._saved = weakref.ref(saved)
+        self._moves = compute is not None and compute.task < 0 and saved.activations is not None
+        """Not of what a node computes, or computes once more: it is needed at once."""
 
     @skipped
     def __call__(self, tensor: torch.Tensor) -> _Packed:
@@ -218,11 +225,15 @@ class Pack(Hook):
             if node is not None and storage not in saved.by_storage:  # an activation
                 if node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
                     return saved, cast, 0
+                if self._moves and (view := self._view(saved, tensor)) is not None:
+                    return self._saved, view, 0
                 return self._saved, tensor.detach(), tensor._version
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
         if address not in saved.by_address:
+            if self._moves and (view := self._view(saved, tensor)) is not None:
+                return self._saved, view, 0
             return self._saved, tensor if node is None else tensor.detach(), tensor._version
         managed = saved.by_address[address]
         if managed.bound and not managed.data_sets and address == managed.device_address:
@@ -235,8 +246,21 @@ class Pack(Hook):
         with torch_private.NoFunctions():  # within a custom function a mode would see each question as a use
             if saved is not None and self.counts():
                 packed = saved.pack(tensor)
-                return saved if isinstance(packed, Saved) else self._saved, packed, tensor._version
+                if isinstance(packed, Saved):
+                    return saved, packed, tensor._version
+                if self._moves and type(tensor) in saved.kinds and tensor.layout is _STRIDED:
+                    with suppress(NotImplementedError):  # it has no storage that can be asked for
+                        if (view := self._view(saved, tensor)) is not None:
+                            return self._saved, view, 0
+                return self._saved, packed, tensor._version
             return None, _kept(tensor), tensor._version
+
+    @called_by_autograd
+    def _view(self, saved: SavedTensors, tensor: torch.Tensor) -> SavedView | None:
+        """What is kept of an activation that may leave the device; None if it is to stay."""
+        if saved.activations is None or not saved.activations.takes(tensor) or not self.counts():
+            return None
+        return saved.activations.pack(tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -273,15 +297,16 @@ class _Over:
         return kept if saved is None else saved.bring(kept, packed.place)
 
 
-_Packed = tuple[Any, Saved | torch.Tensor, int]
-"""Whose it is, a weight or a tensor, and its version. Of a tensor that may be another model's that is weak: after an
-interrupt the hook is still there."""
+_Packed = tuple[Any, Saved | SavedView | torch.Tensor, int]
+"""Whose it is, a weight, what may leave the device or a tensor, and its version. Of a tensor that may be another
+model's that is weak: after an interrupt the hook is still there."""
 
 
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
     whose, kept, version = packed
-    if type(kept) is Saved:  # most are not, and cost as little as they can
+    kind = type(kept)
+    if kind is Saved:  # most are not, and cost as little as they can
         if not whose.segments.in_backward:
             whose.on_backward()
         compiler = set_compiler(None)
@@ -295,10 +320,17 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     saved = None if whose is None else whose()
     if saved is not None and not saved.segments.in_backward:
         saved.on_backward()
+    if kind is SavedView:
+        return _fetched(kept)  # type: ignore[arg-type]
     tensor: Any = kept
     if tensor._version != version:
-        raise RuntimeError(_modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
+        raise RuntimeError(modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
     return tensor  # type: ignore[no-any-return]
+
+
+@called_by_autograd
+def _fetched(view: SavedView) -> torch.Tensor:
+    return view.unpack()
 
 
 def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:
@@ -337,11 +369,4 @@ def _set_since(weight: str) -> str:
     return (
         f"{weight}.data was set within a forward for the first time after this graph had used it, and what it was "
         f"then is not kept: compute the forward again, whose backward will find it"
-    )
-
-
-def _modified(what: str, version: int, expected: int) -> str:
-    return (
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
-        f"at version {version}; expected version {expected} instead"
     )

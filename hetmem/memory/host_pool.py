@@ -18,6 +18,7 @@ from typing import Any
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory.mapping import Mapping
+from hetmem.memory.spans import Spans
 from hetmem.schedule.placement import PIECE_BYTES
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
@@ -105,6 +106,18 @@ _THREAD = _Thread()
 PAGE_BYTES = 4096
 
 
+class Loan:
+    """`memory` of a `HostPool`, which has it back when this is dropped, on any thread."""
+
+    __slots__ = ("_at", "_spans", "memory")
+
+    def __init__(self, spans: Spans, at: int, memory: memoryview) -> None:
+        self._spans, self._at, self.memory = spans, at, memory
+
+    def __del__(self) -> None:
+        self._spans.give_back(self._at)
+
+
 class HostPool:
     """`capacity_bytes` of host memory (rounded down to pages), exact: nothing is rounded up to powers of two."""
 
@@ -115,11 +128,23 @@ class HostPool:
         self.mapping.keep_from_children()
         self._staging_offset = 0
         self.slot_bytes = 0  # of staging
+        self._spans = Spans(self.capacity_bytes, PAGE_BYTES, PIECE_BYTES)
 
     @property
     def free_bytes(self) -> int:
         """What may still be reserved."""
-        return self.capacity_bytes - self.reserved_bytes
+        return self._spans.lowest - self.reserved_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """What `lend` has handed out."""
+        return self._spans.lent_bytes
+
+    def lend(self, nbytes: int, leave_bytes: int = 0) -> Loan | None:
+        """Lend page-aligned memory for a while, and leave `leave_bytes` to be reserved; None if there is no room."""
+        start = round_up(self.reserved_bytes + leave_bytes, PAGE_BYTES)
+        at = self._spans.take(nbytes, start)
+        return None if at is None else Loan(self._spans, at, self.mapping.buffer(at, round_up(nbytes, PAGE_BYTES)))
 
     def reserve(self, nbytes: int) -> memoryview:
         """`nbytes` of page-aligned memory for good. Raises `CapacityError` with nothing changed."""
@@ -127,7 +152,7 @@ class HostPool:
         start = self.reserved_bytes
         if start // PIECE_BYTES != (start + taken - 1) // PIECE_BYTES and 0 < taken <= PIECE_BYTES:
             start = round_up(start, PIECE_BYTES)
-        if start + taken > self.capacity_bytes:
+        if start + taken > self._spans.lowest:
             raise CapacityError(
                 f"the host pool has no room: {format_size(taken)} wanted, {format_size(self.free_bytes)} left "
                 f"of {format_size(self.capacity_bytes)}"

@@ -41,6 +41,9 @@ CHUNK = 4 * CHUNK_ELEMENTS
 DEVICE: Callable[[], Any] = hetmem.SimDevice
 """Of every model here; `pytest --late-copies` takes the one whose copies are late."""
 
+ACTIVATIONS = "keep"
+"""Of every model here; `pytest --offload` moves all activations, however small."""
+
 
 def budget(placement: str, directory: Path, **changes: Any) -> hetmem.Budget:
     """A budget that puts a small model (under 200 KiB of parameters) wholly on the tier that `placement` names."""
@@ -83,7 +86,7 @@ def manage(
         if placement == "nvme":
             changes["host"] = 4 * max(sizes)
         limits = budget(placement, directory, **changes)
-    options = {"device": DEVICE(), "sanitize": True, **options}
+    options = {"device": DEVICE(), "sanitize": True, "activations": ACTIVATIONS, **options}
     managed = hetmem.manage(module, limits, chunk_bytes=chunk_bytes, **options)
     if placement == "nvme":
         assert nvme_bytes(managed) > 0, "the model is too small to get to NVMe"

@@ -1,0 +1,305 @@
+"""Moves what autograd saves to host memory, and brings it back: when, and who waits.
+
+A storage leaves when nothing but the graph holds it any more: before that its leaving would free nothing, and it may
+still be written to. It is looked for whenever another one is saved, and where the device has no room. It comes back
+when the first node asks for it, with those that were saved before it behind it, as a backward runs in reverse; it stays
+until every view of it was asked for, so that it crosses each link once.
+
+Note "budget": what leaves is counted as gradients on their way home are, and what has come ahead of its use gives way
+to everything else, as its bytes are still at home. `engine.device_limit` asks for both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from hetmem.activations.storages import SavedStorage, SavedView
+from hetmem.base.units import format_size
+from hetmem.base.weak import weakly
+from hetmem.engine.runtime import Runtime
+from hetmem.memory.chunk import Role
+from hetmem.memory.host_pool import Loan
+from hetmem.schedule.blocks import Link, in_flight_bytes
+
+LEAST_BYTES = 256 << 10
+"""Below this a copy takes longer to ask for than to make, and a step saves many such."""
+_LEAST_PART = 4096
+"""A storage below this part of the device is none that counts either."""
+_LOOKED_AT = 16
+"""So many of those saved last are looked at each time; of those before, most stay where they are."""
+_LOOKED_BACK = 64
+"""So many of those saved before the one that is asked for are looked at to be fetched ahead."""
+
+
+class Activations:
+    """The storages that the graphs of one model keep. Graphs hold it, and it holds the runtime, as they may outlive the
+    model. For the thread that has the runtime's turn."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        memory = runtime.memory
+        runtime.room.shortage.activations = weakref.ref(self)
+        self._memory, self._engine, self._executor = memory, runtime.traffic.engine, runtime.traffic.executor
+        self.least_bytes = max(1, min(LEAST_BYTES, memory.device_bytes // _LEAST_PART))
+        self._window = in_flight_bytes(memory.device_bytes)
+        self._count = 0
+        self._by_address: dict[int, weakref.ref[SavedStorage]] = {}
+        self._staying: dict[int, weakref.ref[SavedStorage]] = {}
+        """Those on the device that have not left, by number."""
+        self._look_at_all = _LOOKED_AT
+        """So many of them let all be looked at."""
+        self._numbered: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._leaving, self._ahead = runtime.room.leaving, runtime.room.ahead
+        self._between: dict[int, weakref.ref[SavedStorage]] = {}
+        """Those of which nodes have asked for some views, and not for all."""
+        self._unreserved: tuple[int, int] = (-1, 0)
+        self.refused_bytes = 0
+        """What found no room in host memory, since the last that found some."""
+        self.closed = False
+        """Whether the model is released: nothing moves any more, but what has left comes back."""
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Return whether the storage of `tensor` is worth moving."""
+        if tensor.untyped_storage().nbytes() < self.least_bytes or self.closed:
+            return False
+        if tensor.device != self._memory.device.torch_device:
+            return False
+        return not (tensor.is_quantized or tensor._is_zerotensor())  # which has no memory
+
+    def pack(self, tensor: torch.Tensor) -> SavedView:
+        """Return what a graph is to keep of `tensor`."""
+        memory = tensor.untyped_storage()
+        found = self._by_address.get(memory._cdata)
+        storage = None if found is None else found()
+        if storage is None:
+            self._count += 1
+            storage = SavedStorage(self, self._count, memory)
+            self._by_address[memory._cdata] = self._staying[self._count] = weakref.ref(storage)
+            self._numbered[self._count] = storage
+        view = SavedView(storage, tensor.detach())
+        self._look()
+        return view
+
+    def _look(self) -> None:
+        """Let those leave that only graphs hold, among those saved last."""
+        look_at_all = len(self._staying) > self._look_at_all
+        last = list(self._staying) if look_at_all else list(islice(reversed(self._staying), _LOOKED_AT))
+        for number in last:
+            self._leave_if_free(number)
+        if look_at_all:
+            self._look_at_all = 2 * len(self._staying) + _LOOKED_AT
+
+    def _leave_if_free(self, number: int) -> bool:
+        reference = self._staying.get(number)
+        storage = None if reference is None else reference()
+        if storage is None:
+            self._staying.pop(number, None)
+            return False
+        if not storage.alive() or storage.is_held_elsewhere():
+            return False
+        return self._leave(storage)
+
+    def _leave(self, storage: SavedStorage) -> bool:
+        """Begin to move `storage` home; False if there is no room for it."""
+        loan = self._memory.host_pool.lend(storage.nbytes, self._unreserved_bytes())
+        if loan is None:
+            self.refused_bytes += storage.nbytes
+            return False
+        self.refused_bytes = 0
+        del self._staying[storage.number]
+        self._leaving[storage.number] = storage.nbytes
+        with self._runtime.unwatched(), torch.no_grad():
+            home, flat = storage.leave(loan)
+            work = partial(self._memory.device.gradient_out, home, flat, add=False)
+            del flat
+            if self._engine.unlimited(Link.DEVICE_TO_HOST):
+                error = None
+                try:
+                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, storage.nbytes)
+                except BaseException as failed:
+                    error = failed
+                del work
+                self._left(storage.number, weakref.ref(storage), loan, error)
+            else:
+                ended = partial(weakly(self._left), storage.number, weakref.ref(storage), loan)
+                self._executor.copy_beside(Link.DEVICE_TO_HOST, work, storage.nbytes, ended)
+                del work
+            while sum(self._leaving.values()) > self._window and len(self._leaving) > 1 and self._executor.busy():
+                self._executor.wait_for_one()
+            self._runtime.room.transit_grew()
+        return True
+
+    def _left(self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None) -> None:
+        """Note that a storage is at home in `loan`, or with an `error` that it is where it was."""
+        self._leaving.pop(number, None)
+        storage = reference()
+        if storage is not None:
+            if error is not None:
+                storage.stays()
+            else:
+                storage.leaving = False
+                if not storage.is_between():
+                    self._drop(storage)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error, storage
+
+    def _drop(self, storage: SavedStorage) -> None:
+        """Let the bytes of `storage` be at home alone."""
+        self._forget_address(storage)
+        self._between.pop(storage.number, None)
+        storage.device = None
+
+    def _unreserved_bytes(self) -> int:
+        """Return what gradients will take of host memory that have no place there yet."""
+        reserved = self._memory.host_pool.reserved_bytes
+        if self._unreserved[0] != reserved:
+            memory = self._memory
+            chunks = [
+                chunk
+                for chunk in memory.chunks
+                if Role.GRAD not in chunk.homes
+                and memory.streams
+                and not memory.lends(chunk, Role.GRAD)
+                and any(managed.parameter.requires_grad for managed in chunk.parameters)
+            ]
+            self._unreserved = reserved, sum(chunk.home_nbytes(Role.GRAD) for chunk in chunks)
+        return self._unreserved[1]
+
+    # ---- bringing back -------------------------------------------------------------------------------------------
+
+    def bring(self, storage: SavedStorage, view: SavedView) -> torch.Tensor:
+        """Return the bytes of `storage` on the device, for a node that asked for `view`."""
+        with self._runtime.unwatched(), torch.no_grad():
+            if view.unpacked:  # by the backward before
+                for other in storage.alive():
+                    other.unpacked = False
+            view.unpacked = True
+            if storage.device is None:
+                self._fetch(storage)
+            self._leaving.pop(storage.number, None)  # from here on it is the backward's
+            self._ahead.pop(storage.number, None)
+            self._wait_for(storage)
+            flat = storage.device
+            assert flat is not None
+            if storage.is_between():
+                self._between[storage.number] = weakref.ref(storage)
+            elif not storage.leaving:
+                self._drop(storage)
+            self._fetch_before(storage.number)
+            return flat
+
+    def _fetch(self, storage: SavedStorage) -> None:
+        """Begin to bring `storage` to the device, in memory that it has alone."""
+        room, device = self._runtime.room, self._memory.device
+        try:
+            flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)
+        except torch.OutOfMemoryError:
+            self._runtime.out_of_memory()
+            flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)
+        room.count("activations fetched back", flat)
+        work = partial(device.copy_in, flat.data, storage.home_bytes())  # `data`: counts no version of `flat`
+        if self.closed or self._engine.unlimited(Link.HOST_TO_DEVICE):
+            self._engine.copy_now(Link.HOST_TO_DEVICE, work, storage.nbytes)
+        else:
+            ended = partial(weakly(self._arrived), storage.number, weakref.ref(storage), storage.home)
+            storage.arriving = self._executor.copy_beside(
+                Link.HOST_TO_DEVICE, work, storage.nbytes, ended, [self._engine.mark()]
+            )
+        storage.is_here(flat)
+
+    def _arrived(
+        self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None
+    ) -> None:
+        """Note that a storage has come from `loan`, which was its own until now, or with an `error` that it has not."""
+        storage = reference()
+        if storage is None or error is not None:
+            self._ahead.pop(number, None)
+        if storage is not None:
+            storage.arriving = None
+            if error is not None:
+                self._drop(storage)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error, storage
+
+    def _wait_for(self, storage: SavedStorage) -> None:
+        """Have compute asked for from now on come after the copy of `storage` to the device."""
+        while storage.arriving is not None:
+            if self._engine.ordered and self._engine.order_compute_after(storage.arriving):
+                return
+            self._executor.wait_for_one()
+
+    def _fetch_before(self, number: int) -> None:
+        """Begin to fetch what was saved before `number`, the last first, as far as the window goes."""
+        if self.closed or self._engine.unlimited(Link.HOST_TO_DEVICE):
+            return  # a copy by this thread is no sooner for being made before its use
+        for before in range(number - 1, max(0, number - _LOOKED_BACK), -1):
+            storage = self._numbered.get(before)
+            if storage is None or storage.home is None or storage.device is not None:
+                continue
+            if sum(self._ahead.values()) + storage.nbytes > self._window and self._ahead:
+                return
+            if not self._runtime.room.has_room_ahead(storage.nbytes):
+                return
+            self._fetch(storage)
+            self._ahead[before] = storage.nbytes
+
+    # ---- room ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What chunks are to leave, as long as they have enough, to what comes before it is asked for."""
+        return self._window if self._count and not self._engine.unlimited(Link.HOST_TO_DEVICE) else 0
+
+    def give_way(self) -> bool:
+        """Drop one storage that is on the device before its use, or between two, and lies at home as well; False if
+        there is none."""
+        for number in (*sorted(self._ahead), *sorted(self._between)):  # the one saved first is needed last
+            storage = self._numbered.get(number)
+            if storage is not None and storage.arriving is None and not storage.leaving:
+                self._ahead.pop(number, None)
+                self._drop(storage)
+                return True
+        return False
+
+    def make_room(self) -> None:
+        """Let all leave that only graphs hold."""
+        for number in [*self._staying]:
+            self._leave_if_free(number)
+
+    def shortage(self) -> str:
+        """Return a sentence on why storages that could have left did not; "" if all could."""
+        if not self.refused_bytes:
+            return ""
+        pool = self._memory.host_pool
+        return (
+            f"Activations of {format_size(self.refused_bytes)} could not leave the device: host memory holds "
+            f"{format_size(pool.lent_bytes)} of them already, and weights, gradients and states take "
+            f"{format_size(pool.reserved_bytes)} of {format_size(pool.capacity_bytes)}; raise Budget(host=…) by "
+            f"{format_size(self.refused_bytes)} or more, use activation checkpointing, or a smaller micro-batch. "
+        )
+
+    def forget(self, storage: SavedStorage) -> None:
+        """Note that no graph keeps `storage` any more, on any thread: nothing is waited for."""
+        self._staying.pop(storage.number, None)
+        if storage.arriving is None:
+            self._ahead.pop(storage.number, None)
+        self._between.pop(storage.number, None)
+        self._forget_address(storage)
+
+    def _forget_address(self, storage: SavedStorage) -> None:
+        found: Any = self._by_address.get(storage.address)
+        if found is not None and found() in (storage, None):
+            self._by_address.pop(storage.address, None)
