@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetmem.base.units import format_enough, format_seconds
+from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import (
     Judged,
@@ -20,14 +20,14 @@ from hetmem.planner.search import (
     judged,
     on_the_host,
     search,
-    smaller_chunks,
+    streamed_ways,
     tuning,
     with_streaming,
 )
 from hetmem.planner.what_if import largest_parameters
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
@@ -199,7 +199,7 @@ def _without_gradients(
 def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
     """The fewest bytes that make it fit when added to each tier named, of what chunks of several sizes lack."""
     found = [
-        _missing_as(workload, setting, hardware, micro_batches) for setting in (asked, *smaller_chunks(workload, asked))
+        _missing_as(workload, setting, hardware, micro_batches) for setting in (asked, *streamed_ways(workload, asked))
     ]
     return min((added for added in found if added is not None), key=lambda added: sum(added.values()), default={})
 
@@ -215,7 +215,7 @@ def _missing_as(
         if not isinstance(refusal, NoRoom):
             return added
         tier = refusal.tier.name.lower()
-        added[tier] = added.get(tier, 0) + refusal.missing_bytes
+        added[tier] = added.get(tier, 0) + round_up(refusal.missing_bytes, PAGE_BYTES)
     return None
 
 
