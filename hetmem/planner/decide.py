@@ -316,10 +316,15 @@ def combined(
 
 
 def approximations(
-    workload: Workload, capacities: Capacities, hardware: HardwareProfile, micro_batches: int, than: Decision
+    workload: Workload,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    micro_batches: int,
+    than: Decision,
+    adapted: Callable[[], Workload | None],
 ) -> tuple[Alternative, ...]:
-    """Smaller states, where they fit and `than` does not, or is slower: the fastest first. Updates go on behind the
-    backward, which has the same bits."""
+    """Smaller states, and `adapted`, where a few of them are trained: where they fit and `than` does not, or is slower,
+    the fastest first. Updates go on behind the backward, which has the same bits."""
     best = than.candidate
     if than.updating.on_host_only or not workload.trainable:
         return ()
@@ -328,21 +333,29 @@ def approximations(
     streams = micro_batches == 1
     how = replace(than.updating, overlapped=True, streamed_gradients=streams)
     kept = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
-    choices = [
-        (workload, replace(how, moments="bfloat16"), f"hetmem.AdamW(moments=torch.bfloat16{kept})"),
-        (workload, replace(how, moments="8bit"), f'hetmem.AdamW(moments="8bit"{kept})'),
+    choices: list[tuple[Workload | None, Updating, str]] = [
+        (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{kept}) (--moments {kind})")
+        for kind, said in (("bfloat16", "torch.bfloat16"), ("8bit", '"8bit"'))
     ]
+    choices.append((adapted(), how, f"adapters of rank {RANK} beside frozen weights in bfloat16 (--lora {RANK})"))
     if workload.mixed_precision and workload.dtype == "bfloat16":
         rounded = replace(how, stochastic_rounding=True)
         weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
-        choices.append((in_16_bits(workload), rounded, f"{weights} and hetmem.AdamW(stochastic_rounding=True{kept})"))
+        advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{kept}) (--stochastic-rounding)"
+        choices.append((in_16_bits(workload), rounded, advice))
     found = []
     for made, updating, advice in choices:
+        if made is None:
+            continue
         candidate = first_that_fits(made, Setting(capacities, None, updating=updating), hardware, micro_batches)
         if isinstance(candidate, Judged) and (best is None or candidate.result.seconds < best.result.seconds):
             result = candidate.result
             found.append(Alternative(advice, micro_batches, result.seconds, result.non_model_peak_bytes))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
+
+
+RANK = 16
+"""Of the adapters that are judged where a model has no room, or waits for a drive."""
 
 
 def in_16_bits(workload: Workload) -> Workload:

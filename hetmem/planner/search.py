@@ -7,6 +7,7 @@ what a step leaves room for. Pure.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -150,10 +151,18 @@ def judged(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
     """`judge` with the refusal as a value."""
+    return _remembered(workload, setting, hardware, micro_batches, steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, steps: int
+) -> Judged | NoRoom:
+    """`judged`, of which one plan asks many things twice."""
     try:
         return judge(workload, setting, hardware, micro_batches, steps=steps)
     except NoRoom as refusal:
-        return refusal
+        return refusal.with_traceback(None)
 
 
 # ---- what is varied ----------------------------------------------------------------------------------------------
@@ -208,8 +217,10 @@ def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Variatio
 
 
 def _copies(workload: Workload, best: Judged, asked: Setting) -> Variations:
-    """16-bit copies at home, or none of them."""
-    if not best.arrangement.ground.resident and asked.capacities.home_copies is None and workload.mixed_precision:
+    """16-bit copies at home, or none of them; beside states on NVMe they would drive others there."""
+    ground = best.arrangement.ground
+    free = not (ground.resident or ground.uses_nvme) and asked.capacities.home_copies is None
+    if free and workload.mixed_precision:
         other = replace(best.setting.capacities, home_copies=not best.arrangement.homes["compute"])
         yield replace(best.setting, capacities=other), WORTH
 
@@ -220,8 +231,9 @@ def _chunk_sizes(workload: Workload, best: Judged, asked: Setting) -> Variations
     if not ground.resident and asked.chunk_bytes is None:
         for factor in (0.5, 2.0):
             nbytes = chunk_bytes_near(workload, ground.staging_slot_bytes, factor)
-            waste = build_layout(workload.parameters, nbytes // ground.itemsize).waste
-            if waste <= max(MOST_WASTE, ground.layout.waste):
+            layout = build_layout(workload.parameters, nbytes // ground.itemsize)
+            rehearsed = sum(chunk.span for chunk in layout.chunks) <= MAXIMUM_SLOTS
+            if rehearsed and layout.waste <= max(MOST_WASTE, ground.layout.waste):
                 yield replace(best.setting, chunk_bytes=nbytes), WORTH
 
 
