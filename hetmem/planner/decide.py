@@ -18,7 +18,7 @@ from hetmem.planner.search import (
     arranged,
     first_that_fits,
     judged,
-    on_the_host,
+    not_whole,
     search,
     streamed_ways,
     tuning,
@@ -90,7 +90,8 @@ def decide(
     with it: of a workload that fits only those that could be faster, of one that does not all that may need less of the
     device.
     """
-    asked = on_the_host(workload, Setting(capacities, chunk_bytes, updating=updating or Updating()))
+    asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
+    asked = not_whole(workload, asked) if asked.updating.on_host_only else asked
     best, refusal = search(workload, asked, hardware, micro_batches)
     largest = largest_parameters(workload, asked, best, hardware, micro_batches)
     if best is not None:
@@ -196,22 +197,42 @@ def _without_gradients(
 # ---- what is missing ---------------------------------------------------------------------------------------------
 
 
+_EXACT = 0.05
+"""Of what is missing: so near to the least that is enough what is named comes."""
+
+
 def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
     """The fewest bytes that make it fit when added to each tier named, of what chunks of several sizes lack."""
     found = [
-        _missing_as(workload, setting, hardware, micro_batches) for setting in (asked, *streamed_ways(workload, asked))
+        _missing_as(workload, setting, hardware, micro_batches, whole=whole)
+        for setting in (asked, *streamed_ways(workload, asked))
+        for whole in (True, False)
     ]
-    return min((added for added in found if added is not None), key=lambda added: sum(added.values()), default={})
+    added = min((added for added in found if added is not None), key=lambda added: sum(added.values()), default={})
+
+    def part(share: float) -> dict[str, int]:
+        return {tier: round_up(int(share * nbytes), PAGE_BYTES) for tier, nbytes in added.items()}
+
+    least, enough, tried = 0.0, 1.0, 1 - _EXACT  # one refusal after the other may have asked for more than both need
+    while added and enough - least > _EXACT:
+        room = replace(asked, capacities=_larger(asked.capacities, part(tried)))
+        if isinstance(first_that_fits(workload, room, hardware, micro_batches, steps=2), Judged):
+            enough = tried
+        else:
+            least = tried
+        tried = (least + enough) / 2
+    return part(enough)
 
 
 def _missing_as(
-    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, whole: bool
 ) -> dict[str, int] | None:
-    """The same with one chunk size; None where nothing was found to be enough."""
+    """The same with one chunk size, of a model that may be `whole` on a larger device or is streamed there too; None
+    where nothing was found to be enough."""
     added: dict[str, int] = {}
     for _ in range(24):
         room = replace(asked, capacities=_larger(asked.capacities, added))
-        refusal = judged(workload, room, hardware, micro_batches)
+        refusal = judged(workload, room if whole else not_whole(workload, room), hardware, micro_batches)
         if not isinstance(refusal, NoRoom):
             return added
         tier = refusal.tier.name.lower()

@@ -177,25 +177,22 @@ def _whole(asked: Setting) -> Iterator[Setting]:
         yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
 
 
-def _not_whole(workload: Workload, asked: Setting) -> Iterator[Setting]:
-    """A model that would be whole on the device streamed to it: activations have no room beside it, or the host alone
-    makes its updates."""
+def not_whole(workload: Workload, asked: Setting) -> Setting:
+    """`asked`, but that a model which would be whole on the device is streamed to it: activations have no room beside
+    it, or the host alone makes its updates."""
     capacities = asked.capacities
     with suppress(NoRoom):
         ground = arrange(workload, capacities, asked.chunk_bytes, moments=asked.updating.moments).ground
         cap = min(ground.whole_bytes - MIB, capacities.device_bytes)
         if ground.resident and cap > 0:
-            yield replace(asked, capacities=replace(capacities, device_chunk_bytes=cap))
+            return replace(asked, capacities=replace(capacities, device_chunk_bytes=cap))
+    return asked
 
 
 def streamed_ways(workload: Workload, asked: Setting) -> Iterator[Setting]:
     """Ways to need less of the device than `asked`."""
-    return chain(_not_whole(workload, asked), _smaller_chunks(workload, asked))
-
-
-def on_the_host(workload: Workload, asked: Setting) -> Setting:
-    """`asked`, but that a model whose states the host alone updates is not whole on the device."""
-    return next(_not_whole(workload, asked), asked) if asked.updating.on_host_only else asked
+    streamed = not_whole(workload, asked)
+    return chain((streamed,) if streamed is not asked else (), _smaller_chunks(workload, streamed))
 
 
 def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
