@@ -142,7 +142,9 @@ class AdamWRule:
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Two moments, in the parameter's dtype. Raises `ManageError` if that is not the one that was asked for."""
         if self._moments not in (None, dtype):
-            raise ManageError(f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out")
+            raise ManageError(
+                f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out"
+            )
         return _ROLES
 
     def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:

@@ -122,7 +122,9 @@ class Notes:
     def idle_bytes(self) -> int:
         """See `schedule.update_split`."""
         capacities = self._capacities
-        return idle_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes)
+        return idle_bytes(
+            capacities.usable_bytes, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes
+        )
 
     def grew(self, live_bytes: int) -> None:
         """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.

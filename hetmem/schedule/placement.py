@@ -206,9 +206,9 @@ def slots_for_staging(slots: int) -> int:
 
 
 def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize: int, itemsize: int, nvme: bool) -> int:
-    """An upper bound of the chunk size: at least 16 slots on the device, and with NVMe a staging ring that takes at
-    most a quarter of host memory."""
-    bound = device_bytes // (16 * compute_itemsize)
+    """An upper bound of the chunk size: a slot takes at most 1/64 of the device, so that smaller ones would leave
+    activations hardly more, and with NVMe a staging ring takes at most a quarter of host memory."""
+    bound = device_bytes // (64 * compute_itemsize)
     if nvme:
         bound = min(bound, host_bytes // (4 * 3 * STAGED_ROLES * itemsize))
     return bound

@@ -188,3 +188,44 @@ def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys
     assert "all with the same bits" in out
     assert f"plan={json.dumps(str(saved))}" in pasted(out)
     assert plan.constructor in pasted(out)
+
+
+def test_a_budget_holds_what_manage_needs_before_it_knows_of_an_optimizer_that_keeps_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no more of the drive than that, whatever it has."""
+    file, saved = config_file("MixtralForCausalLM", tmp_path), tmp_path / "plan.json"
+    room = ["--device-memory", "2MiB", "--host-memory", "5MiB", "--nvme", "1TB", "--precision", "float32"]
+    streamed = ["--overlap", "backward", "--gradients", "streamed", "--nvme-dir", tmp_path]
+    assert typed("--hf-config", file, "--sequence", 32, *room, *streamed, "-o", saved) == 0
+    assert "paste" in capsys.readouterr().out
+    assert Plan.load(saved).budget_bytes["nvme"] <= 16 << 20
+
+
+def test_inference_counts_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed("--hf-config", config_file("LlamaForCausalLM", tmp_path), "--sequence", 32, "--inference")
+    assert "log_softmax" not in capsys.readouterr().out
+
+
+def test_a_model_that_leaves_no_room_for_activations_is_streamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its states alone take less than half of the device."""
+    file = config_file("WhisperForConditionalGeneration", tmp_path)
+    assert typed("--hf-config", file, "--device-memory", "17MiB", "--batch", 2, "--sequence", 32) == 0
+    assert "then the model is streamed, and leaves the device to activations" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"), [([], "adapters of rank 16"), (["--lora", 4], ""), (["--stochastic-rounding"], "")]
+)
+def test_adapters_are_a_choice_where_the_states_have_no_room(
+    words: list[Any], advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = ["--host-memory", "1200KiB" if not words else "300KiB", "--device-memory", "1MiB", "--chunk-bytes", "16KiB"]
+    assert typed("--hf-config", config_file("LlamaForCausalLM", tmp_path), "--sequence", 32, *room, *words) == 1
+    out = capsys.readouterr().out
+    assert advice in out
+    assert advice or "adapters of rank" not in out
