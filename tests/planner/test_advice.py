@@ -190,18 +190,6 @@ def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys
     assert plan.constructor in pasted(out)
 
 
-def test_a_budget_holds_what_manage_needs_before_it_knows_of_an_optimizer_that_keeps_less(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And no more of the drive than that, whatever it has."""
-    file, saved = config_file("MixtralForCausalLM", tmp_path), tmp_path / "plan.json"
-    room = ["--device-memory", "2MiB", "--host-memory", "5MiB", "--nvme", "1TB", "--precision", "float32"]
-    streamed = ["--overlap", "backward", "--gradients", "streamed", "--nvme-dir", tmp_path]
-    assert typed("--hf-config", file, "--sequence", 32, *room, *streamed, "-o", saved) == 0
-    assert "paste" in capsys.readouterr().out
-    assert Plan.load(saved).budget_bytes["nvme"] <= 16 << 20
-
-
 def test_inference_counts_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     typed("--hf-config", config_file("LlamaForCausalLM", tmp_path), "--sequence", 32, "--inference")
     assert "log_softmax" not in capsys.readouterr().out
