@@ -158,12 +158,7 @@ def manage(
             undone.callback(_to_host_memory, module, memory.parameters())
             move_home(memory, module)
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
-        at_once = {
-            tier: ahead.at_once(slot_bytes, memory.device_bytes)
-            for tier, slot_bytes in zip(
-                slots, (memory.device_pool.slot_bytes, memory.host_pool.slot_bytes), strict=True
-            )
-        }
+        at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
         residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once)
         engine = TransferEngine(accelerator, memory.store)
         undone.callback(engine.close)

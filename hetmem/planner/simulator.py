@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -91,7 +91,7 @@ class UpdateWorker(Protocol):
 class SimulatedTraffic:
     """`engine.traffic` with a clock in place of threads. `sizes[block]` are the bytes that a transfer of it moves.
 
-    Transfers in flight are bounded by `device_bytes`, and by the `slot_bytes` of each tier where these are known.
+    Transfers in flight are bounded by `device_bytes`, and by the `slot_bytes` of the device where these are known.
     `on_device`: blocks whose home is on the device, so that a copy is a cast there.
     """
 
@@ -102,10 +102,10 @@ class SimulatedTraffic:
         policy: EvictionPolicy | None = None,
         prefetch: Prefetch | None = None,
         device_bytes: int = 1 << 40,
-        slot_bytes: Mapping[Tier, int] | None = None,
+        slot_bytes: int | None = None,
     ) -> None:
         ahead = prefetch or Prefetch()
-        at_once = {tier: ahead.at_once(nbytes, device_bytes) for tier, nbytes in (slot_bytes or {}).items()}
+        at_once = ahead.at_once(slot_bytes, device_bytes) if slot_bytes else None
         self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once or ahead.in_flight)
         self.sizes: list[int] = []
         self.now = 0.0

@@ -48,7 +48,7 @@ class Rehearsal:
             hardware,
             prefetch=prefetch,
             device_bytes=capacities.device_bytes,
-            slot_bytes={Tier.DEVICE: ground.slot_bytes, Tier.HOST: ground.staging_slot_bytes},
+            slot_bytes=ground.slot_bytes,
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()

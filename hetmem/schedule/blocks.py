@@ -133,15 +133,18 @@ def in_flight_bytes(device_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Says that blocks of the next `uses_ahead` uses are fetched, at most `in_flight` at a time, more
-    if small: of copies on the device whose uses have not come, of reads from NVMe that are in flight."""
+    """Says that blocks of the next `uses_ahead` uses are fetched. At most `in_flight` copies are on the device ahead of
+    their use, more if they are small; at most `in_flight` reads from NVMe are under way, as more of them displace what
+    staging holds for uses that come sooner."""
 
     uses_ahead: int = 8
     in_flight: int = 2
 
-    def at_once(self, slot_bytes: int, device_bytes: int) -> int:
-        """Return how many copies in slots of `slot_bytes` are fetched at once, beside a device of `device_bytes`."""
-        return max(self.in_flight, in_flight_bytes(device_bytes) // max(1, slot_bytes))
+    def at_once(self, slot_bytes: int, device_bytes: int) -> dict[Tier, int]:
+        """Return how many copies in device slots of `slot_bytes` are fetched at once beside a device of `device_bytes`,
+        and how many reads from NVMe."""
+        small = in_flight_bytes(device_bytes) // max(1, slot_bytes)
+        return {Tier.DEVICE: max(self.in_flight, small), Tier.HOST: self.in_flight}
 
 
 FARTHER = Prefetch(32, 4)
