@@ -38,8 +38,8 @@ class AdamW(OffloadedOptimizer):
 
     `params`, `lr` (a float or a tensor of one element), `betas`, `eps`, `weight_decay`, `maximize`: as in torch.
     Parameters of any floating dtype; moments in the parameter's dtype (which `moments` may name) and shape, in
-    `state[p]` as `exp_avg` and `exp_avg_sq`. Checkpoints interchange with `torch.optim.AdamW`. `max_grad_norm`, `loss_scale`, `overlap`,
-    `gradients`, and the errors: see `OffloadedOptimizer`.
+    `state[p]` as `exp_avg` and `exp_avg_sq`. Checkpoints interchange with `torch.optim.AdamW`. `max_grad_norm`,
+    `loss_scale`, `overlap`, `gradients`, and the errors: see `OffloadedOptimizer`.
 
     Two things change the mathematics, for fewer bytes. `moments=torch.bfloat16` or `"8bit"`: 2 or about 1 byte for
     each moment in place of 4, rounded by chance. `stochastic_rounding=True`: parameters in bfloat16 are rounded by
