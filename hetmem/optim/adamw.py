@@ -62,7 +62,7 @@ class AdamW(OffloadedOptimizer):
         loss_scale: LossScale | float | Literal["dynamic"] | None = None,
         overlap: OverlapName = "off",
         gradients: GradientsName = "visible",
-        moments: Moments = None,
+        moments: torch.dtype | Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
