@@ -26,6 +26,8 @@ from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.optim.options import LossScale, is_number
 from hetmem.optim.rule import ParameterUpdate, Rule, There
 
+Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
+_NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _THERE = ("param", "grad", "exp_avg", "exp_avg_sq", "compute")
 _FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
@@ -35,9 +37,9 @@ class AdamW(OffloadedOptimizer):
     """`torch.optim.AdamW` for the parameters of managed modules; bit for bit what `fused=True` computes on the CPU.
 
     `params`, `lr` (a float or a tensor of one element), `betas`, `eps`, `weight_decay`, `maximize`: as in torch.
-    Parameters of any floating dtype; moments in the parameter's dtype and shape, in `state[p]` as `exp_avg` and
-    `exp_avg_sq`. Checkpoints interchange with `torch.optim.AdamW`. `max_grad_norm`, `loss_scale`, `overlap`,
-    `gradients`, and the errors: see `OffloadedOptimizer`.
+    Parameters of any floating dtype; moments in the parameter's dtype (which `moments` may name) and shape, in
+    `state[p]` as `exp_avg` and `exp_avg_sq`. Checkpoints interchange with `torch.optim.AdamW`. `max_grad_norm`,
+    `loss_scale`, `overlap`, `gradients`, and the errors: see `OffloadedOptimizer`.
 
     Two things change the mathematics, for fewer bytes. `moments=torch.bfloat16` or `"8bit"`: 2 or about 1 byte for
     each moment in place of 4, rounded by chance. `stochastic_rounding=True`: parameters in bfloat16 are rounded by
@@ -60,7 +62,7 @@ class AdamW(OffloadedOptimizer):
         loss_scale: LossScale | float | Literal["dynamic"] | None = None,
         overlap: OverlapName = "off",
         gradients: GradientsName = "visible",
-        moments: torch.dtype | Literal["8bit"] | None = None,
+        moments: torch.dtype | Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
@@ -75,14 +77,15 @@ class AdamW(OffloadedOptimizer):
         ):
             if not fine:
                 raise ValueError(f"Invalid {name}: {value}")
-        if moments not in (None, torch.bfloat16, "8bit"):
-            raise ValueError(f"moments must be None, torch.bfloat16 or '8bit', got {moments!r}")
+        moments = _NAMED.get(moments, moments) if isinstance(moments, str) else moments
+        if moments not in (None, torch.float32, torch.bfloat16, "8bit"):
+            raise ValueError(f"moments must be None, torch.float32, torch.bfloat16 or '8bit', got {moments!r}")
         if not isinstance(stochastic_rounding, bool):
             raise ValueError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}")
         if not isinstance(seed, int):
             raise ValueError(f"seed must be an int, got {seed!r}")
-        rule: Rule = AdamWRule()
-        if moments is not None or stochastic_rounding:
+        rule: Rule = AdamWRule(moments)
+        if moments not in (None, torch.float32) or stochastic_rounding:
             rule = CompactAdamWRule(moments, seed, stochastic_rounding=stochastic_rounding)
         super().__init__(
             params,
@@ -133,8 +136,15 @@ class AdamWRule:
     runs_on_device = True
     seed: int | None = None
 
+    def __init__(self, moments: Moments = None) -> None:
+        self._moments = moments
+
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments, in the parameter's dtype."""
+        """Two moments, in the parameter's dtype. Raises `ManageError` if that is not the one that was asked for."""
+        if self._moments not in (None, dtype):
+            raise ManageError(
+                f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out"
+            )
         return _ROLES
 
     def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
@@ -224,7 +234,7 @@ class CompactAdamWRule:
 
     runs_on_device = False
 
-    def __init__(self, moments: torch.dtype | Literal["8bit"] | None, seed: int, *, stochastic_rounding: bool) -> None:
+    def __init__(self, moments: Moments, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
         self.seed: int | None = seed
 
@@ -241,7 +251,7 @@ class CompactAdamWRule:
             return Role("exp_avg", torch.int8, GROUP_ELEMENTS), Role("exp_avg_sq", torch.uint8, GROUP_ELEMENTS)
         if self._moments is torch.bfloat16 and dtype is not torch.bfloat16:
             return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
-        return _ROLES
+        return AdamWRule(self._moments).roles(group, dtype)
 
     def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
         """See `Rule`."""

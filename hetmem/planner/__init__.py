@@ -20,7 +20,7 @@ from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, precision_of
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.planner.answer import plan_of
-from hetmem.planner.decide import Variant, approximations, combined, decide
+from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
@@ -195,9 +195,12 @@ def plan_within(
         lightened = checkpointing or better.workload is lighter
         made = replace(made, combined=as_plan(better, checkpointing=lightened).to_dict())
     told("judging what changes the mathematics")
-    choices = approximations(
-        workload if light is None else light, capacities, hardware, micro_batches, better or decision
-    )
+
+    def adapted() -> Workload | None:
+        of = traced if light is None else checkpointed
+        return None if call.setup else of(with_adapters(call, RANK), results)  # else it has some, or other weights
+
+    choices = approximations(light or workload, capacities, hardware, micro_batches, better or decision, adapted)
     return replace(made, approximations=tuple(asdict(choice) for choice in choices))
 
 

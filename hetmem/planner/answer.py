@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 from hetmem.base.units import GIB, MIB, round_up
@@ -159,15 +161,21 @@ def needed(
     """What a run is to be given so that it does as `best` in no more memory than that takes and a margin, and the chunk
     size that it has to be told then."""
     ground, capacities = best.arrangement.ground, best.setting.capacities
-    host = max(peaks["host"], ground.state_bytes if ground.resident else 0)
-    unused = MARGIN_SHARE + IDLE_SHARE + capacities.device_fragment_bytes / max(1, capacities.device_bytes)
-    device = min(capacities.device_bytes, _rounded(peaks["device"] / (1 - unused)))
-    nvme = min(capacities.nvme_bytes, _rounded((1 + MARGIN_SHARE) * peaks["nvme"]))
-    host = min(capacities.host_bytes, _rounded((1 + MARGIN_SHARE) * host))
-    for at_most in (device, capacities.device_bytes):
-        smaller = replace(capacities, device_bytes=at_most, host_bytes=host, nvme_bytes=nvme)
-        share = capacities.device_fragment_bytes / max(1, capacities.device_bytes)
-        smaller = replace(smaller, device_fragment_bytes=int(share * at_most))
+    share = capacities.device_fragment_bytes / max(1, capacities.device_bytes)
+    device = min(capacities.device_bytes, _rounded(peaks["device"] / (1 - MARGIN_SHARE - IDLE_SHARE - share)))
+    rooms = [(max(peaks["host"], ground.state_bytes if ground.resident else 0), peaks["nvme"])]
+    with suppress(NoRoom):  # `manage` places homes before it knows of an optimizer that keeps less
+        usual = arrange(workload, capacities, best.setting.chunk_bytes)
+        host, nvme = (sum(usual.bytes_by_role(tier).values()) for tier in (Tier.HOST, Tier.NVME))
+        rooms.append((max(host, rooms[0][0]), max(nvme, rooms[0][1])))
+    for at_most, (host, nvme) in product((device, capacities.device_bytes), rooms):
+        smaller = replace(
+            capacities,
+            device_bytes=at_most,
+            host_bytes=min(capacities.host_bytes, _rounded((1 + MARGIN_SHARE) * host)),
+            nvme_bytes=min(capacities.nvme_bytes, _rounded((1 + MARGIN_SHARE) * nvme)),
+            device_fragment_bytes=int(share * at_most),
+        )
         if capacities.device_chunk_bytes is not None:
             smaller = replace(smaller, device_chunk_bytes=min(at_most, capacities.device_chunk_bytes))
         told = replace(smaller, home_copies=bool(best.arrangement.homes.get("compute")))

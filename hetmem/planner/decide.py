@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetmem.base.units import format_enough, format_seconds
+from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import (
     Judged,
@@ -18,16 +18,16 @@ from hetmem.planner.search import (
     arranged,
     first_that_fits,
     judged,
-    on_the_host,
+    not_whole,
     search,
-    smaller_chunks,
+    streamed_ways,
     tuning,
     with_streaming,
 )
 from hetmem.planner.what_if import largest_parameters
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
@@ -90,7 +90,8 @@ def decide(
     with it: of a workload that fits only those that could be faster, of one that does not all that may need less of the
     device.
     """
-    asked = on_the_host(workload, Setting(capacities, chunk_bytes, updating=updating or Updating()))
+    asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
+    asked = not_whole(workload, asked) if asked.updating.on_host_only else asked
     best, refusal = search(workload, asked, hardware, micro_batches)
     largest = largest_parameters(workload, asked, best, hardware, micro_batches)
     if best is not None:
@@ -196,26 +197,46 @@ def _without_gradients(
 # ---- what is missing ---------------------------------------------------------------------------------------------
 
 
+_EXACT = 0.05
+"""Of what is missing: so near to the least that is enough what is named comes."""
+
+
 def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
     """The fewest bytes that make it fit when added to each tier named, of what chunks of several sizes lack."""
     found = [
-        _missing_as(workload, setting, hardware, micro_batches) for setting in (asked, *smaller_chunks(workload, asked))
+        _missing_as(workload, setting, hardware, micro_batches, whole=whole)
+        for setting in (asked, *streamed_ways(workload, asked))
+        for whole in (True, False)
     ]
-    return min((added for added in found if added is not None), key=lambda added: sum(added.values()), default={})
+    added = min((added for added in found if added is not None), key=lambda added: sum(added.values()), default={})
+
+    def part(share: float) -> dict[str, int]:
+        return {tier: round_up(int(share * nbytes), PAGE_BYTES) for tier, nbytes in added.items()}
+
+    least, enough, tried = 0.0, 1.0, 1 - _EXACT  # one refusal after the other may have asked for more than both need
+    while added and enough - least > _EXACT:
+        room = replace(asked, capacities=_larger(asked.capacities, part(tried)))
+        if isinstance(first_that_fits(workload, room, hardware, micro_batches, steps=2), Judged):
+            enough = tried
+        else:
+            least = tried
+        tried = (least + enough) / 2
+    return part(enough)
 
 
 def _missing_as(
-    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
+    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, whole: bool
 ) -> dict[str, int] | None:
-    """The same with one chunk size; None where nothing was found to be enough."""
+    """The same with one chunk size, of a model that may be `whole` on a larger device or is streamed there too; None
+    where nothing was found to be enough."""
     added: dict[str, int] = {}
     for _ in range(24):
         room = replace(asked, capacities=_larger(asked.capacities, added))
-        refusal = judged(workload, room, hardware, micro_batches)
+        refusal = judged(workload, room if whole else not_whole(workload, room), hardware, micro_batches)
         if not isinstance(refusal, NoRoom):
             return added
         tier = refusal.tier.name.lower()
-        added[tier] = added.get(tier, 0) + refusal.missing_bytes
+        added[tier] = added.get(tier, 0) + round_up(refusal.missing_bytes, PAGE_BYTES)
     return None
 
 
@@ -316,10 +337,15 @@ def combined(
 
 
 def approximations(
-    workload: Workload, capacities: Capacities, hardware: HardwareProfile, micro_batches: int, than: Decision
+    workload: Workload,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    micro_batches: int,
+    than: Decision,
+    adapted: Callable[[], Workload | None],
 ) -> tuple[Alternative, ...]:
-    """Smaller states, where they fit and `than` does not, or is slower: the fastest first. Updates go on behind the
-    backward, which has the same bits."""
+    """Smaller states, and `adapted`, where a few of them are trained: where they fit and `than` does not, or is slower,
+    the fastest first. Updates go on behind the backward, which has the same bits."""
     best = than.candidate
     if than.updating.on_host_only or not workload.trainable:
         return ()
@@ -328,21 +354,29 @@ def approximations(
     streams = micro_batches == 1
     how = replace(than.updating, overlapped=True, streamed_gradients=streams)
     kept = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
-    choices = [
-        (workload, replace(how, moments="bfloat16"), f"hetmem.AdamW(moments=torch.bfloat16{kept})"),
-        (workload, replace(how, moments="8bit"), f'hetmem.AdamW(moments="8bit"{kept})'),
+    choices: list[tuple[Workload | None, Updating, str]] = [
+        (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{kept}) (--moments {kind})")
+        for kind, said in (("bfloat16", "torch.bfloat16"), ("8bit", '"8bit"'))
     ]
+    choices.append((adapted(), how, f"adapters of rank {RANK} beside frozen weights in bfloat16 (--lora {RANK})"))
     if workload.mixed_precision and workload.dtype == "bfloat16":
         rounded = replace(how, stochastic_rounding=True)
         weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
-        choices.append((in_16_bits(workload), rounded, f"{weights} and hetmem.AdamW(stochastic_rounding=True{kept})"))
+        advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{kept}) (--stochastic-rounding)"
+        choices.append((in_16_bits(workload), rounded, advice))
     found = []
     for made, updating, advice in choices:
+        if made is None:
+            continue
         candidate = first_that_fits(made, Setting(capacities, None, updating=updating), hardware, micro_batches)
         if isinstance(candidate, Judged) and (best is None or candidate.result.seconds < best.result.seconds):
             result = candidate.result
             found.append(Alternative(advice, micro_batches, result.seconds, result.non_model_peak_bytes))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
+
+
+RANK = 16
+"""Of the adapters that are judged where a model has no room, or waits for a drive."""
 
 
 def in_16_bits(workload: Workload) -> Workload:

@@ -154,6 +154,7 @@ def _run(
     try:
         if inference:
             model.eval().requires_grad_(False)
+            kwargs.pop("labels", None)
             return trace_step(model, args, kwargs, None, call.mixed_precision, results)
         return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
     except PlanError:

@@ -156,7 +156,7 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
     """Raise `NoRoom` if some operator alone needs more than the device has; the quick part of a rehearsal."""
     ground = arrangement.ground
     needed, held, name, slots = 0, set[int](), "", 0
-    homes = 0 if ground.resident else sum(arrangement.bytes_by_role(Tier.DEVICE).values())
+    homes = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
     for event in workload.events:
         held = held - set(event.let_go) | set(event.held)
         chunks = {arrangement.chunk_of[parameter] for parameter in held.union(event.parameters)}
@@ -164,13 +164,13 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
         most = event.peak_bytes + spans * ground.slot_bytes + homes
         if most > needed:
             needed, name, slots = most, event.operator, spans
-    if needed > capacities.device_bytes:
+    if needed > capacities.usable_bytes:
         copies = f", and {slots} slots of {format_size(ground.slot_bytes)}" if slots else ""
         copies += f", beside homes of {format_size(homes)} that have no room elsewhere" if homes else ""
         raise NoRoom(
             f"{name} needs {format_size(needed)} of the device at once: activations and other tensors{copies}",
             Tier.DEVICE,
-            needed - capacities.device_bytes,
+            needed - capacities.usable_bytes,
         )
 
 

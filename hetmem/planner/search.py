@@ -7,9 +7,12 @@ what a step leaves room for. Pure.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from hetmem.base.units import MIB, format_seconds, round_up
@@ -19,7 +22,7 @@ from hetmem.planner.workload import StepResult, Updating, Workload
 from hetmem.schedule.blocks import FARTHER, Prefetch
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
-from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.placement import Capacities, NoRoom, fits_device
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
@@ -111,9 +114,10 @@ def with_streaming(workload: Workload, best: Judged, hardware: HardwareProfile, 
 def first_that_fits(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
-    """`asked`, or what fits where that does not: all on the device, smaller chunks. The first refusal if none does."""
+    """`asked`, or what fits where that does not: all on the device, or not all, smaller chunks. The first refusal if
+    none does."""
     refusal = None
-    for setting in (asked, *_whole(asked), *smaller_chunks(workload, asked)):
+    for setting in chain((asked,), _whole(asked), streamed_ways(workload, asked)):
         found = judged(workload, setting, hardware, micro_batches, steps=steps)
         if isinstance(found, Judged):
             return found
@@ -147,10 +151,18 @@ def judged(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
     """`judge` with the refusal as a value."""
+    return _remembered(workload, setting, hardware, micro_batches, steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, steps: int
+) -> Judged | NoRoom:
+    """`judged`, of which one plan asks many things twice."""
     try:
         return judge(workload, setting, hardware, micro_batches, steps=steps)
     except NoRoom as refusal:
-        return refusal
+        return refusal.with_traceback(None)
 
 
 # ---- what is varied ----------------------------------------------------------------------------------------------
@@ -165,13 +177,30 @@ def _whole(asked: Setting) -> Iterator[Setting]:
         yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
 
 
-def smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
+def not_whole(workload: Workload, asked: Setting) -> Setting:
+    """`asked`, but that a model which would be whole on the device is streamed to it: activations have no room beside
+    it, or the host alone makes its updates."""
+    capacities = asked.capacities
+    with suppress(NoRoom):
+        ground = arrange(workload, capacities, asked.chunk_bytes, moments=asked.updating.moments).ground
+        cap = min(ground.whole_bytes - MIB, capacities.device_bytes)
+        if ground.resident and cap > 0:
+            return replace(asked, capacities=replace(capacities, device_chunk_bytes=cap))
+    return asked
+
+
+def streamed_ways(workload: Workload, asked: Setting) -> Iterator[Setting]:
+    """Ways to need less of the device than `asked`."""
+    streamed = not_whole(workload, asked)
+    return chain((streamed,) if streamed is not asked else (), _smaller_chunks(workload, streamed))
+
+
+def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
     """For where the largest chunk with its neighbours does not fit on the device."""
     if asked.chunk_bytes is None:
-        itemsize = max(spec.itemsize for spec in workload.parameters)
-        size = round_up(max((1, *(spec.numel for spec in workload.parameters))), PAGE_ELEMENTS) * itemsize
+        size = max(spec.numel * spec.itemsize for spec in workload.parameters)
         for parts in (1, 4, 16):
-            yield replace(asked, chunk_bytes=round_up(size // parts, PAGE_ELEMENTS * itemsize))
+            yield replace(asked, chunk_bytes=chunk_bytes_near(workload, size, 1 / parts))
 
 
 def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Variations:
@@ -185,8 +214,10 @@ def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Variatio
 
 
 def _copies(workload: Workload, best: Judged, asked: Setting) -> Variations:
-    """16-bit copies at home, or none of them."""
-    if not best.arrangement.ground.resident and asked.capacities.home_copies is None and workload.mixed_precision:
+    """16-bit copies at home, or none of them; beside states on NVMe they would drive others there."""
+    ground = best.arrangement.ground
+    free = not (ground.resident or ground.uses_nvme) and asked.capacities.home_copies is None
+    if free and workload.mixed_precision:
         other = replace(best.setting.capacities, home_copies=not best.arrangement.homes["compute"])
         yield replace(best.setting, capacities=other), WORTH
 
@@ -197,8 +228,9 @@ def _chunk_sizes(workload: Workload, best: Judged, asked: Setting) -> Variations
     if not ground.resident and asked.chunk_bytes is None:
         for factor in (0.5, 2.0):
             nbytes = chunk_bytes_near(workload, ground.staging_slot_bytes, factor)
-            waste = build_layout(workload.parameters, nbytes // ground.itemsize).waste
-            if waste <= max(MOST_WASTE, ground.layout.waste):
+            layout = build_layout(workload.parameters, nbytes // ground.itemsize)
+            rehearsed = sum(chunk.span for chunk in layout.chunks) <= MAXIMUM_SLOTS
+            if rehearsed and layout.waste <= max(MOST_WASTE, ground.layout.waste):
                 yield replace(best.setting, chunk_bytes=nbytes), WORTH
 
 
@@ -247,18 +279,6 @@ def arranged(workload: Workload, setting: Setting) -> Arrangement:
     return made
 
 
-def on_the_host(workload: Workload, asked: Setting) -> Setting:
-    """`asked`, with less of the device for chunks where a model whose states the host alone updates would be whole
-    there."""
-    try:
-        ground = arrange(workload, asked.capacities, asked.chunk_bytes, moments=asked.updating.moments).ground
-    except NoRoom:
-        return asked
-    if not (asked.updating.on_host_only and ground.resident):
-        return asked
-    return replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=ground.whole_bytes - MIB))
-
-
 def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> Arrangement:
     """`arrangement`, or one with larger chunks if it has too many to be rehearsed quickly."""
     total = sum(chunk.span for chunk in arrangement.ground.chunks)
@@ -277,12 +297,12 @@ def tuning(best: Judged, asked: Setting) -> tuple[str, ...]:
     advice = []
     found = best.setting.capacities
     if found.device_chunk_bytes != asked.capacities.device_chunk_bytes:
-        why = (
-            "then the whole model stays on the device"
-            if best.arrangement.ground.resident
-            else "then the device updates less of the model and the host more, which is faster"
-        )
-        advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): {why}")
+        ground, why = best.arrangement.ground, "the device updates less of the model and the host more, which is faster"
+        if ground.resident:
+            why = "the whole model stays on the device"
+        elif fits_device(ground.whole_bytes, found.device_bytes, asked.capacities.device_chunk_bytes):
+            why = "the model is streamed, and leaves the device to activations"
+        advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): then {why}")
     if found.home_copies is not asked.capacities.home_copies:
         advice.append(f"set Budget(home_copies={found.home_copies})")
     if best.setting.chunk_bytes is not None and best.setting.chunk_bytes != asked.chunk_bytes:

@@ -122,8 +122,9 @@ class Notes:
     def idle_bytes(self) -> int:
         """See `schedule.update_split`."""
         capacities = self._capacities
-        usable = capacities.device_bytes - capacities.device_fragment_bytes
-        return idle_bytes(usable, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes)
+        return idle_bytes(
+            capacities.usable_bytes, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes
+        )
 
     def grew(self, live_bytes: int) -> None:
         """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.
@@ -135,13 +136,13 @@ class Notes:
         traffic = self._traffic
         live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
         self._set_limit(live)
-        while self.chunk_bytes() + live > self._capacities.device_bytes and (
+        while self.chunk_bytes() + live > self._capacities.usable_bytes and (
             traffic.residency.in_flight() or traffic.gradients.under_way
         ):
             traffic.wait_for_one()
             live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
         self._tracer.grew(live)
-        missing = self.chunk_bytes() + live - self._capacities.device_bytes
+        missing = self.chunk_bytes() + live - self._capacities.usable_bytes
         if missing > 0:
             raise NoRoom(
                 f"activations and other tensors take {format_size(live)} and chunks in use "
@@ -155,8 +156,7 @@ class Notes:
         if not self._streams:
             return
         capacities = self._capacities
-        usable = capacities.device_bytes - capacities.device_fragment_bytes
-        room = room_bytes(usable, capacities.chunk_cap_bytes, non_model_bytes, self.home_bytes)
+        room = room_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, non_model_bytes, self.home_bytes)
         limit = max(0, room // self._slot_bytes)
         if limit != self._limit:
             self._limit = limit

@@ -380,7 +380,8 @@ def rehearse(
     updating: Updating | None = None,
     steps: int = 4,
 ) -> StepResult:
-    """The last of `steps` steps: the first ones learn the trace and fill the tiers. Raises `NoRoom`.
+    """The last of `steps` steps: the first ones learn the trace and fill the tiers. Once one is as the one before, the
+    others are too. Raises `NoRoom`.
 
     Updates that trail behind a step delay the next one, which leaves fewer behind it, and so on: steps are long and
     short by turns at first. So with such updates there are more, and what the last ones take in the mean counts.
@@ -390,4 +391,9 @@ def rehearse(
     )
     if updating is not None and updating.trails:
         return StepResult.mean([run.step() for _ in range(2 * steps)][-steps:]).steady()
-    return [run.step() for _ in range(steps)][-1].steady()
+    last = run.step()
+    for _ in range(steps - 1):
+        before, last = last, run.step()
+        if last.is_as(before):
+            break
+    return last.steady()

@@ -12,6 +12,7 @@ What a rehearsed step comes to, as numbers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,6 +109,9 @@ class Workload:
     logits_bytes: int = 0
     """Of them, those whose last dimension is that of the vocabulary."""
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.dtype, self.rows, len(self.parameters), len(self.events)))  # of thousands
+
     @property
     def peak_operator(self) -> str:
         """The operator at which most is alive."""
@@ -187,6 +191,13 @@ class StepResult:
     """What that takes of the device."""
     new_bytes: dict[str, int]
     """Homes that gradients have for good by now, and had not when the run began, by tier."""
+
+    def is_as(self, before: StepResult) -> bool:
+        """Whether this step came to what the one `before` did, but for bytes that jitter, and no home has moved."""
+        if (self.moved_bytes, self.new_bytes) != (before.moved_bytes, before.new_bytes):
+            return False
+        same = all(math.isclose(self.bytes[link], before.bytes[link], rel_tol=0.01) for link in self.bytes)
+        return same and math.isclose(self.seconds, before.seconds, rel_tol=1e-4)
 
     def steady(self) -> StepResult:
         """The same as one of many steps: what one leaves to be written behind it, the next ones wait for, so that none

@@ -46,7 +46,7 @@ class DeviceProfile:
 
     memory_bytes: int
     bytes_per_second: float
-    matrix_flops: Mapping[str, float]
+    matrix_flops: Mapping[str, float] = field(hash=False)
     operator_seconds: float = 5e-6
     allocator_share: float = 0.0
 
@@ -115,7 +115,7 @@ class HardwareProfile:
     nvme_read: Rate
     nvme_write: Rate
     both_ways_bytes_per_second: float
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     disk_samples: tuple[DiskSample, ...] = ()
     thread: ThreadCosts = field(default_factory=ThreadCosts)
     nvme_both_ways_bytes_per_second: float = 0.0

@@ -63,6 +63,11 @@ class Capacities:
     home_copies: bool | None = None
 
     @property
+    def usable_bytes(self) -> int:
+        """What of the device an allocator can hand out."""
+        return self.device_bytes - self.device_fragment_bytes
+
+    @property
     def chunk_cap_bytes(self) -> int:
         """The most that chunks may take of the device."""
         return self.device_bytes if self.device_chunk_bytes is None else self.device_chunk_bytes
@@ -201,9 +206,9 @@ def slots_for_staging(slots: int) -> int:
 
 
 def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize: int, itemsize: int, nvme: bool) -> int:
-    """An upper bound of the chunk size: at least 16 slots on the device, and with NVMe a staging ring that takes at
-    most a quarter of host memory."""
-    bound = device_bytes // (16 * compute_itemsize)
+    """An upper bound of the chunk size: a slot takes at most 1/64 of the device, so that smaller ones would leave
+    activations hardly more, and with NVMe a staging ring takes at most a quarter of host memory."""
+    bound = device_bytes // (64 * compute_itemsize)
     if nvme:
         bound = min(bound, host_bytes // (4 * 3 * STAGED_ROLES * itemsize))
     return bound
@@ -265,7 +270,7 @@ def survey(
             missing -= saved_bytes(trained_sizes)
         if uses_nvme:  # what is too large for the rest of one tier lies on the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
-        device = min(cap, capacities.device_bytes - capacities.device_fragment_bytes - beside_bytes)
+        device = min(cap, capacities.usable_bytes - beside_bytes)
         device -= min(total, _LEAST_SLOTS + max(chunk.span for chunk in layout.chunks)) * slot_bytes
         sizes = {index: STAGED_ROLES * role_sizes[index] for index in with_states}
         staying, missing = _staying(layout, sizes, missing, device)

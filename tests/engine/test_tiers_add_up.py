@@ -99,3 +99,17 @@ def test_without_a_budget_the_host_pool_is_as_large_as_the_model_can_use() -> No
     assert STATES <= host["capacity_bytes"] <= 1.5 * STATES
     trained(model, hetmem.AdamW(model.parameters()))
     hetmem.release(model)
+
+
+@pytest.mark.parametrize(("rows", "device"), [(2048, "29MiB"), (4, "600KiB")], ids=["activations", "weights"])
+def test_chunks_that_are_searched_need_no_more_of_the_device_than_small_ones(rows: int, device: str) -> None:
+    """A hundredth more than any chunk size needs: the user is not left to find one."""
+    layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)])
+    model = hetmem.manage(layers, hetmem.Budget(device=device, host="64MiB"), device="sim")
+    optimizer = hetmem.AdamW(model.parameters(), moments="float32")
+    for _ in range(2):
+        model(torch.ones(rows, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hetmem.report(model).to_dict()["steps"] == 2
+    hetmem.release(model)

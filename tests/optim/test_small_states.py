@@ -162,6 +162,8 @@ def test_a_parameter_takes_no_more_host_memory_than_it_says(
         (None, {"moments": torch.float16}, "moments must be"),
         (BF16, {"moments": "8bit"}, "stochastic_rounding=True"),
         (torch.float64, {"moments": BF16}, "not in torch.float64"),
+        (BF16, {"moments": torch.float32}, "moments=torch.float32 are for parameters of that dtype"),
+        (BF16, {"moments": "float32", "stochastic_rounding": True}, "are for parameters of that dtype"),
     ],
 )
 def test_what_cannot_be_is_refused(dtype: Any, options: dict[str, Any], match: str, tmp_path: Path) -> None:

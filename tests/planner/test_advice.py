@@ -17,7 +17,7 @@ import transformers
 
 import hetmem
 from hetmem.cli import main
-from hetmem.planner import Plan
+from hetmem.planner import Plan, hugging_face_call
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128}
 SHAPES: dict[str, Any] = {
@@ -53,42 +53,62 @@ def pasted(out: str) -> str:
     return textwrap.dedent(out[out.index("):\n", out.index("paste (")) + 3 :])
 
 
+SMALL_HOST = ["--device-memory", "3MiB", "--host-memory", "64MiB"]
+ALL = pytest.mark.nightly
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")  # of peft, and of older names in transformers
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("LlamaForCausalLM", ["--device-memory", "2MiB", "--host-memory", "64MiB", "--precision", "float32"]),
-        pytest.param(
-            "BertForSequenceClassification",
-            ["--device-memory", "64MiB", "--host-memory", "64MiB"],
-            marks=pytest.mark.nightly,
-        ),
+        ("LlamaForCausalLM", ["--lora", 4, *SMALL_HOST]),
         ("ViTForImageClassification", []),
+        pytest.param("BertForSequenceClassification", SMALL_HOST, marks=ALL),
+        pytest.param("T5ForConditionalGeneration", SMALL_HOST, marks=ALL),
+        pytest.param("MixtralForCausalLM", [*SMALL_HOST, "--precision", "float32"], marks=ALL),
+        pytest.param("WhisperForConditionalGeneration", ["--device-memory", "24MiB"], marks=ALL),
+        pytest.param("LlamaForCausalLM", ["--moments", "8bit", *SMALL_HOST], marks=ALL),
+        pytest.param("LlamaForCausalLM", ["--stochastic-rounding", *SMALL_HOST], marks=ALL),
+        pytest.param("LlamaForCausalLM", ["--micro-batches", 2, *SMALL_HOST], marks=ALL),
+        pytest.param(
+            "LlamaForCausalLM",
+            ["--device-memory", "2MiB", "--host-memory", "2MiB", "--nvme", "64MiB", "--chunk-bytes", "32KiB"],
+            marks=ALL,
+        ),
     ],
 )
 def test_what_is_pasted_runs_within_the_planned_peaks(
-    name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, words: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the budget is what is needed, not all that the machine has."""
-    saved = tmp_path / "plan.json"
-    assert typed("--hf-config", config_file(name, tmp_path), "--batch", 2, "--sequence", 32, *words, "-o", saved) == 0
+    saved, file = tmp_path / "plan.json", config_file(name, tmp_path)
+    asked = ["--batch", 2, "--sequence", 32, "--nvme-dir", tmp_path, *words, "-o", saved]
+    typed("--hf-config", file, *asked)
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
     plan = Plan.load(saved)
     assert plan.budget_bytes["host"] < max(2 * plan.peak_bytes["host"], 16 << 20)
     code = pasted(out).replace(f"{name}(...)", f"{name}(config)")
-    scope: dict[str, Any] = {"hetmem": hetmem, "torch": torch, name: getattr(transformers, name)}
-    scope["config"] = SHAPES[name]()
+    config = SHAPES[name]()
+    scope: dict[str, Any] = {"hetmem": hetmem, "torch": torch, "config": config, name: getattr(transformers, name)}
+    if plan.setup:
+        scope["model"] = scope[name](config)
+    if "--lora" in words:
+        scope |= {"peft": pytest.importorskip("peft"), "model": scope["model"].bfloat16()}
     exec(code, scope)
     model, optimizer = scope["model"], scope["optimizer"]
-    tokens = torch.ones(2, 32, dtype=torch.long)
-    labels = tokens if name == "LlamaForCausalLM" else torch.ones(2, dtype=torch.long)
-    first = {"pixel_values": torch.ones(2, 3, 32, 32)} if name.startswith("ViT") else {"input_ids": tokens}
+    batch = {
+        key: torch.ones(tensor.shape, dtype=tensor.dtype)
+        for key, tensor in hugging_face_call(file, 2, 32, None).batch.items()
+    }
     for _ in range(3):
-        model(**first, labels=labels).loss.backward()
+        for _ in range(plan.micro_batches):
+            model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     tiers = hetmem.report(model).to_dict()["tiers"]
-    assert tiers["host"]["peak_bytes"] <= plan.peak_bytes["host"]
+    for tier in ("host", "nvme"):
+        assert tiers[tier]["peak_bytes"] <= plan.peak_bytes[tier], tier
     assert tiers["device"]["peak_bytes"] <= plan.budget_bytes["device"]
     hetmem.release(model)
 
@@ -168,3 +188,32 @@ def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys
     assert "all with the same bits" in out
     assert f"plan={json.dumps(str(saved))}" in pasted(out)
     assert plan.constructor in pasted(out)
+
+
+def test_inference_counts_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed("--hf-config", config_file("LlamaForCausalLM", tmp_path), "--sequence", 32, "--inference")
+    assert "log_softmax" not in capsys.readouterr().out
+
+
+def test_a_model_that_leaves_no_room_for_activations_is_streamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its states alone take less than half of the device."""
+    file = config_file("WhisperForConditionalGeneration", tmp_path)
+    assert typed("--hf-config", file, "--device-memory", "17MiB", "--batch", 2, "--sequence", 32) == 0
+    assert "then the model is streamed, and leaves the device to activations" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"), [([], "adapters of rank 16"), (["--lora", 4], ""), (["--stochastic-rounding"], "")]
+)
+def test_adapters_are_a_choice_where_the_states_have_no_room(
+    words: list[Any], advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = ["--host-memory", "1200KiB" if not words else "300KiB", "--device-memory", "1MiB", "--chunk-bytes", "16KiB"]
+    assert typed("--hf-config", config_file("LlamaForCausalLM", tmp_path), "--sequence", 32, *room, *words) == 1
+    out = capsys.readouterr().out
+    assert advice in out
+    assert advice or "adapters of rank" not in out

@@ -181,6 +181,21 @@ def test_what_is_missing_on_the_device_counts_what_its_allocator_leaves_unused()
     assert decide(workload(activation=2 * MIB), larger, HARDWARE, chunk_bytes=MIB).candidate is not None
 
 
+@pytest.mark.parametrize("activation", [0, 2 * MIB, 40 * MIB])
+@pytest.mark.parametrize("room", [Capacities(MIB, 64 * MIB), Capacities(64 * MIB, MIB), Capacities(MIB, 4 * MIB, MIB)])
+def test_what_is_missing_is_enough_and_not_much_more_than_that(room: Capacities, activation: int) -> None:
+    """Also where the model would be whole on a larger device, or on NVMe in part."""
+    made = workload(8, activation=activation)
+    missing = decide(made, room, HARDWARE).missing_bytes
+
+    def fits(share: float) -> bool:
+        more = {f"{tier}_bytes": getattr(room, f"{tier}_bytes") + int(share * n) for tier, n in missing.items()}
+        return decide(made, replace(room, **more), HARDWARE).candidate is not None
+
+    assert fits(1.0)
+    assert not missing or not fits(0.93)
+
+
 def test_what_somebody_is_told_to_add_is_never_too_little() -> None:
     for nbytes in (1, 1023, 12 * MIB, 12 * MIB + 1, 5_000_000_001, (1 << 40) + 1):
         assert parse_size(format_enough(nbytes)) >= nbytes

@@ -80,7 +80,7 @@ def test_staging_holds_one_update_at_least_and_three_at_most(spans: list[int], h
     assert slots == one_update or slots in (3 * one_update, host_slots // 4)
 
 
-def test_chunks_are_small_enough_for_sixteen_on_the_device_and_for_the_staging_ring() -> None:
-    assert largest_chunk_elements(16 * MIB, 0, 2, 4, nvme=False) == MIB // 2
-    assert largest_chunk_elements(16 * MIB, 48 * MIB, 2, 4, nvme=True) == MIB // 4
-    assert largest_chunk_elements(16 * MIB, 960 * MIB, 2, 4, nvme=True) == MIB // 2
+def test_a_chunk_takes_little_of_the_device_and_of_the_staging_ring() -> None:
+    assert largest_chunk_elements(64 * MIB, 0, 2, 4, nvme=False) == MIB // 2
+    assert largest_chunk_elements(64 * MIB, 48 * MIB, 2, 4, nvme=True) == MIB // 4
+    assert largest_chunk_elements(64 * MIB, 960 * MIB, 2, 4, nvme=True) == MIB // 2
