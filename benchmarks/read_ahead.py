@@ -25,7 +25,7 @@ import hetmem
 from benchmarks.replay import go_through, gpt
 from hetmem.planner import load_profile
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.blocks import FARTHER, Block, Prefetch
+from hetmem.schedule.blocks import Block, Prefetch
 from hetmem.schedule.trace import Tier, Uses
 
 BLOCKS, BLOCK_BYTES, OPERATORS, PASSES = 96, 64 << 20, 4, 4
@@ -33,7 +33,7 @@ SLOTS = ((12, 4), (12, 24), (48, 8), (48, 24), (12, 0), (48, 0))
 """Of the device, and of staging; without staging homes are in host memory."""
 COMPUTE = (0.3, 1.0, 2.0)
 """Of a block, in times what reading it takes, or copying it from host memory."""
-SETTINGS = (("on demand", Prefetch(0, 2)), ("ahead", Prefetch()), ("farther ahead", FARTHER))
+SETTINGS = (("on demand", Prefetch(0, 2)), ("ahead", Prefetch()), ("farther ahead", Prefetch(32, 4)))
 
 
 def simulate(slots: tuple[int, int], compute: float, prefetch: Prefetch, *, backward: bool) -> tuple[float, int]:

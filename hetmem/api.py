@@ -60,11 +60,6 @@ class RunnablePlan(Protocol):
         ...
 
     @property
-    def prefetch(self) -> dict[str, int] | None:
-        """The fields of a `Prefetch`; None = the default."""
-        ...
-
-    @property
     def optimizer(self) -> dict[str, str]:
         """The options that `hetmem.AdamW` is to be made with, beside torch's and the default ones."""
         ...
@@ -144,13 +139,12 @@ def manage(
             f"own, adds no gradients of the others, and takes the whole budget; start it by plain python",
             stacklevel=2,
         )
-    ahead = Prefetch()
     planned = _plan(plan)
     if planned is not None:
         if budget is not None or chunk_bytes is not None:
             raise ManageError("a plan says the budget and chunk_bytes: give manage the plan, or those, not both")
         mixed_precision = _planned_precision(planned, mixed_precision)
-        budget, chunk_bytes, ahead = planned.budget, planned.chunk_bytes, Prefetch(**(planned.prefetch or {}))
+        budget, chunk_bytes = planned.budget, planned.chunk_bytes
     profile = _profile(hardware, planned)
     accelerator = _accelerator(device)
     limits = (budget or Budget()).limits()
@@ -163,6 +157,7 @@ def manage(
             undone.callback(_to_host_memory, module, memory.parameters())
             move_home(memory, module)
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
+        ahead = Prefetch()
         at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
         residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once)
         engine = TransferEngine(accelerator, memory.store)

@@ -6,7 +6,6 @@ It looks for files before anything that takes seconds is imported. It computes n
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import importlib
 import re
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hetmem.base.config import Limits
 from hetmem.base.units import parse_size
 from hetmem.errors import HetmemError
 
@@ -138,32 +138,22 @@ def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
     named = options.hardware or planner.DEFAULT_HARDWARE
     profile = planner.load_profile(named)
     profile = profile.with_values(dict(_figure(text) for text in options.set or ()))
-    device, host = options.device_memory, options.host_memory
-    capacities = planner.Capacities(
-        profile.device.memory_bytes if device is None else parse_size(device, "--device-memory"),
-        profile.host.memory_bytes if host is None else parse_size(host, "--host-memory"),
-        parse_size(options.nvme, "--nvme"),
+    device, host = (
+        None if text is None else parse_size(text, name)
+        for text, name in ((options.device_memory, "--device-memory"), (options.host_memory, "--host-memory"))
     )
-    fragments = int(profile.device.allocator_share * capacities.device_bytes)
-    capacities = dataclasses.replace(capacities, device_fragment_bytes=fragments)
+    limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
-    call = _call(options)
+    same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference"
     plan = planner.plan_within(
-        call,
-        capacities,
+        _call(options),
+        planner.capacities_of(limits, profile),
         profile,
         chunk_bytes=chunk_bytes,
-        micro_batches=options.micro_batches,
-        checkpointing=options.checkpointing,
-        overlap=options.overlap,
-        gradients=options.gradients,
         nvme_directories=tuple(options.nvme_dir or ()),
         profile_name=None if options.set else named,
-        real=options.real,
-        moments=options.moments,
-        stochastic_rounding=options.stochastic_rounding,
-        inference=options.inference,
         told=told,
+        **{name: getattr(options, name) for name in same.split()},
     )
     if options.output:
         plan.best.save(options.output)

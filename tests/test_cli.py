@@ -116,14 +116,11 @@ def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.C
 
 
 def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
-    terms = []
-    for speed in ("1MB/s", "2MB/s"):
-        main([*SMALL, "-o", str(tmp_path / "slow.json"), "--set", f"host.update_bytes_per_second={speed}"])
-        plan = planner.Plan.load(tmp_path / "slow.json")
-        assert plan.binding == "update"
-        terms.append(plan.terms["update"])
-    assert terms[0] == pytest.approx(2 * terms[1])
-    assert 0.9 * plan.parameters * 28 / 1e6 < terms[0] <= plan.parameters * 28 / 1e6
+    main([*SMALL, "-o", str(tmp_path / "slow.json"), "--set", "host.update_bytes_per_second=1MB/s"])
+    plan = planner.Plan.load(tmp_path / "slow.json")
+    assert plan.binding == "update"
+    assert plan.checkpointing  # which leaves room on the device to homes
+    assert plan.terms["update"] == pytest.approx((1 - plan.device_update_share) * plan.parameters * 28 / 1e6)
 
 
 @pytest.mark.parametrize(

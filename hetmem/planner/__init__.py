@@ -164,6 +164,9 @@ def plan_within(
             raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
         workload = light
     told("searching for the fastest way to run it")
+    found = (
+        () if real or inference else _variants(call, light, workload, micro_batches, results, updating, checkpointing)
+    )
     decision = decide(
         workload,
         capacities,
@@ -171,21 +174,17 @@ def plan_within(
         chunk_bytes=chunk_bytes,
         micro_batches=micro_batches,
         updating=updating,
-        variants=[]
-        if real or inference
-        else list(_variants(call, light, workload, micro_batches, results, updating, checkpointing=checkpointing)),
+        variants=list(found),
     )
-    dtype = None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch.")
     as_plan = functools.partial(
         plan_of,
+        call=call,
         capacities=capacities,
         hardware=hardware,
         activation_bytes=activations,
         nvme_directories=nvme_directories,
-        mixed_precision=dtype,
         profile_name=profile_name,
         inference=inference,
-        setup=call.setup,
     )
     told("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in activations else None
@@ -197,8 +196,7 @@ def plan_within(
     told("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
-        of = traced if light is None else checkpointed
-        return None if call.setup else of(with_adapters(call, RANK), results)  # else it has some, or other weights
+        return (traced if light is None else checkpointed)(with_adapters(call, RANK), results)
 
     choices = approximations(light or workload, capacities, hardware, micro_batches, better or decision, adapted)
     return replace(made, approximations=tuple(asdict(choice) for choice in choices))
@@ -248,7 +246,6 @@ def _variants(
     micro_batches: int,
     results: Results,
     updating: Updating,
-    *,
     checkpointing: bool,
 ) -> Iterator[Variant]:
     """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
@@ -267,10 +264,11 @@ def _variants(
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
                 made = functools.cache(functools.partial(of, divided(call, parts), results))
                 yield Variant(kind, text, made, micro_batches * parts, streamed)
-        if micro_batches % 2 == 0:
-            text = f"{how}join two micro-batches to one of {2 * workload.rows}"
-            kind = kind.replace("divide", "join")
-            yield Variant(kind, text, functools.partial(of, joined(call, 2), results), micro_batches // 2)
+        for parts in reversed(_PARTS):
+            if micro_batches % parts == 0:
+                text = f"{how}join {parts} micro-batches to one of {parts * workload.rows}"
+                made = functools.cache(functools.partial(of, joined(call, parts), results))
+                yield Variant(kind.replace("divide", "join"), text, made, micro_batches // parts)
 
 
 _SHIPPED = resources.files("hetmem").joinpath("profiles")

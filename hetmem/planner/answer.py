@@ -15,12 +15,12 @@ from typing import Any
 
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.decide import Decision
+from hetmem.planner.model import Call
 from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
-from hetmem.planner.reservation import Arrangement, arrange, state_bytes
+from hetmem.planner.reservation import arrange, state_bytes
 from hetmem.planner.search import Judged, Setting, arranged, judged
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.blocks import Prefetch
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
@@ -29,40 +29,37 @@ from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
 
 def plan_of(
     decision: Decision,
+    call: Call,
     capacities: Capacities,
     hardware: HardwareProfile,
     activation_bytes: dict[str, int],
     nvme_directories: tuple[str, ...],
-    mixed_precision: str | None,
     profile_name: str | None = None,
     *,
     checkpointing: bool = False,
     inference: bool = False,
-    setup: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan that `decision` amounts to. `profile_name`: what `hardware` can be loaded by."""
-    workload, best = decision.workload, decision.candidate
-    streams = best is not None and best.setting.streamed
+    """The plan that `decision` of `call` amounts to. `profile_name`: what `hardware` can be loaded by."""
+    workload, best, count = decision.workload, decision.candidate, decision.micro_batches
+    streams = best is not None and best.setting.updating.streamed_states
     roles = _roles(decision, capacities)
-    compute = decision.micro_batches * workload.compute_seconds(hardware.device)
-    terms = best.result.terms if best is not None else {"compute": compute}
     peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
+    terms = {"compute": count * workload.compute_seconds(hardware.device)}
+    given, chunk_bytes, binding, bound_rows = capacities, None, None, None
     if best is not None:
-        peaks["device"] = best.result.device_peak_bytes
-    binding = max(terms, key=lambda name: terms[name]) if best is not None else None
-    given = capacities if best is None else best.setting.capacities
-    chunk_bytes = None if best is None else best.setting.chunk_bytes
-    if best is not None:
-        given, chunk_bytes = needed(workload, best, hardware, decision.micro_batches, peaks)
+        bound_rows = _compute_bound_rows(best.result.terms, workload.rows, terms["compute"])
+        terms, peaks["device"] = best.result.terms, best.result.device_peak_bytes
+        binding = max(terms, key=lambda name: terms[name])
+        given, chunk_bytes = needed(workload, best, hardware, count, peaks)
     return Plan(
         model=workload.name,
         hardware=hardware.name,
         parameters=workload.numel,
         rows=workload.rows,
         tokens=workload.tokens,
-        micro_batches=decision.micro_batches,
+        micro_batches=count,
         checkpointing=checkpointing,
-        mixed_precision=mixed_precision,
+        mixed_precision=None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch."),
         fits=best is not None,
         capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
         budget_bytes={name: getattr(given, f"{name}_bytes") for name in TIERS},
@@ -73,14 +70,13 @@ def plan_of(
         terms=dict(terms),
         binding=binding,
         link_bytes=dict(best.result.bytes) if best else {},
-        flops=workload.flops * decision.micro_batches,
+        flops=workload.flops * count,
         activation_bytes=activation_bytes,
         chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
         slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
         chunk_bytes=chunk_bytes,
         device_chunks=given.device_chunk_bytes,
         home_copies=given.home_copies,
-        prefetch=asdict(best.setting.prefetch) if best and best.setting.prefetch != Prefetch() else None,
         device_update_share=best.result.device_updates if best else 0.0,
         streamed_update_share=best.result.streamed_updates if best else 0.0,
         streaming=asdict(best.streaming) if best and best.streaming else None,
@@ -91,11 +87,11 @@ def plan_of(
         approximations=(),
         combined=None,
         inference=inference,
-        setup=setup,
+        setup=call.setup,
         at_peak=tuple({"what": what, "bytes": nbytes} for what, nbytes in workload.at_peak),
         peak_operator=workload.peak_operator,
         logits_bytes=workload.logits_bytes,
-        compute_bound_rows=_compute_bound_rows(terms, workload.rows, compute) if best else None,
+        compute_bound_rows=bound_rows,
         largest_parameters=decision.largest_parameters,
         missing_bytes=dict(decision.missing_bytes),
         reasons=decision.reasons,
@@ -168,12 +164,13 @@ def needed(
         usual = arrange(workload, capacities, best.setting.chunk_bytes)
         host, nvme = (sum(usual.bytes_by_role(tier).values()) for tier in (Tier.HOST, Tier.NVME))
         rooms.append((max(host, rooms[0][0]), max(nvme, rooms[0][1])))
+    spare = 2 * max(ground.home_bytes(chunk.index, "param") for chunk in ground.chunks)  # what no chunk may fill
     for at_most, (host, nvme) in product((device, capacities.device_bytes), rooms):
         smaller = replace(
             capacities,
             device_bytes=at_most,
             host_bytes=min(capacities.host_bytes, _rounded((1 + MARGIN_SHARE) * host)),
-            nvme_bytes=min(capacities.nvme_bytes, _rounded((1 + MARGIN_SHARE) * nvme)),
+            nvme_bytes=min(capacities.nvme_bytes, _rounded((1 + MARGIN_SHARE) * nvme + spare * (nvme > 0))),
             device_fragment_bytes=int(share * at_most),
         )
         if capacities.device_chunk_bytes is not None:
@@ -181,20 +178,9 @@ def needed(
         told = replace(smaller, home_copies=bool(best.arrangement.homes.get("compute")))
         if ground.resident:
             told = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
-        for given, chunk_bytes in (
-            (smaller, best.setting.chunk_bytes),
-            (told, best.setting.chunk_bytes),
-            (told, ground.staging_slot_bytes),
-        ):
+        for given, chunk_bytes in ((smaller, best.setting.chunk_bytes), (told, ground.staging_slot_bytes)):
             setting = replace(best.setting, capacities=given, chunk_bytes=chunk_bytes)
-            try:
-                same = _lies_as(arranged(workload, setting), best.arrangement)
-                same = same and _stays_as(workload, given, chunk_bytes) == ground.staying
-            except NoRoom:
-                continue
-            if same and (
-                at_most == capacities.device_bytes or _runs_as(workload, setting, best, hardware, micro_batches)
-            ):
+            if _does_as(workload, setting, best, hardware, micro_batches):
                 return given, chunk_bytes
     return capacities, best.setting.chunk_bytes
 
@@ -207,24 +193,17 @@ def _rounded(nbytes: float) -> int:
 _MANY_GIB = 16 * GIB
 
 
-def _stays_as(workload: Workload, capacities: Capacities, chunk_bytes: int | None) -> frozenset[int]:
-    """The chunks that a run puts on the device, which knows nothing yet of an optimizer that keeps less."""
+def _does_as(workload: Workload, setting: Setting, best: Judged, hardware: HardwareProfile, micro_batches: int) -> bool:
+    """Whether a step as `setting` says has its homes where `best` has them, is as fast, and updates as much there."""
+    ground = best.arrangement.ground
     try:
-        ground = arrange(workload, capacities, chunk_bytes).ground
+        made = arranged(workload, setting)
+        told = arrange(workload, setting.capacities, setting.chunk_bytes).ground  # as a run that knows no optimizer yet
     except NoRoom:
-        return frozenset()
-    return ground.staying
-
-
-def _lies_as(one: Arrangement, other: Arrangement) -> bool:
-    """Whether all homes are the same."""
-    a, b = one.ground, other.ground
-    return a.layout == b.layout and a.resident == b.resident and one.homes == other.homes
-
-
-def _runs_as(workload: Workload, setting: Setting, best: Judged, hardware: HardwareProfile, micro_batches: int) -> bool:
-    """Whether a step as `setting` says is as fast as `best`, and updates as much on the device."""
-    if best.arrangement.ground.resident:
+        return False
+    if made.homes != best.arrangement.homes or made.ground.layout != ground.layout or told.staying != ground.staying:
+        return False
+    if ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes
     found = judged(workload, setting, hardware, micro_batches)
     if not isinstance(found, Judged) or found.result.seconds > _AS_FAST * best.result.seconds:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 
 from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
@@ -18,13 +20,10 @@ from hetmem.planner.search import (
     arranged,
     first_that_fits,
     judged,
-    not_whole,
     search,
-    streamed_ways,
     tuning,
     with_streaming,
 )
-from hetmem.planner.what_if import largest_parameters
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
@@ -91,26 +90,20 @@ def decide(
     device.
     """
     asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
-    asked = not_whole(workload, asked) if asked.updating.on_host_only else asked
     best, refusal = search(workload, asked, hardware, micro_batches)
-    largest = largest_parameters(workload, asked, best, hardware, micro_batches)
+    largest = largest_parameters(workload, asked, best)
     if best is not None:
         others = _alternatives(variants, asked, hardware, best.result.seconds)
         updated = _updated_otherwise(workload, best, asked, hardware, micro_batches)
         advice = (*tuning(best, asked), *_faster(best, others), *updated)
         return Decision(workload, micro_batches, asked.updating, best, {}, (), advice, others, largest)
-    assert refusal is not None
     missing = _missing(workload, asked, hardware, micro_batches)
-    ways = _room_for_homes(workload, asked, {k: v for k, v in missing.items() if k != "device"}, hardware)
-    device = missing.get("device", 0)
-    found = [(text, _alternatives(variants, room, hardware, None) if device else ()) for text, room in ways]
-    others = found[0][1] if found else ()
+    ways, others = _ways_out(workload, asked, hardware, missing, variants)
     streamed = None if "device" in missing else _without_gradients(workload, asked, hardware, micro_batches)
-    advice = tuple(_ways_out(found, device, may_raise=_has(hardware, asked, {"device": device})))
-    if streamed is not None:
-        how = _STREAMED[streamed.setting.updating.trails]
-        advice = (f"{how}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *advice)
-    return Decision(workload, micro_batches, asked.updating, None, missing, (str(refusal),), advice, others, largest)
+    if isinstance(streamed, Judged):
+        ways = [f"{_STREAMED}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *ways]
+    reasons = (str(refusal),)
+    return Decision(workload, micro_batches, asked.updating, None, missing, reasons, tuple(ways), others, largest)
 
 
 def _alternatives(
@@ -138,7 +131,7 @@ def _alternatives(
                 variant.micro_batches,
                 result.seconds,
                 result.non_model_peak_bytes,
-                candidate.setting.streamed,
+                candidate.setting.updating.streamed_states,
             )
     return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
 
@@ -147,7 +140,7 @@ def _faster(best: Judged, others: Sequence[Alternative]) -> Iterator[str]:
     """What would be worth doing differently although it fits."""
     for other in others:
         if other.step_seconds < WORTH * best.result.seconds:
-            alone = other.streamed and not best.setting.streamed  # else `tuning` says so
+            alone = other.streamed and not best.setting.updating.streamed_states  # else `tuning` says so
             profile = " and give manage the profile of the machine, hardware=…" if alone else ""
             seconds = f"{format_seconds(other.step_seconds)}, not {format_seconds(best.result.seconds)}"
             yield f"{other.advice}{profile}: then a step takes {seconds}"
@@ -158,90 +151,74 @@ def _updated_otherwise(
 ) -> Iterator[str]:
     """Whether updates that go on behind the backward would be worth it, and giving up gradients, which leaves host
     memory to what lies on NVMe; by default neither is done."""
-    result, seconds = best.result, best.result.seconds
-    if result.device_updates == 1:
-        return
-    if not asked.updating.overlapped and result.terms["update"] > (1 - WORTH) * seconds:
+    result, limit = best.result, WORTH * best.result.seconds
+    ways: list[tuple[str, Judged | NoRoom | None]] = []
+    if not asked.updating.overlapped and result.device_updates < 1 and result.terms["update"] > result.seconds - limit:
         other = judged(workload, best.setting.updated(overlapped=True), hardware, micro_batches)
-        if isinstance(other, Judged) and other.result.seconds < WORTH * seconds:
-            seconds = other.result.seconds
-            yield (
-                f'make hetmem.AdamW(overlap="backward"), which updates during the backward: then a step takes '
-                f"{format_seconds(seconds)}, not {format_seconds(result.seconds)}"
-            )
+        ways.append(('make hetmem.AdamW(overlap="backward"), which updates during the backward', other))
     if result.bytes["nvme_read"]:
-        found = _without_gradients(workload, asked, hardware, micro_batches)
-        if found is not None and found.result.seconds < WORTH * seconds:
-            how = _STREAMED[found.setting.updating.trails]
+        ways.append((_STREAMED, _without_gradients(workload, asked, hardware, micro_batches)))
+    for how, found in ways:
+        if isinstance(found, Judged) and found.result.seconds < limit:
+            limit = WORTH * found.result.seconds
             times = f"{format_seconds(found.result.seconds)}, not {format_seconds(result.seconds)}"
             yield f"{how}: then a step takes {times}"
 
 
-_STREAMED = [
-    f'make hetmem.AdamW(overlap="{overlap}", gradients="streamed"), which keeps no gradients at home'
-    for overlap in ("backward", "forward")
-]
+_STREAMED = 'make hetmem.AdamW(overlap="backward", gradients="streamed"), which keeps no gradients at home'
 
 
 def _without_gradients(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
-) -> Judged | None:
+) -> Judged | NoRoom | None:
     """With gradients that live only until their update. They need overlap, and one backward."""
     if asked.updating.streamed_gradients or micro_batches > 1:
         return None
-    how = asked.updated(overlapped=True, streamed_gradients=True)
-    found = first_that_fits(workload, how, hardware, micro_batches)
-    return found if isinstance(found, Judged) else None
+    how = asked.updated(overlapped=True, trails=False, streamed_gradients=True)
+    return first_that_fits(workload, how, hardware, micro_batches)
+
+
+def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
+    """About as many parameters as a model of this shape may have: homes, and what a forward leaves for the backward,
+    grow with its layers until they fill the tiers. `best` is how this one fits; if it does not, a larger one does not.
+    """
+    if not workload.numel:
+        return 0
+    capacities, how = asked.capacities, asked.updating
+    ground = best.arrangement.ground if best is not None else None
+    padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.0
+    widest = max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
+    copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
+    staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
+    homes = padding * state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
+    kept, beside = workload.kept_bytes, workload.peak_live_bytes - workload.kept_bytes
+    device = max(0, capacities.usable_bytes - beside - copies)
+    elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - staging)
+    streamed = min((elsewhere + device) / max(1.0, homes + kept), device / max(1, kept))
+    cast = padding * workload.numel * max(workload.compute_itemsizes) * workload.mixed_precision
+    whole = (capacities.usable_bytes - beside) / max(1.0, homes + cast + kept)
+    found = int(workload.numel * max(streamed, whole, 0))
+    return found if best is not None else min(found, workload.numel)
 
 
 # ---- what is missing ---------------------------------------------------------------------------------------------
 
 
-_EXACT = 0.05
-"""Of what is missing: so near to the least that is enough what is named comes."""
-
-
 def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
-    """The fewest bytes that make it fit when added to each tier named, of what chunks of several sizes lack."""
-    found = [
-        _missing_as(workload, setting, hardware, micro_batches, whole=whole)
-        for setting in (asked, *streamed_ways(workload, asked))
-        for whole in (True, False)
-    ]
-    added = min((added for added in found if added is not None), key=lambda added: sum(added.values()), default={})
-
-    def part(share: float) -> dict[str, int]:
-        return {tier: round_up(int(share * nbytes), PAGE_BYTES) for tier, nbytes in added.items()}
-
-    least, enough, tried = 0.0, 1.0, 1 - _EXACT  # one refusal after the other may have asked for more than both need
-    while added and enough - least > _EXACT:
-        room = replace(asked, capacities=_larger(asked.capacities, part(tried)))
-        if isinstance(first_that_fits(workload, room, hardware, micro_batches, steps=2), Judged):
-            enough = tried
-        else:
-            least = tried
-        tried = (least + enough) / 2
-    return part(enough)
-
-
-def _missing_as(
-    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, whole: bool
-) -> dict[str, int] | None:
-    """The same with one chunk size, of a model that may be `whole` on a larger device or is streamed there too; None
-    where nothing was found to be enough."""
+    """Bytes that make it fit when added to each tier named: what one refusal after the other asks for."""
     added: dict[str, int] = {}
     for _ in range(24):
-        room = replace(asked, capacities=_larger(asked.capacities, added))
-        refusal = judged(workload, room if whole else not_whole(workload, room), hardware, micro_batches)
-        if not isinstance(refusal, NoRoom):
-            return added
+        refusal = first_that_fits(workload, _with(asked, added), hardware, micro_batches, steps=2)
+        if isinstance(refusal, Judged):
+            break
         tier = refusal.tier.name.lower()
         added[tier] = added.get(tier, 0) + round_up(refusal.missing_bytes, PAGE_BYTES)
-    return None
+    return added
 
 
-def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
-    """`capacities` and so many bytes more of each tier."""
+def _with(asked: Setting, added: Mapping[str, int]) -> Setting:
+    """`asked` with so many bytes more of each tier."""
+    capacities = asked.capacities
     more = {f"{tier}_bytes": getattr(capacities, f"{tier}_bytes") + nbytes for tier, nbytes in added.items()}
     if "device" in added:
         if capacities.device_chunk_bytes is not None:
@@ -249,7 +226,7 @@ def _larger(capacities: Capacities, added: dict[str, int]) -> Capacities:
         if capacities.device_bytes:  # an allocator leaves a share of it unused
             share = capacities.device_fragment_bytes / capacities.device_bytes
             more["device_fragment_bytes"] = int(share * more["device_bytes"])
-    return replace(capacities, **more)
+    return replace(asked, capacities=replace(capacities, **more))
 
 
 def _has(hardware: HardwareProfile, asked: Setting, missing: Mapping[str, int]) -> bool:
@@ -260,49 +237,53 @@ def _has(hardware: HardwareProfile, asked: Setting, missing: Mapping[str, int]) 
 
 
 def _ways_out(
-    homes: Sequence[tuple[str, Sequence[Alternative]]], device_bytes: int, *, may_raise: bool
-) -> Iterator[str]:
-    """Changes each of which makes it fit, cheapest first; raising the budget comes last, if it `may_raise`. `homes`:
-    ways to have room for homes ("" where that is not missing), each with what then fits on the device, which lacks
-    `device_bytes`."""
-    for at, (room, others) in enumerate(homes):
-        device = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in others]
-        if device_bytes and not (device or may_raise):
-            continue
-        if device_bytes and may_raise:
-            device.append(f"raise {_by({'device': device_bytes})}")
-        for way in (device if at == 0 else device[:1]) or [""]:
-            yield ", and ".join(part for part in (room, way) if part)
+    workload: Workload,
+    asked: Setting,
+    hardware: HardwareProfile,
+    missing: Mapping[str, int],
+    variants: Sequence[Variant],
+) -> tuple[list[str], tuple[Alternative, ...]]:
+    """Changes each of which makes it fit, cheapest first, and the variants among them: room for homes, and for what the
+    device lacks then; raising the budget comes last, where the machine has so much."""
+    homes, device = {tier: n for tier, n in missing.items() if tier != "device"}, missing.get("device", 0)
+    rooms: list[tuple[str, Setting]] = []
+    if homes and not asked.capacities.nvme_bytes:
+        drive = _with(asked, {"nvme": 2 * state_bytes(workload)})
+        with suppress(NoRoom):  # of host memory to stage it
+            nbytes = sum(arranged(workload, drive).bytes_by_role(Tier.NVME).values())
+            rooms.append((f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", drive))
+    if _has(hardware, asked, homes):
+        rooms.append((f"raise {_by(homes)}" if homes else "", _with(asked, homes)))
+    advice: list[str] = []
+    others: tuple[Alternative, ...] = ()
+    for at, (text, room) in enumerate(rooms):
+        found = _alternatives(variants, room, hardware, None) if device else ()
+        others = found if at == 0 else others
+        ways = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in found]
+        if device and _has(hardware, asked, {"device": device}):
+            ways.append(f"raise {_by({'device': device})}")
+        ways = ways if device else [""]
+        advice += [", and ".join(part for part in (text, way) if part) for way in (ways if at == 0 else ways[:1])]
+    return advice, others
 
 
-def _room_for_homes(
-    workload: Workload, asked: Setting, missing: dict[str, int], hardware: HardwareProfile
-) -> Iterator[tuple[str, Setting]]:
-    """Ways to have the bytes that are `missing` in host memory or on NVMe, and `asked` with them."""
-    if missing and asked.capacities.nvme_bytes == 0:
-        capacities = replace(asked.capacities, nvme_bytes=2 * state_bytes(workload))
-        room = replace(asked, capacities=capacities)
-        nbytes = _disk_bytes(workload, room)
-        if nbytes is not None:
-            yield f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", room
-    if _has(hardware, asked, missing):
-        more = replace(asked, capacities=_larger(asked.capacities, missing))
-        yield (f"raise {_by(missing)}" if missing else ""), more
-
-
-def _by(missing: dict[str, int]) -> str:
+def _by(missing: Mapping[str, int]) -> str:
     return " and ".join(f"Budget({tier}=…) by {format_enough(nbytes)}" for tier, nbytes in missing.items())
 
 
-def _disk_bytes(workload: Workload, room: Setting) -> int | None:
-    """What lies on NVMe when there is more than enough of it; None if host memory has no room to stage it."""
-    try:
-        made = arranged(workload, room)
-    except NoRoom:
+# ---- done differently, all together ------------------------------------------------------------------------------
+
+
+def _quicker(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, limit: float
+) -> Judged | None:
+    """`setting`, or what fits where that does not, if a step takes less than `limit` seconds."""
+    if micro_batches * workload.compute_seconds(hardware.device) >= limit:
         return None
-    sizes = (made.ground.home_bytes(chunk, "grad") for chunk in made.lent)
-    homeless = sum(nbytes for nbytes in sizes if nbytes > max(made.set_aside, default=0))
-    return sum(made.bytes_by_role(Tier.NVME).values()) + homeless
+    found = first_that_fits(workload, setting, hardware, micro_batches)
+    if isinstance(found, Judged):
+        found = with_streaming(workload, found, hardware, micro_batches)
+    return found if isinstance(found, Judged) and found.result.seconds < limit else None
 
 
 def combined(
@@ -316,24 +297,17 @@ def combined(
     ways = [how] if how.overlapped or not workload.trainable else [how, replace(how, overlapped=True)]
     if decision.micro_batches == 1 and workload.trainable and (best is None or best.result.bytes["nvme_read"]):
         ways.append(replace(how, overlapped=True, streamed_gradients=True))
-    found, limit = None, math.inf if best is None else WORTH * best.result.seconds
-    for made in (workload, light) if light is not None else (workload,):
-        for updating in ways:
-            if made is workload and updating == how:
-                continue
-            if decision.micro_batches * made.compute_seconds(hardware.device) >= limit:
-                continue
-            setting = replace(asked, updating=replace(updating, streamed_states=asked.updating.streamed_states))
-            candidate = first_that_fits(made, setting, hardware, decision.micro_batches)
-            if isinstance(candidate, Judged):
-                candidate = with_streaming(made, candidate, hardware, decision.micro_batches)
-                if candidate.result.seconds < limit:
-                    found, limit = (made, updating, candidate), candidate.result.seconds
-    if found is None:
-        return None
-    made, updating, candidate = found
-    largest = max(decision.largest_parameters, made.numel)
-    return Decision(made, decision.micro_batches, updating, candidate, {}, (), (), (), largest)
+    limit = math.inf if best is None else WORTH * best.result.seconds
+    found = None
+    for made, updating in product((workload,) if light is None else (workload, light), ways):
+        if made is workload and updating == how:
+            continue
+        setting = replace(asked, updating=replace(updating, streamed_states=asked.updating.streamed_states))
+        candidate = _quicker(made, setting, hardware, decision.micro_batches, limit)
+        if candidate is not None:
+            limit, largest = candidate.result.seconds, max(decision.largest_parameters, made.numel)
+            found = Decision(made, decision.micro_batches, updating, candidate, {}, (), (), (), largest)
+    return found
 
 
 def approximations(
@@ -364,12 +338,11 @@ def approximations(
         weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
         advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{kept}) (--stochastic-rounding)"
         choices.append((in_16_bits(workload), rounded, advice))
-    found = []
+    found, limit = [], math.inf if best is None else best.result.seconds
     for made, updating, advice in choices:
-        if made is None:
-            continue
-        candidate = first_that_fits(made, Setting(capacities, None, updating=updating), hardware, micro_batches)
-        if isinstance(candidate, Judged) and (best is None or candidate.result.seconds < best.result.seconds):
+        setting = Setting(capacities, None, updating=updating)
+        candidate = None if made is None else _quicker(made, setting, hardware, micro_batches, limit)
+        if candidate is not None:
             result = candidate.result
             found.append(Alternative(advice, micro_batches, result.seconds, result.non_model_peak_bytes))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))

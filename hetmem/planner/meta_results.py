@@ -7,6 +7,7 @@ remembered by shapes, where they neither share memory nor are written.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -21,22 +22,24 @@ from hetmem.base.units import GIB, format_size
 from hetmem.planner.plan import PlanError
 from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
-_VIEWS: dict[Any, bool] = {}
-
 
 def tensor_bytes(values: Any) -> int:
     """Bytes of all tensors among `values`, each read or written once."""
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
+@functools.cache
 def only_views(func: Any) -> bool:
     """Whether `func` touches no elements: its results are views of its arguments and nothing is written."""
-    known = _VIEWS.get(func)
-    if known is None:
-        aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
-        returns = [value for value in func._schema.returns if value.alias_info is not None]
-        known = _VIEWS[func] = bool(returns) and not any(alias.is_write for alias in aliases)
-    return known
+    aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+    returns = [value for value in func._schema.returns if value.alias_info is not None]
+    return bool(returns) and not any(alias.is_write for alias in aliases)
+
+
+@functools.cache
+def is_pure(func: Any) -> bool:
+    """Whether the schema of `func` speaks of no shared memory."""
+    return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -119,12 +122,11 @@ class Results:
     def __init__(self, *, fuses_dropout: bool = False) -> None:
         self.fuses_dropout = fuses_dropout
         self._known: dict[Any, tuple[Any, Cost]] = {}
-        self._pure: dict[Any, bool] = {}
         self.last = ""
 
     def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
         """What `func(*args, **kwargs)` returns, and its cost; None if it touches no elements."""
-        key = self._key(func, args, kwargs) if self._is_pure(func) else None
+        key = _key(func, args, kwargs) if is_pure(func) else None
         known = self._known.get(key) if key is not None else None
         if known is not None:
             template, cost = known
@@ -139,24 +141,6 @@ class Results:
         if key is not None and _is_new(result, tensors):
             self._known[key] = (tree_map(_template, result), cost)
         return result, cost
-
-    def _is_pure(self, func: Any) -> bool:
-        """Whether the schema of `func` speaks of no shared memory."""
-        known = self._pure.get(func)
-        if known is None:
-            values = (*func._schema.arguments, *func._schema.returns)
-            known = self._pure[func] = all(value.alias_info is None for value in values)
-        return known
-
-    @staticmethod
-    def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """None if the arguments are not all of the kinds that say what is made."""
-        try:
-            key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
-            hash(key)
-        except TypeError:
-            return None
-        return key
 
 
 def attention(
@@ -187,6 +171,16 @@ def attention(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
+
+
+def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """None if the arguments are not all of the kinds that say what is made."""
+    try:
+        key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _key_of(value: Any) -> Any:

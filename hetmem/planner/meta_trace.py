@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem.engine.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
-from hetmem.planner.workload import Event, Kind, Phase, Work, Workload
+from hetmem.planner.workload import Event, Kind, Phase, Workload
 from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
 _NAMED_BYTES = 1 << 16
@@ -41,38 +41,6 @@ class _Saved:
     stride: tuple[int, ...]
     offset: Any
     dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class _OpenPhase:
-    """A phase that is being written."""
-
-    peak_bytes: int
-    matrix: list[tuple[int, int]] = field(default_factory=list)
-    moved_bytes: int = 0
-    operators: int = 0
-    calls: int = 0
-
-    def closed(self) -> Phase:
-        return Phase(Work(tuple(self.matrix), self.moved_bytes, self.operators), self.peak_bytes, self.calls)
-
-
-@dataclass(slots=True)
-class _OpenEvent:
-    """An event that is being written, and its phases so far: one, or two once its operator is over."""
-
-    kind: Kind
-    operator: str
-    parameters: tuple[int, ...]
-    let_go: tuple[int, ...]
-    live_bytes: int
-    phases: list[_OpenPhase]
-    held: list[int] = field(default_factory=list)
-
-    def closed(self) -> Event:
-        during, after = (phase.closed() for phase in self.phases)
-        held, let_go = tuple(self.held), self.let_go
-        return Event(self.kind, self.operator, self.parameters, held, let_go, self.live_bytes, during, after)
 
 
 def trace_step(
@@ -116,7 +84,8 @@ class _Tracer:
         """Of each tensor that came (its bytes, what it is, its last dimension) or went (0 bytes), in order."""
         self.live_bytes = 0
         self.paused = False
-        self._events: list[_OpenEvent] = []
+        self._events: list[Event] = []
+        self._phase = Phase()
         self._dtypes: Counter[str] = Counter()
         self._uses = _Uses(self)
         self._depth = 0
@@ -139,8 +108,7 @@ class _Tracer:
                 self.count(tree_leaves((args, kwargs)))
                 self.count(self._model.buffers())
                 if loss_of is None:
-                    with torch.no_grad():
-                        self._model(*args, **kwargs)
+                    self._model(*args, **kwargs)
                 else:
                     with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                         loss = loss_of(self._model(*args, **kwargs))
@@ -157,7 +125,7 @@ class _Tracer:
             tuple(home.itemsize for home in self._homes),
             self._mixed is not None,
             buffers,
-            tuple(event.closed() for event in self._events),
+            tuple(self._events),
             *rows_and_tokens((args, kwargs)),
             self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
             *self._at_peak(),
@@ -179,11 +147,17 @@ class _Tracer:
 
     def _boundary(self, kind: Kind, operator: str, parameters: tuple[int, ...] = ()) -> None:
         let_go, self._let_go = tuple(self._let_go), []
-        live = self.live_bytes
-        phases = [_OpenPhase(live)]
+        event = Event(kind, operator, parameters, [], let_go, self.live_bytes, Phase(), Phase())
+        event.during.peak_bytes, self._phase = self.live_bytes, event.during
+        self._events.append(event)
         if kind is not Kind.USE:
-            phases.append(_OpenPhase(live))
-        self._events.append(_OpenEvent(kind, operator, parameters, let_go, live, phases))
+            self._is_over()
+
+    def _is_over(self) -> None:
+        """What follows until the next boundary comes after its operator."""
+        event = self._events[-1]
+        if self._phase is event.during:
+            event.after.peak_bytes, self._phase = self.live_bytes, event.after
 
     def use(self, operator: str, used: list[int]) -> None:
         """An operator begins to use the parameters `used`."""
@@ -199,8 +173,7 @@ class _Tracer:
         for index in used:
             self._parameters[index].data = self._homes[index]
             self._note_held(index)
-        if len(self._events[-1].phases) == 1:
-            self._events[-1].phases.append(_OpenPhase(self.live_bytes))
+        self._is_over()
 
     def _note_held(self, index: int) -> None:
         if self._views[index] and index not in self._held:
@@ -272,8 +245,7 @@ class _Tracer:
                 what = f"{operator} {'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
                 self._log.append((key, storage.nbytes(), what, tensor.shape[-1] if tensor.dim() else 1))
             weakref.finalize(storage, self._forget, key).atexit = False
-        phase = self._events[-1].phases[-1]
-        phase.peak_bytes = max(phase.peak_bytes, self.live_bytes)
+        self._phase.peak_bytes = max(self._phase.peak_bytes, self.live_bytes)
 
     def _forget(self, key: int) -> None:
         nbytes = self._sizes.pop(key, 0)
@@ -309,17 +281,17 @@ class _Tracer:
 
     def called(self) -> None:
         """A module, or a function of torch within one, is called: a managed run looks at that."""
-        self._events[-1].phases[-1].calls += 1
+        self._phase.calls += 1
 
     def worked(self, cost: Cost) -> None:
         """Add what an operator did to the current event."""
-        phase = self._events[-1].phases[-1]
-        phase.operators += 1
+        work = self._phase.work
+        work.operators += 1
         if cost.flops:
-            phase.matrix.append((cost.flops, cost.nbytes))
+            work.matrix.append((cost.flops, cost.nbytes))
             self._dtypes[cost.dtype] += cost.flops
         else:
-            phase.moved_bytes += cost.nbytes
+            work.moved_bytes += cost.nbytes
 
 
 class _Uses(TorchFunctionMode):

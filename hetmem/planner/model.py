@@ -270,18 +270,10 @@ class _Adapted(nn.Module):
 
 
 _LABELS = {
-    "ForCausalLM": "tokens",
-    "LMHeadModel": "tokens",
-    "ForMaskedLM": "tokens",
-    "ForPreTraining": "tokens",
-    "ForConditionalGeneration": "tokens",
-    "ForTokenClassification": "tokens",
-    "ForSequenceClassification": "rows",
-    "ForImageClassification": "rows",
-    "ForAudioClassification": "rows",
-    "ForMultipleChoice": "rows",
+    "tokens": "ForCausalLM LMHeadModel ForMaskedLM ForPreTraining ForConditionalGeneration ForTokenClassification",
+    "rows": "ForSequenceClassification ForImageClassification ForAudioClassification ForMultipleChoice",
 }
-"""What `labels` are as long as, by the last part of the name of a class."""
+"""What `labels` are as long as, and the last parts of the names of classes that have such."""
 
 
 def hugging_face_call(
@@ -301,11 +293,6 @@ def hugging_face_call(
             "a Hugging Face configuration needs the package transformers: pip install transformers"
         ) from error
     path = Path(config_file)
-    if not path.is_file():
-        raise PlanError(
-            f"no such file: {path}; expected the config.json of a model, as save_pretrained leaves it and "
-            f"huggingface_hub.hf_hub_download(name, 'config.json') fetches it"
-        )
     transformers.logging.set_verbosity_error()  # of a model that is never run it has nothing to say
     try:
         config = transformers.AutoConfig.from_pretrained(path)
@@ -356,7 +343,7 @@ def _inputs_of(kind: Any, config: Any, batch: int, sequence: int) -> dict[str, t
         return torch.empty(sizes, dtype=torch.long, device="meta")
 
     main = getattr(kind, "main_input_name", "input_ids")
-    labels = next((what for end, what in _LABELS.items() if kind.__name__.endswith(end)), "")
+    labels = next((what for what, ends in _LABELS.items() if kind.__name__.endswith(tuple(ends.split()))), "")
     found: dict[str, torch.Tensor] = {}
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)

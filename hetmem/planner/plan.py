@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hetmem.base.config import Budget
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
 from hetmem.planner.plan_text import TIERS, described
-from hetmem.schedule.blocks import Prefetch
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),
@@ -26,92 +26,9 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
 }
 """What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
-TUPLES = ("reasons", "advice", "nvme_directories", "alternatives", "approximations", "at_peak", "setup")
-_NUMBER, _NULL = (float, int), type(None)
-_NUMBERS = ("terms", "link_bytes", "activation_bytes", "missing_bytes")
-"""Of each key a number."""
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("model", "hardware", "peak_operator"), (str,)),
-    **dict.fromkeys(("fits", "checkpointing", "inference"), (bool,)),
-    **dict.fromkeys(("mixed_precision", "profile_name", "binding"), (str, _NULL)),
-    **dict.fromkeys(("prefetch", "streaming", "profile", "combined"), (dict, _NULL)),
-    **dict.fromkeys(("device_update_share", "streamed_update_share", "chunk_waste"), _NUMBER),
-    "home_copies": (bool, _NULL),
-    **dict.fromkeys(("rows", "tokens", "parameters", "micro_batches", "slot_bytes", "flops"), (int,)),
-    **dict.fromkeys(("largest_parameters", "logits_bytes"), (int,)),
-    **dict.fromkeys(("chunk_bytes", "device_chunks", "compute_bound_rows"), (int, _NULL)),
-    **dict.fromkeys(("step_seconds", "stall_seconds"), (*_NUMBER, _NULL)),
-    **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes", "optimizer", *_NUMBERS), (dict,)),
-    **dict.fromkeys(TUPLES, (list, tuple)),
-}
-_MOST = 1e40
-_OF_ALTERNATIVES: dict[str, tuple[type, ...]] = {
-    "advice": (str,),
-    "micro_batches": (int,),
-    "step_seconds": _NUMBER,
-    "activation_bytes": (int,),
-}
-
-
-def expected(name: str, value: Any) -> str | None:
-    """What the field `name` of a plan should be; None if `value` is that."""
-    kinds = _KINDS[name]
-    if not _is(value, kinds):
-        return " or ".join("null" if kind is _NULL else kind.__name__ for kind in kinds)
-    if not _is_sound(value):
-        return "numbers of zero or more"
-    if name == "mixed_precision" and value not in (None, "bfloat16", "float16"):
-        return "bfloat16, float16 or null"
-    if name == "prefetch" and value is not None:
-        whole = all(type(number) is int and number > 0 for number in value.values())
-        if set(value) != {spec.name for spec in fields(Prefetch)} or not whole:
-            return "uses_ahead and in_flight, whole numbers above zero"
-    if name in _NUMBERS and not all(_is(number, _NUMBER) for number in value.values()):
-        return "a number for each"
-    if name == "streaming" and value is not None:
-        names = ("share", "step_seconds", "host_step_seconds")
-        return None if all(_is(value.get(key), _NUMBER) for key in names) else f"numbers for {', '.join(names)}"
-    if name == "optimizer" and any(value[option] not in OPTIONS.get(option, ()) for option in value):
-        return "at most " + " and ".join(
-            f"{option} ({' or '.join(map(str, known))})" for option, known in OPTIONS.items()
-        )
-    if name == "at_peak":
-        return None if all(_is(v, (dict,)) and _is(v.get("bytes"), (int,)) for v in value) else "objects with bytes"
-    if name in ("alternatives", "approximations"):
-        sound = all(isinstance(v, dict) and all(_is(v.get(k), of) for k, of in _OF_ALTERNATIVES.items()) for v in value)
-        return None if sound else f"objects with {', '.join(_OF_ALTERNATIVES)}"
-    if name in TUPLES and not all(isinstance(text, str) for text in value):
-        return "a list of strings"
-    return _of_tiers(name, value)
-
-
-def _of_tiers(name: str, value: Any) -> str | None:
-    kind = {"capacity_bytes": int, "budget_bytes": int, "peak_bytes": int, "role_bytes": dict}.get(name)
-    if kind is None:
-        return None
-    if not all(type(value.get(tier)) is kind for tier in TIERS):
-        return f"one {kind.__name__} each for {', '.join(TIERS)}"
-    if name == "role_bytes" and not all(_is(n, (int,)) for tier in TIERS for n in value[tier].values()):
-        return "whole numbers of bytes by role"
-    return None
-
-
-def _is(value: Any, kinds: tuple[type, ...]) -> bool:
-    """As `isinstance`, but that True and False are no numbers."""
-    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-
-
-def _is_sound(value: Any) -> bool:
-    """Whether all numbers in `value` are such as a plan has: none below zero, NaN or beyond all bounds."""
-    if isinstance(value, dict):
-        return all(map(_is_sound, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_sound, value))
-    return not isinstance(value, (int, float)) or 0 <= value <= _MOST
-
-
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 _WIDTH = 76
+_MOST = 1e40
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 SENT_STATES = "states sent for their update"
@@ -136,7 +53,7 @@ class Plan:
     such tensors; `logits_bytes`, those of them that are as wide as the vocabulary. `missing_bytes[tier]`: what would
     make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
     and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
-    `device_chunks`, `home_copies` and `prefetch` are what `manage(plan=…)` sets; None where the default is as good.
+    `device_chunks` and `home_copies` are what `manage(plan=…)` sets; None where the default is as good.
     `device_update_share`: the part of the parameters that is updated on the device, where it lives;
     `streamed_update_share`: that whose states are sent there for it. `streaming`: how that compares, whichever was
     taken: the `share` that would be sent, `step_seconds` with it and `host_step_seconds` without; None where nothing
@@ -174,7 +91,6 @@ class Plan:
     chunk_bytes: int | None
     device_chunks: int | None
     home_copies: bool | None
-    prefetch: dict[str, int] | None
     device_update_share: float
     streamed_update_share: float
     streaming: dict[str, float] | None
@@ -218,8 +134,8 @@ class Plan:
 
     @property
     def needs_its_file(self) -> bool:
-        """Whether keywords cannot say it all: a prefetch distance, or a profile that is no file."""
-        return self.prefetch is not None or (self.profile is not None and self.profile_name is None)
+        """Whether keywords cannot say it all: the profile is no file."""
+        return self.profile is not None and self.profile_name is None
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -337,12 +253,15 @@ class Plan:
             raise PlanError(
                 f"plan: version: expected {PLAN_VERSION}, got {got!r}: another hetmem made it; plan again with this one"
             )
-        names = [spec.name for spec in fields(cls)]
-        for name in names:
+        kinds = get_type_hints(cls)
+        for spec in fields(cls):
+            name, kind = spec.name, str(spec.type).replace("None", "null")
+            kind += " of numbers that are finite and not below zero" if "int" in kind or "float" in kind else ""
             if name not in data:
                 raise PlanError(f"plan: {name} is missing")
-            if (wanted := expected(name, data[name])) is not None:
-                raise PlanError(f"plan: {name}: expected {wanted}, got {data[name]!r}")
+            said, is_sound = _RULES.get(name, (kind, bool))
+            if not _is(data[name], kinds[name]) or (name in _RULES and not is_sound(data[name])):
+                raise PlanError(f"plan: {name}: expected {said}, got {data[name]!r}")
         if data["fits"] and not (data["step_seconds"] and data["terms"] and data["binding"] in data["terms"]):
             raise PlanError("plan: one that fits has step_seconds, terms, and the longest of them as binding")
         if data["combined"] is not None:
@@ -350,11 +269,52 @@ class Plan:
                 cls.from_dict(data["combined"])
             except PlanError as error:
                 raise PlanError(f"plan: combined: expected a plan or null: {error}") from error
-        values: dict[str, Any] = {name: tuple(data[name]) if name in TUPLES else data[name] for name in names}
-        return cls(**values)
+        made: dict[str, Any] = {
+            name: tuple(data[name]) if get_origin(kind) is tuple else data[name] for name, kind in kinds.items()
+        }
+        return cls(**made)
 
     def __str__(self) -> str:
         return described(self)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether `value` is what JSON has of the annotated `kind`; no number is below zero, NaN or beyond all bounds."""
+    of = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return any(_is(value, each) for each in of)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(each, of[1]) for each in value.values())
+    if get_origin(kind) is tuple:
+        return isinstance(value, (list, tuple)) and all(_is(each, of[0]) for each in value)
+    if kind in (int, float):
+        return type(value) in (int, kind) and 0 <= value <= _MOST
+    return kind is Any or type(value) is kind
+
+
+def _each(**kinds: type) -> tuple[str, Callable[[Any], bool]]:
+    return f"objects with {', '.join(kinds)}", lambda value: all(
+        isinstance(one, dict) and _is(one.get(key), kind) for one in value for key, kind in kinds.items()
+    )
+
+
+def _with(*keys: str) -> tuple[str, Callable[[Any], bool]]:
+    return f"numbers for {', '.join(keys)}", lambda value: value is None or set(value) >= set(keys)
+
+
+_ALTERNATIVES = _each(advice=str, micro_batches=int, step_seconds=float, activation_bytes=int)
+_RULES = {
+    "mixed_precision": ("bfloat16, float16 or null", lambda value: value in (None, "bfloat16", "float16")),
+    "streaming": _with("share", "step_seconds", "host_step_seconds"),
+    "optimizer": (
+        "at most " + " and ".join(f"{option} ({' or '.join(map(str, known))})" for option, known in OPTIONS.items()),
+        lambda value: all(value[option] in OPTIONS.get(option, ()) for option in value),
+    ),
+    "at_peak": _each(what=str, bytes=int),
+    **dict.fromkeys(("alternatives", "approximations"), _ALTERNATIVES),
+    **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes"), _with(*TIERS)),
+}
+"""Of a field whose kind does not say it all: what it should be, and whether it is."""
 
 
 def _size(nbytes: int) -> str:

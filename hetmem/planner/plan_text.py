@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.schedule.blocks import Prefetch
 
 Plan = Any
 """`planner.plan.Plan`, which asks for its text here."""
@@ -98,9 +96,6 @@ def _time(plan: Plan) -> Iterator[str]:
         mark = "  <- binds" if name == plan.binding else ""
         yield f"  {_RESOURCES.get(name, name):22}{format_seconds(seconds):>12}{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
-    if any(plan.link_bytes.values()):
-        ahead = plan.prefetch or asdict(Prefetch())
-        yield f"prefetch: {ahead['uses_ahead']} uses ahead, {ahead['in_flight']} copies in flight on each tier"
     if not plan.inference:
         yield _wrapped(f"optimizer: {_updates(plan)}")
     if plan.streaming is not None:

@@ -260,14 +260,6 @@ def _left(room: Room, homes: Mapping[int, Tier], sizes: Mapping[int, int]) -> Ro
     return Room(room.host_bytes - host, room.nvme_bytes - nvme)
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """What of a chunk is brought to the device for its update, and what of it goes home again."""
-
-    there_bytes: int
-    home_bytes: int
-
-
 def fits(arrangement: Arrangement, workload: Workload, chunk: int) -> bool:
     """Whether all of `chunk` can be updated on the device: float32, all of it trained, its homes in host memory."""
     spec = arrangement.ground.chunks[chunk]
@@ -296,11 +288,11 @@ def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bo
     )
 
 
-def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> Crossing:
-    """All of `chunk` comes to the device but the 16-bit copy, which is made there, and a gradient that is `kept` there;
-    all but the gradient goes home."""
+def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> tuple[int, int]:
+    """The bytes of `chunk` that come to the device for its update, and that go home: all but the 16-bit copy, which is
+    made there, and a gradient that is `kept` there; all but the gradient."""
     made_there = ("compute", "grad") if kept else ("compute",)
-    return Crossing(_bytes(arrangement, chunk, *made_there), _bytes(arrangement, chunk, "grad"))
+    return _bytes(arrangement, chunk, *made_there), _bytes(arrangement, chunk, "grad")
 
 
 def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:

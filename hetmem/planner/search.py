@@ -12,29 +12,21 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from hetmem.base.units import MIB, format_seconds, round_up
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
-from hetmem.schedule.blocks import FARTHER, Prefetch
 from hetmem.schedule.hardware import HardwareProfile
-from hetmem.schedule.layout import PAGE_ELEMENTS, build_layout, search_chunk_elements
-from hetmem.schedule.placement import Capacities, NoRoom, fits_device
+from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
+from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH
 
 MAXIMUM_SLOTS = 8192
 """Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more
 or lie elsewhere, which makes steps up to an eighth longer; so it is done only where the time would be felt."""
-
-MOST_WASTE = 0.02
-"""Of all chunks' bytes; a chunk size that wastes more is no choice unless the default one wastes as much."""
-
-_CHEAP = 0.99
-"""The same for what costs nothing else, as a prefetch distance: a hundredth is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +35,7 @@ class Setting:
 
     capacities: Capacities
     chunk_bytes: int | None
-    prefetch: Prefetch = field(default_factory=Prefetch)
     updating: Updating = field(default_factory=Updating)
-
-    @property
-    def streamed(self) -> bool:
-        """Whether the run knows the machine, and so may send states to the device for their update."""
-        return self.updating.streamed_states
 
     def updated(self, **how: Any) -> Setting:
         """The same, but for what `how` says of its `updating`."""
@@ -67,12 +53,11 @@ class StreamingGain:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One way to run, judged. `simulated` is what was rehearsed: `arrangement`, or a coarser cut of it. `streaming`:
-    how the two ways to update compare, of which the better one was taken; None where a run would send no states."""
+    """One way to run, judged. `streaming`: how the two ways to update compare, of which the better one was taken; None
+    where a run would send no states."""
 
     setting: Setting
     arrangement: Arrangement
-    simulated: Arrangement
     result: StepResult
     streaming: StreamingGain | None = None
 
@@ -87,10 +72,10 @@ def search(
     best = first_that_fits(workload, asked, hardware, micro_batches)
     if isinstance(best, NoRoom):
         return None, best
-    for vary in (_on_the_device, _copies, _chunk_sizes, _prefetches, _shares):
-        for setting, worth in vary(workload, best, asked):
+    for vary in (_on_the_device, _copies):
+        for setting in vary(workload, best, asked):
             found = judged(workload, setting, hardware, micro_batches)
-            if isinstance(found, Judged) and found.result.seconds < worth * best.result.seconds:
+            if isinstance(found, Judged) and found.result.seconds < WORTH * best.result.seconds:
                 best = found
     return with_streaming(workload, best, hardware, micro_batches), None
 
@@ -114,10 +99,11 @@ def with_streaming(workload: Workload, best: Judged, hardware: HardwareProfile, 
 def first_that_fits(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
-    """`asked`, or what fits where that does not: all on the device, or not all, smaller chunks. The first refusal if
-    none does."""
+    """`asked`, or what fits where that does not: all on the device, or not all. The first refusal if none does."""
+    whole = replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes)
+    ways = (asked,) if asked.capacities.device_chunk_bytes is not None else (asked, replace(asked, capacities=whole))
     refusal = None
-    for setting in chain((asked,), _whole(asked), streamed_ways(workload, asked)):
+    for setting in (*ways, not_whole(workload, asked)):
         found = judged(workload, setting, hardware, micro_batches, steps=steps)
         if isinstance(found, Judged):
             return found
@@ -140,25 +126,17 @@ def judge(
         capacities,
         hardware,
         micro_batches=micro_batches,
-        prefetch=setting.prefetch,
         updating=setting.updating,
         steps=steps,
     )
-    return Judged(setting, arrangement, simulated, result)
-
-
-def judged(
-    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
-) -> Judged | NoRoom:
-    """`judge` with the refusal as a value."""
-    return _remembered(workload, setting, hardware, micro_batches, steps)
+    return Judged(setting, arrangement, result)
 
 
 @functools.lru_cache(maxsize=64)
-def _remembered(
-    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, steps: int
+def judged(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
-    """`judged`, of which one plan asks many things twice."""
+    """`judge` with the refusal as a value; one plan asks many things twice."""
     try:
         return judge(workload, setting, hardware, micro_batches, steps=steps)
     except NoRoom as refusal:
@@ -166,15 +144,6 @@ def _remembered(
 
 
 # ---- what is varied ----------------------------------------------------------------------------------------------
-
-Variations = Iterator[tuple[Setting, float]]
-"""Settings, and the part of the best time that each must not exceed to be worth it."""
-
-
-def _whole(asked: Setting) -> Iterator[Setting]:
-    """Everything on the device, for where nothing else has room for it."""
-    if asked.capacities.device_chunk_bytes is None:
-        yield replace(asked, capacities=replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes))
 
 
 def not_whole(workload: Workload, asked: Setting) -> Setting:
@@ -189,67 +158,21 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
     return asked
 
 
-def streamed_ways(workload: Workload, asked: Setting) -> Iterator[Setting]:
-    """Ways to need less of the device than `asked`."""
-    streamed = not_whole(workload, asked)
-    return chain((streamed,) if streamed is not asked else (), _smaller_chunks(workload, streamed))
-
-
-def _smaller_chunks(workload: Workload, asked: Setting) -> Iterator[Setting]:
-    """For where the largest chunk with its neighbours does not fit on the device."""
-    if asked.chunk_bytes is None:
-        size = max(spec.numel * spec.itemsize for spec in workload.parameters)
-        for parts in (1, 4, 16):
-            yield replace(asked, chunk_bytes=chunk_bytes_near(workload, size, 1 / parts))
-
-
-def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Variations:
+def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Iterator[Setting]:
     """The whole model stays there, though that takes more than the usual share of it."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
-    if asked.updating.on_host_only:
-        return
     if not ground.resident and capacities.device_chunk_bytes is None and ground.whole_bytes <= capacities.device_bytes:
         whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
-        yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes), WORTH
+        yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes)
 
 
-def _copies(workload: Workload, best: Judged, asked: Setting) -> Variations:
+def _copies(workload: Workload, best: Judged, asked: Setting) -> Iterator[Setting]:
     """16-bit copies at home, or none of them; beside states on NVMe they would drive others there."""
     ground = best.arrangement.ground
     free = not (ground.resident or ground.uses_nvme) and asked.capacities.home_copies is None
     if free and workload.mixed_precision:
         other = replace(best.setting.capacities, home_copies=not best.arrangement.homes["compute"])
-        yield replace(best.setting, capacities=other), WORTH
-
-
-def _chunk_sizes(workload: Workload, best: Judged, asked: Setting) -> Variations:
-    """Chunks of about half and of about twice the size, of those with little waste."""
-    ground = best.arrangement.ground
-    if not ground.resident and asked.chunk_bytes is None:
-        for factor in (0.5, 2.0):
-            nbytes = chunk_bytes_near(workload, ground.staging_slot_bytes, factor)
-            layout = build_layout(workload.parameters, nbytes // ground.itemsize)
-            rehearsed = sum(chunk.span for chunk in layout.chunks) <= MAXIMUM_SLOTS
-            if rehearsed and layout.waste <= max(MOST_WASTE, ground.layout.waste):
-                yield replace(best.setting, chunk_bytes=nbytes), WORTH
-
-
-def _prefetches(workload: Workload, best: Judged, asked: Setting) -> Variations:
-    """Copies are fetched farther ahead of their use."""
-    if not best.arrangement.ground.resident and any(best.result.bytes.values()):
-        yield replace(best.setting, prefetch=FARTHER), _CHEAP
-
-
-def _shares(workload: Workload, best: Judged, asked: Setting) -> Variations:
-    """Fewer homes on the device than it has room for: what lives there is updated there, in the step, while updates by
-    the host may be hidden behind compute, or the host is the faster of the two."""
-    ground = best.arrangement.ground
-    homes = sum(nbytes for roles in best.result.moved_bytes.values() for nbytes in roles.values())
-    if homes and asked.capacities.device_chunk_bytes is None and not ground.resident:
-        copies = ground.slot_bytes * sum(chunk.span for chunk in ground.chunks)
-        for part in (0.0, 0.5):
-            cap = copies + int(part * homes)
-            yield replace(best.setting, capacities=replace(best.setting.capacities, device_chunk_bytes=cap)), _CHEAP
+        yield replace(best.setting, capacities=other)
 
 
 def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
@@ -297,20 +220,14 @@ def tuning(best: Judged, asked: Setting) -> tuple[str, ...]:
     advice = []
     found = best.setting.capacities
     if found.device_chunk_bytes != asked.capacities.device_chunk_bytes:
-        ground, why = best.arrangement.ground, "the device updates less of the model and the host more, which is faster"
-        if ground.resident:
-            why = "the whole model stays on the device"
-        elif fits_device(ground.whole_bytes, found.device_bytes, asked.capacities.device_chunk_bytes):
-            why = "the model is streamed, and leaves the device to activations"
+        streamed = "the model is streamed, and leaves the device to activations"
+        why = "the whole model stays on the device" if best.arrangement.ground.resident else streamed
         advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): then {why}")
     if found.home_copies is not asked.capacities.home_copies:
         advice.append(f"set Budget(home_copies={found.home_copies})")
     if best.setting.chunk_bytes is not None and best.setting.chunk_bytes != asked.chunk_bytes:
         advice.append(f"set chunk_bytes={best.setting.chunk_bytes}")
-    if best.setting.prefetch != asked.prefetch:
-        ahead = best.setting.prefetch
-        advice.append(f"run this plan (manage(plan=…)): it prefetches {ahead.uses_ahead} uses ahead")
-    if best.setting.streamed and best.streaming is not None:
+    if best.setting.updating.streamed_states and best.streaming is not None:
         both = best.streaming
         advice.append(
             f"give manage the profile of the machine, hardware=…: the states of {both.share:.0%} of the parameters "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from hetmem.planner.reservation import Arrangement, Crossing, with_own_gradients
+from hetmem.planner.reservation import Arrangement, with_own_gradients
 from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import PLACED, CopyState
@@ -37,8 +37,8 @@ class Update:
     the host's workers together, or `device_seconds`.
 
     `number`: of the chunk. `operand`: the block whose copy on the device it makes old, unless it `keeps_copy`.
-    `ready`: whether its gradients are at home. `done` is told at its end. `crossing`: given where states come to the
-    device for it.
+    `ready`: whether its gradients are at home. `done` is told at its end. `crossing`: the bytes
+    that come to the device for it and go home again, where states do.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Update:
     keeps_copy: bool
     ready: Callable[[], bool]
     done: Callable[[], None] = lambda: None
-    crossing: Crossing | None = None
+    crossing: tuple[int, int] | None = None
     had_copy: bool = False
     borrows: bool = False
     """Whether its gradients were brought to a place, and did not arrive in one."""
@@ -126,8 +126,9 @@ class SimulatedDeviceUpdates(DeviceUpdates[int, Update, None, None]):
         self.begun.add(update.number)
         traffic = self._traffic
         traffic.now += update.thread_seconds
-        brought = partial(self._brought, update, update.crossing.home_bytes)
-        traffic.copy_beside(traffic.host_to_device, update.crossing.there_bytes, brought, update.device_seconds)
+        there_bytes, home_bytes = update.crossing
+        brought = partial(self._brought, update, home_bytes)
+        traffic.copy_beside(traffic.host_to_device, there_bytes, brought, update.device_seconds)
 
     def _brought(self, update: Update, home_bytes: int) -> None:
         """The gradients have been read."""
@@ -164,7 +165,7 @@ class SimulatedUpdates(HostUpdates[Update]):
         self._free_at = self._busy_until = 0.0
         self._waiting = False
         self.seconds = 0.0
-        traffic.worker = self
+        traffic.pump, traffic.hasten, traffic.make_way = self.pump, self.hasten, self.give_way
 
     def add(self, update: Update) -> None:
         """Queue `update`; until it is over nothing fetches its operand."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Protocol
 
 from hetmem.schedule.blocks import (
     LOADING,
@@ -74,20 +73,6 @@ class LinkQueue:
         return alone / slower if done >= alone > 0 else busy + alone - done
 
 
-class UpdateWorker(Protocol):
-    """Makes updates behind everything else; see `engine.pending.Worker`."""
-
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
-
-    def hasten(self, block: int) -> None:
-        """Work on `block` first, if on it at all: the thread that trains waits for it."""
-
-    def give_way(self) -> bool:
-        """Let go of memory that is held but not worked with yet; False if there is none."""
-        ...
-
-
 class SimulatedTraffic:
     """`engine.traffic` with a clock in place of threads. `sizes[block]` are the bytes that a transfer of it moves.
 
@@ -100,11 +85,10 @@ class SimulatedTraffic:
         slots: dict[Tier, int],
         hardware: HardwareProfile,
         policy: EvictionPolicy | None = None,
-        prefetch: Prefetch | None = None,
         device_bytes: int = 1 << 40,
         slot_bytes: int | None = None,
     ) -> None:
-        ahead = prefetch or Prefetch()
+        ahead = Prefetch()
         at_once = ahead.at_once(slot_bytes, device_bytes) if slot_bytes else None
         self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once or ahead.in_flight)
         self.sizes: list[int] = []
@@ -126,7 +110,12 @@ class SimulatedTraffic:
         self._cast = Rate(hardware.device.bytes_per_second)
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
-        self.worker: UpdateWorker | None = None
+        self.pump: Callable[[], None] = lambda: None
+        """Has the worker that makes updates behind everything else go on as far as that needs no waiting."""
+        self.hasten: Callable[[int], None] = lambda block: None
+        """Has it work on a block first: the thread that trains waits for that."""
+        self.make_way: Callable[[], bool] = lambda: False
+        """Has it let go of memory that it holds and does not work with yet; False if there is none."""
         self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
@@ -179,8 +168,8 @@ class SimulatedTraffic:
         if commands:
             self.execute(commands, urgent=block)
         state = residency.state
-        if self.worker is not None and state(block, tier) is not VALID:
-            self.worker.hasten(block)
+        if state(block, tier) is not VALID:
+            self.hasten(block)
         while state(block, tier) is not VALID:
             if not self.go_on():
                 raise residency.withdraw(block, tier)
@@ -330,8 +319,7 @@ class SimulatedTraffic:
         """Take note of what has ended meanwhile."""
         while self._ends and self._ends[0][0] <= self.now:
             self._note(heapq.heappop(self._ends)[2])
-        if self.worker is not None:
-            self.worker.pump()
+        self.pump()
 
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
@@ -339,21 +327,11 @@ class SimulatedTraffic:
 
     def go_on(self) -> bool:
         """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
-        if self.worker is not None:
-            self.worker.pump()
+        self.pump()
         if self._ends:
             self.wait_for_one()
             return True
         return self.make_way()
-
-    def pump(self) -> None:
-        """Have the worker go on."""
-        if self.worker is not None:
-            self.worker.pump()
-
-    def make_way(self) -> bool:
-        """Have the worker give memory up; False if it has none."""
-        return self.worker is not None and self.worker.give_way()
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""

@@ -1,13 +1,7 @@
-"""A training step as the planner sees it: what runs and how, and what it comes to. Pure data.
+"""A training step as the planner sees it: what a model does, how a run updates it, and what that comes to. Pure data.
 
-What one forward and backward of a model does, before anything is placed: uses, gradients, live bytes and work.
-
-Pure data, made by tracing on `meta`. Parameters are numbers (indices into `parameters`), never tensors; chunks and
-tiers enter later, so one workload serves every candidate of a plan.
-
-How a run updates, as far as a plan of it depends on that: what it is told, as data. Pure.
-
-What a rehearsed step comes to, as numbers.
+Parameters are numbers (indices into `parameters`), never tensors; chunks and tiers enter later, so one workload serves
+every candidate of a plan.
 """
 
 from __future__ import annotations
@@ -15,8 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import takewhile
 
 from hetmem.schedule.hardware import DeviceProfile
 from hetmem.schedule.layout import ParameterSpec
@@ -33,11 +28,11 @@ class Kind(Enum):
     END = auto()  # the backward is over
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """What operators do: (flops, bytes) of each matrix operator, the bytes of all others, and how many there are."""
 
-    matrix: tuple[tuple[int, int], ...] = ()
+    matrix: list[tuple[int, int]] = field(default_factory=list)
     moved_bytes: int = 0
     operators: int = 0
 
@@ -48,17 +43,17 @@ class Work:
         return matrix + self.moved_bytes / bandwidth + self.operators * device.operator_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Phase:
     """A run of operators: what they do, the most bytes that are not parameters meanwhile, and the calls of functions
     and modules in a forward that make them."""
 
-    work: Work
-    peak_bytes: int
+    work: Work = field(default_factory=Work)
+    peak_bytes: int = 0
     calls: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
     """One boundary, with `during` (the operator that uses the parameters) and `after` (all until the next boundary).
 
@@ -70,7 +65,7 @@ class Event:
     kind: Kind
     operator: str
     parameters: tuple[int, ...]
-    held: tuple[int, ...]
+    held: list[int]
     let_go: tuple[int, ...]
     live_bytes: int
     during: Phase
@@ -132,6 +127,12 @@ class Workload:
     def peak_live_bytes(self) -> int:
         """The most that is not parameters at one time."""
         return max((event.peak_bytes for event in self.events), default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the layers of a forward leave for the backward."""
+        live = [event.live_bytes for event in takewhile(lambda e: e.kind is not Kind.BACKWARD, self.events)]
+        return max(0, live[-1] - live[0]) if live else 0
 
     def gradients(self) -> Counter[int]:
         """How often a gradient of each parameter is made."""
@@ -203,6 +204,22 @@ class StepResult:
         """The same as one of many steps: what one leaves to be written behind it, the next ones wait for, so that none
         is shorter than any resource is busy for it."""
         return replace(self, seconds=max(self.seconds, *self.terms.values()))
+
+    def continued(self, shorter: StepResult, times: float) -> StepResult:
+        """This step, longer by so many `times` what it takes longer than a `shorter` one."""
+
+        def more(mine: float, other: float) -> float:
+            return mine + times * (mine - other)
+
+        return replace(
+            self,
+            seconds=more(self.seconds, shorter.seconds),
+            stall_seconds=more(self.stall_seconds, shorter.stall_seconds),
+            terms={name: more(self.terms[name], shorter.terms[name]) for name in self.terms},
+            bytes={name: round(more(self.bytes[name], shorter.bytes[name])) for name in self.bytes},
+            fetches=round(more(self.fetches, shorter.fetches)),
+            faults=round(more(self.faults, shorter.faults)),
+        ).steady()
 
     @classmethod
     def mean(cls, steps: Sequence[StepResult]) -> StepResult:

@@ -145,7 +145,3 @@ class Prefetch:
         and how many reads from NVMe."""
         small = in_flight_bytes(device_bytes) // max(1, slot_bytes)
         return {Tier.DEVICE: max(self.in_flight, small), Tier.HOST: self.in_flight}
-
-
-FARTHER = Prefetch(32, 4)
-"""What a plan tries beside the default. Between the two nothing else was better in any case that was simulated."""

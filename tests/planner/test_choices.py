@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 import hetmem
 from hetmem import testing
-from tests.planner.tested import FARTHER, KEPT, KIB, MIB, Prefetch, planner
+from tests.planner.tested import KEPT, KIB, MIB, planner
 from tests.test_planning import BATCH, GPT
 
 
@@ -35,18 +35,9 @@ def run(plan: planner.Plan, directory: Path, steps: int = 0, **options: Any) -> 
     return model
 
 
-@pytest.mark.parametrize("ahead", [None, FARTHER, Prefetch(3, 1)], ids=["default", "farther", "another"])
-def test_the_prefetch_distance(ahead: Prefetch | None, tmp_path: Path) -> None:
-    plan = replace(planned(STREAMED), prefetch=asdict(ahead) if ahead else None)
-    model = testing.of(run(plan, tmp_path))
-    memory, asked = model.memory(), ahead or Prefetch()
-    at_once = max(asked.in_flight, memory.device_bytes // 16 // memory.slot_bytes)  # small copies go by their bytes
-    assert model.prefetch_distance() == (asked.uses_ahead, at_once)
-
-
 @pytest.mark.parametrize("chunk_bytes", [None, 64 * KIB])
 def test_the_chunk_size(chunk_bytes: int | None, tmp_path: Path) -> None:
-    plan = replace(planned(STREAMED, chunk_bytes=chunk_bytes), prefetch=None)
+    plan = planned(STREAMED, chunk_bytes=chunk_bytes)
     model = run(plan, tmp_path)
     assert testing.of(model).memory().slot_bytes == plan.slot_bytes
     assert hetmem.report(model).to_dict()["chunk_waste"] == plan.chunk_waste
@@ -116,11 +107,11 @@ def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users()
     """The batch cut in two, joined, and with activations computed again: each judged, the fastest first."""
     batch = torch.zeros(4, 32, dtype=torch.int64)
     roomy = hetmem.Budget(device=16 * MIB, host=16 * MIB, device_chunks=MIB)
-    plan = planner.plan(GPT, batch, roomy, micro_batches=2)
+    plan = planner.plan(GPT, batch, roomy, micro_batches=4)
     seconds = [other["step_seconds"] for other in plan.alternatives]
     assert seconds == sorted(seconds)
     said = {other["advice"].split(" ")[0]: other["micro_batches"] for other in plan.alternatives}
-    assert said["join"] == 1
+    assert said["join"] == 1  # and not two of them, which take longer
     assert plan.activation_bytes["with checkpointing"] < plan.activation_bytes["as written"]
     for other in plan.alternatives:
         assert other["advice"] in " ".join(str(plan).split())

@@ -51,17 +51,29 @@ def test_a_plan_with_an_odd_value_is_refused_or_shown(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("step_seconds", float("nan"), "step_seconds: expected numbers of zero or more, got nan"),
+        (
+            "step_seconds",
+            float("nan"),
+            "step_seconds: expected float | null of numbers that are finite and not below zero, got nan",
+        ),
         ("step_seconds", None, "one that fits has step_seconds"),
         ("binding", "luck", "one that fits has step_seconds, terms, and the longest of them as binding"),
-        ("terms", {"compute": "long"}, "terms: expected a number for each, got"),
-        ("capacity_bytes", {"device": -1, "host": 1, "nvme": 0}, "capacity_bytes: expected numbers of zero or more"),
-        ("activation_bytes", 3, "activation_bytes: expected dict, got 3"),
-        ("largest_parameters", "many", "largest_parameters: expected int, got 'many'"),
+        ("terms", {"compute": "long"}, "terms: expected dict[str, float] of numbers"),
+        (
+            "capacity_bytes",
+            {"device": -1, "host": 1, "nvme": 0},
+            "capacity_bytes: expected numbers for device, host, nvme, got",
+        ),
+        ("activation_bytes", 3, "activation_bytes: expected dict[str, int] of numbers"),
+        ("largest_parameters", "many", "largest_parameters: expected int of"),
         ("alternatives", [{"advice": "wait"}], "alternatives: expected objects with advice, micro_batches"),
-        ("nvme_directories", [1], "nvme_directories: expected a list of strings"),
+        ("nvme_directories", [1], "nvme_directories: expected tuple[str, ...], got [1]"),
         ("streaming", {"share": 1}, "streaming: expected numbers for share, step_seconds, host_step_seconds"),
-        ("role_bytes", {"device": {"a": ""}, "host": {}, "nvme": {}}, "role_bytes: expected whole numbers of bytes"),
+        (
+            "role_bytes",
+            {"device": {"a": ""}, "host": {}, "nvme": {}},
+            "role_bytes: expected numbers for device, host, nvme",
+        ),
     ],
 )
 def test_the_field_is_named_and_what_it_should_be(name: str, value: Any, expected: str) -> None:

@@ -1,12 +1,8 @@
-"""Micro-batches that are counted and not rehearsed: what is left out, and that the step comes to the same."""
+"""Of many micro-batches only a few are rehearsed, and the step comes to the same."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain, repeat
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,9 +17,8 @@ from tests.planner.tested import (
     StepResult,
     Updating,
     arranged,
-    micro_batches,
     rehearse,
-    simulated_trace,
+    step_program,
 )
 
 # No figure is a multiple of another one: of ends at the same time the last bits of sums say which is first.
@@ -44,47 +39,6 @@ ROOMS = {
 }
 
 
-class Clock:
-    """Counts as `SimulatedTraffic` does, of micro-batches that take `seconds`."""
-
-    def __init__(self, seconds: Iterable[float]) -> None:
-        self.now = self.stall_seconds = 0.0
-        self.links = {name: SimpleNamespace(load=SimpleNamespace(bytes=0, seconds=0.0)) for name in "abcd"}
-        self.residency = SimpleNamespace(counts=SimpleNamespace(fetches=Counter(), faults=Counter()))
-        self._seconds = iter(seconds)
-        self.rehearsed = 0
-
-    def rehearse(self) -> None:
-        self.now += next(self._seconds)
-        self.rehearsed += 1
-
-
-def left_out(count: int, seconds: Iterable[float], settled: Iterable[bool] = ()) -> list[tuple[int, int, float]]:
-    """(after which one, how many, seconds of all) of `count` micro-batches that take `seconds`."""
-    clock, found, quiet = Clock(seconds), [], chain(settled, repeat(True))
-    _, more = micro_batches(
-        count,
-        clock,  # type: ignore[arg-type]
-        clock.rehearse,
-        lambda skipped: found.append((clock.rehearsed, skipped)),
-        lambda: next(quiet),
-    )
-    return [(*one, more) for one in found]
-
-
-def test_the_mean_of_four_stands_for_the_others_but_the_first_and_the_last() -> None:
-    assert left_out(100, [9.0] * 4 + [2.0, 3.0, 2.0, 3.0, 7.0]) == [(8, 91, 91 * 2.5)]
-
-
-@pytest.mark.parametrize("count", [1, 2, 9])
-def test_of_a_few_every_one_is_rehearsed(count: int) -> None:
-    assert left_out(count, [1.0] * count) == []
-
-
-def test_while_updates_are_under_way_nothing_is_left_out() -> None:
-    assert left_out(20, [9.0] * 3 + [1.0] * 9, [False, False, True]) == [(10, 9, 9.0)]
-
-
 def steps(room: Capacities, count: int, how: Updating, on: HardwareProfile) -> StepResult:
     setting = Setting(room, MIB, updating=how)
     made = arranged(workload(13), setting)
@@ -99,7 +53,7 @@ def test_a_step_comes_to_what_it_does_with_all_of_them_rehearsed(
     room: Capacities, how: Updating, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = steps(room, count, how, UNEVEN)
-    monkeypatch.setattr(simulated_trace, "_REHEARSED", 99)
+    monkeypatch.setattr(step_program, "_REHEARSED", (4, 99))
     whole = steps(room, count, how, UNEVEN)
     assert quick.events < whole.events
     for seconds, exact in [
@@ -117,7 +71,6 @@ def test_a_step_comes_to_what_it_does_with_all_of_them_rehearsed(
 def test_many_micro_batches_take_no_more_rehearsing_than_a_few(
     room: Capacities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Rehearsal(workload(13), arranged(workload(13), Setting(room, MIB)), room, UNEVEN, micro_batches=512)
     real, seen = Rehearsal._micro_batch, list[int]()
 
     def counted(self: Rehearsal) -> None:
@@ -125,9 +78,7 @@ def test_many_micro_batches_take_no_more_rehearsing_than_a_few(
         real(self)
 
     monkeypatch.setattr(Rehearsal, "_micro_batch", counted)
-    for _ in range(4):
-        seen.clear()
-        result = run.step()
-        assert len(seen) == 9
+    result = steps(room, 512, Updating(), UNEVEN)
+    assert len(seen) <= 4 * 12
     assert result.seconds >= 512 * workload(13).compute_seconds(UNEVEN.device)
     assert result.bytes["device_to_host"] == 512 * 13 * MIB or room is ROOMS["some homes on the device"]

@@ -219,7 +219,7 @@ def managed_by(decorator: str) -> nn.Module:
 
 
 def test_a_plan_says_the_decorator_whose_runs_do_as_planned(profile: Path) -> None:
-    plan = replace(planned(profile), prefetch=None)
+    plan = planned(profile)
     assert 0 < plan.streamed_update_share < 1
     assert f'hardware="{profile}"' in plan.decorator
     assert_runs_as(plan, managed_by(plan.decorator))
@@ -230,8 +230,7 @@ def test_what_keywords_cannot_say_is_in_the_plans_own_file(
 ) -> None:
     plan = planned(ENGINES)
     assert plan.needs_its_file
-    assert replace(planned(profile), prefetch={"uses_ahead": 3, "in_flight": 1}).needs_its_file
-    assert not replace(planned(profile), prefetch=None).needs_its_file
+    assert not planned(profile).needs_its_file
     monkeypatch.chdir(tmp_path)
     plan.save("plan.json")
     assert_runs_as(plan, managed_by('@hetmem.managed(plan="plan.json")'))
@@ -263,7 +262,7 @@ def test_a_plan_compares_both_ways_and_has_the_slots_beside_the_homes(profile: P
 
 def test_a_plan_that_streams_nothing_needs_no_profile() -> None:
     fast = replace(ENGINES, host=replace(ENGINES.host, update_bytes_per_second=1000 * GB))
-    plan = replace(planned(fast), prefetch=None)
+    plan = planned(fast)
     assert (plan.streamed_update_share, plan.streaming, plan.profile, plan.profile_name) == (0.0, None, None, None)
     assert "hardware" not in plan.decorator
     assert SENT_STATES not in plan.role_bytes["device"]

@@ -13,7 +13,6 @@ from tests.planner.test_simulator import traffic, use
 from tests.planner.tested import (
     MIB,
     Capacities,
-    Crossing,
     Decision,
     LinkQueue,
     Notes,
@@ -49,7 +48,7 @@ def streaming(simulated: SimulatedTraffic, slots: int = 100) -> tuple[SimulatedD
 def sent(
     there: int, home: int, *, seconds: float = 0.0, ready: Callable[[], bool] = lambda: True, operand: int | None = None
 ) -> Update:
-    return Update(0, operand, (), 0.0, 0.0, seconds, keeps_copy=False, ready=ready, crossing=Crossing(there, home))
+    return Update(0, operand, (), 0.0, 0.0, seconds, keeps_copy=False, ready=ready, crossing=(there, home))
 
 
 def on_host(seconds: float) -> Update:
@@ -206,7 +205,7 @@ def test_streaming_is_chosen_where_it_is_faster_and_both_times_are_said() -> Non
     decision = decided()
     best = decision.candidate
     assert best is not None
-    assert best.setting.streamed
+    assert best.setting.updating.streamed_states
     alone = judge(workload(), best.setting.updated(streamed_states=False), slow_host(), 1).result.seconds
     assert best.streaming == StreamingGain(1.0, best.result.seconds, alone)
     numbers = f"a step takes {format_seconds(best.result.seconds)}, not {format_seconds(alone)}"
@@ -228,5 +227,5 @@ def test_streaming_is_chosen_where_it_is_faster_and_both_times_are_said() -> Non
 def test_streaming_is_not_chosen_elsewhere(room: Capacities, on: HardwareProfile) -> None:
     decision = decided(room, on)
     assert decision.candidate is not None
-    assert not decision.candidate.setting.streamed
+    assert not decision.candidate.setting.updating.streamed_states
     assert not any("hardware=…" in advice for advice in decision.advice)

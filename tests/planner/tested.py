@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from hetmem import planner
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError, simulated_trace, what_if
+from hetmem.planner import Plan, PlanError, step_program
 from hetmem.planner.decide import Decision, Variant, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import Call, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT, SENT_STATES
-from hetmem.planner.reservation import ROLES, Crossing, arrange, fits, state_bytes
+from hetmem.planner.reservation import ROLES, arrange, fits, state_bytes
 from hetmem.planner.search import (
     Judged,
     Setting,
     StreamingGain,
-    _chunk_sizes,
     arranged,
     chunk_bytes_near,
     judge,
     judged,
     search,
 )
-from hetmem.planner.simulated_trace import Notes, micro_batches
+from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulated_updates import (
     SimulatedDeviceUpdates,
     SimulatedUpdates,
@@ -30,9 +29,8 @@ from hetmem.planner.simulated_updates import (
 )
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.what_if import grown, largest_parameters, stacks
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
-from hetmem.schedule.blocks import FARTHER, Block, CopyState, Prefetch
+from hetmem.schedule.blocks import Block, CopyState
 from hetmem.schedule.eviction import FIFO, LRU, NextUse
 from hetmem.schedule.gradients import Complete
 from hetmem.schedule.hardware import Rate, ThreadCosts
@@ -41,7 +39,6 @@ from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Schedule, Tier
 
 __all__ = [
-    "FARTHER",
     "FIFO",
     "KEPT",
     "KIB",
@@ -55,7 +52,6 @@ __all__ = [
     "Capacities",
     "Complete",
     "CopyState",
-    "Crossing",
     "Decision",
     "Event",
     "Judged",
@@ -68,7 +64,6 @@ __all__ = [
     "Phase",
     "Plan",
     "PlanError",
-    "Prefetch",
     "Rate",
     "Rehearsal",
     "Results",
@@ -87,7 +82,6 @@ __all__ = [
     "Variant",
     "Work",
     "Workload",
-    "_chunk_sizes",
     "arrange",
     "arranged",
     "build_layout",
@@ -98,20 +92,15 @@ __all__ = [
     "fits",
     "format_enough",
     "format_seconds",
-    "grown",
     "judge",
     "judged",
-    "largest_parameters",
-    "micro_batches",
     "parse_size",
     "planner",
     "rehearse",
     "round_down",
     "search",
-    "simulated_trace",
-    "stacks",
     "state_bytes",
+    "step_program",
     "trace",
     "trace_real",
-    "what_if",
 ]
