@@ -257,3 +257,10 @@ def test_nvme_moves_what_the_page_says(m: int, layers: int, host: int, tmp_path:
     expected = FORMULAS["nvme_bytes"](*trained.on_nvme, m, RESIDENT)
     assert trained.moved["nvme_write"] == pytest.approx(expected["nvme_write"], abs=1e-9)
     assert trained.moved["nvme_read"] == pytest.approx(expected["nvme_read"], rel=0.1)
+
+
+def test_each_guarantee_names_the_test_that_holds_it() -> None:
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| (?!-|promise|when|program)", line)]
+    assert len(rows) > 30
+    assert [row for row in rows if not NAMED_FILE.findall(row.rstrip(" |").rsplit("|", 1)[-1])] == []

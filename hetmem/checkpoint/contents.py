@@ -17,6 +17,7 @@ from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.checkpoint.values import Encoder
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
+from hetmem.intercept.async_params import detached
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
@@ -86,7 +87,7 @@ def of_model(model: torch.nn.Module) -> ModelState:
             state.tied[name] = first[id(value)]
         else:
             first[id(value)] = name
-            state.tensors[name] = value.detach()
+            state.tensors[name] = detached(value)
     return state
 
 

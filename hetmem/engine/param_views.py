@@ -64,6 +64,7 @@ class Bindings:
         if at_home or resting:  # both, where it was on the device
             parameter.data = rest if self.rests or not at_home else home
         managed.home_address = home.data_ptr()
+        managed.home_storage = storage_address(home)
         managed.home_references = storage_references(home) + (parameter.data_ptr() != home.data_ptr())
         parameter.__class__ = unbound
         self._learn_home(managed)
@@ -247,6 +248,14 @@ def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> to
     return torch.full((), nothing, dtype=dtype, device=device).expand(like.shape)
 
 
+def show_cast(cast: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Let `cast`, which torch keeps of a weight for later uses, have the weight's `values`; with None it takes no
+    memory, and any function that computes with it raises."""
+    with torch.no_grad():
+        missing = torch.empty((0,) * 5, dtype=cast.dtype, device=cast.device)
+        cast.data = missing if values is None else values.to(cast.dtype)
+
+
 def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
     """Make `home`, which holds the values of `managed`, what `.data` is; operators run on `device`."""
     dtype = managed.chunk.compute_dtype
@@ -255,6 +264,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     managed.home, managed.rest = home, rest_of(managed, home, device)
     managed.parameter.data = home
     managed.version = managed.parameter._version
+    managed.home_storage = storage_address(home)
     managed.home_references = storage_references(home)
     managed.home_address = home.data_ptr()
     gradient = managed.parameter.grad

@@ -81,7 +81,7 @@ class Runtime:
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn)
+        self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn, self.writes.touched.add)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
         self.planned_optimizer: Mapping[str, str] = {}
@@ -533,6 +533,14 @@ class Runtime:
                 block = param_block(managed)
                 self._acquire_device(managed, block, f"a kept view of {managed.name}")
                 self.traffic.release(block, DEVICE)
+
+    def renew_touched(self) -> None:
+        """A backward begins."""
+        if not self.memory.streams:
+            return
+        with self.unwatched():
+            if self.writes.renew_touched():
+                self.renew_what_is_held()
 
     def hold_homes(self) -> None:
         """An optimizer has stepped, and the user may write to weights in whatever way: nothing is read ahead from the

@@ -53,6 +53,10 @@ class WriteCheck:
         16-bit copy is being compared, as the forward began."""
         self.uncounted: set[int] = set()
         """The `id`s of parameters whose copies were ever found to be written without a version."""
+        self.touched: set[ManagedParameter] = set()
+        """Those that the user may have written to without a version since copies of them were made, as was seen."""
+        self.kept: set[ManagedParameter] = set()
+        """Those of which somebody held memory as the last backward began, and may write to it unseen."""
         self.noticed: set[int] = set()
         """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
         self.home_copies = HomeCopies()
@@ -78,6 +82,8 @@ class WriteCheck:
         self._gradients_wanted = torch.is_grad_enabled()
         chunks, counted = self._chunks, self._all_counted()
         due = {each.chunk for each in self._parameters if trained and each.parameter.requires_grad}
+        due.update(managed.chunk for managed in self.touched)
+        self.touched.clear()
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
         copied = bool(traffic.executor.chunk_of_block)
@@ -99,6 +105,24 @@ class WriteCheck:
         self.home_copies.begin(compared)
         self.unsure.update(self.home_copies.unchecked)
         traffic.residency.lift()
+
+    def renew_touched(self) -> bool:
+        """A backward begins, and sees what was written since its forward: copies of what was touched are superseded.
+        Returns whether there were such."""
+        touched = [*self.touched]
+        self.touched.clear()
+        self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
+        for managed in touched:
+            chunk = managed.chunk
+            if chunk.operand_block is None:
+                continue
+            self._traffic.wait_for_update(chunk)
+            self._traffic.wait_until_written([chunk.homes[Role.PARAM]])
+            if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
+                self._traffic.copy_home_again(chunk)
+            else:
+                self._supersede(managed)
+        return bool(touched)
 
     def _all_counted(self) -> dict[Chunk, list[ManagedParameter]]:
         """Return the parameters with a write that torch itself shows, by chunk: `_counted` of all before each forward,

@@ -1,23 +1,30 @@
-"""Parameters that a step returned without: whoever reads one waits until its update is at home.
+"""Parameters between calls of the model: who reads one waits for its update, and who may write to one is noted.
 
-Such a parameter is of a class of its own for as long, which torch asks before it does anything with it; torch does the
-same to parameters without a shape (`torch.nn.parameter.UninitializedParameter`). It stays the same object, and an
-instance of whatever it was an instance of.
+Behind a step with `overlap="forward"` parameters are marked whose updates trail: who reads one waits until that is at
+home. From a forward or a backward to the step all are, as copies of them stay: one whose update has begun before its
+step is neither read nor written, and one of which somebody may have written without a version (`p.data.mul_()`) has its
+copies made anew.
+
+A marked parameter is of a class of its own, which torch asks before it does anything with it; torch does the same to
+parameters without a shape (`torch.nn.parameter.UninitializedParameter`). It stays the same object, and an instance of
+whatever it was an instance of.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import compress
+from operator import attrgetter, gt
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.live_bytes import DeviceMonitor
-from hetmem.engine.param_views import storage_references
+from hetmem.engine.param_views import references, storage_references
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.turns import Turn
 from hetmem.errors import ManageError
@@ -27,24 +34,45 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.tensor_views import without_graph
 from hetmem.torch_private import tree_leaves
 
+_TENSOR: Any = torch.Tensor
 _TOLD: list[Any] = [
-    getattr(torch.Tensor, name)
+    getattr(_TENSOR, name)
     for name in "grad requires_grad _version shape ndim dtype layout device is_cuda is_leaf grad_fn nbytes".split()
 ]
-_TELL_NO_VALUES = {way for each in _TOLD for way in (each.__get__, each.__set__)} | {torch.Tensor.numel}
+_TELL_NO_VALUES = {way for each in _TOLD for way in (each.__get__, each.__set__)} | {
+    getattr(_TENSOR, name)
+    for name in "numel stride is_floating_point is_complex element_size __hash__ requires_grad_ "
+    "register_hook register_post_accumulate_grad_hook".split()
+}
 """What every step asks of every parameter (`zero_grad`), and what is counted or printed."""
-_WAITING: dict[type, type] = {}
+_BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
+_NUMBERS = (bool, float, complex, str, type(None))
 
 
 class Trailing:
-    """The parameters of one model whose updates go on behind a step. While the model computes they are ordinary ones:
-    operators wait for what they use. In a backward only what it computes once more is that; hooks of the user are
-    not."""
+    """The marked parameters of one model. While the model computes they are ordinary ones: operators wait for what they
+    use. In a backward only what it computes once more is that; hooks of the user are not."""
 
-    def __init__(self, chunks: Sequence[Chunk], traffic: Traffic, monitor: DeviceMonitor, turn: Turn) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        traffic: Traffic,
+        monitor: DeviceMonitor,
+        turn: Turn,
+        touched: Callable[[ManagedParameter], None],
+    ) -> None:
         self._chunks, self._traffic, self._monitor, self.turn = chunks, traffic, monitor, turn
+        self._touched = touched
+        self.refuse_updated: weakref.WeakMethod[Callable[[list[ManagedParameter]], None]] | None = None
+        """Raises RuntimeError for parameters whose update has begun before its step."""
+        self.step_runs: Callable[[], bool] = lambda: False
+        """Whether a step of an optimizer of torch is on the stack: it may ask for the type of what it updates."""
+        self._all = {id(managed.parameter): managed for chunk in chunks for managed in chunk.parameters}
         self._marked: dict[int, ManagedParameter] = {}
-        self._goes_on = False
+        self._marks: dict[type, type] = {}
+        self._unmarks: dict[type, type] = {}
+        self._goes_on = self._watches = False
         self._process = os.getpid()
 
     def begin(self) -> None:
@@ -57,24 +85,42 @@ class Trailing:
                 self.wait_for(managed.parameter)
 
     def resume(self) -> None:
-        """The model computes no more: whoever reads what is still not at home waits for it."""
-        if self._goes_on:
+        """The model computes no more."""
+        if self._watches and not self.step_runs():
+            managed_ones = self._all.values()  # of which C++ is asked without a call of Python for each
+            now = map(references, map(_HOME, managed_ones))
+            for managed in compress(managed_ones, map(gt, now, map(_EXPECTED, managed_ones))):
+                if managed.numel:
+                    self._touched(managed)  # through what somebody holds (`kept = p.data`), which tells of nothing
+            self._mark(self._all)
+        elif self._goes_on:
             trailing = [chunk for chunk in self._chunks if self._traffic.trails(chunk)]
             self._goes_on = bool(trailing)
-            for chunk in trailing:
-                for managed in chunk.parameters:
-                    self._mark(managed.parameter, managed)
+            self._mark({id(managed.parameter): managed for chunk in trailing for managed in chunk.parameters})
 
     def look_again(self) -> None:
         """Somebody has waited for all."""
-        self.pause()
+        self.unmark_all()
         self.resume()
 
     def pause(self) -> None:
-        """The model computes, or is no more."""
+        """The model computes, and copies of its parameters stay behind."""
+        self.unmark_all()
+        self._watches = bool(self._traffic.executor.chunk_of_block)
+
+    def stop(self) -> None:
+        """A step begins, behind which no copies stay, or the model is no more."""
+        self.unmark_all()
+        self._watches = False
+
+    def unmark_all(self) -> None:
+        """Whatever reads parameters sees to itself what it reads, until `resume`."""
+        unmarks = self._unmarks
         for managed in self._marked.values():
-            _unmark(managed.parameter)
-        self._marked.clear()
+            parameter = managed.parameter
+            if parameter.__class__ in unmarks:
+                parameter.__class__ = unmarks[parameter.__class__]
+        self._marked = {}
 
     @uncompiled
     @HELD_BACK
@@ -84,7 +130,7 @@ class Trailing:
         managed = self._marked.get(id(parameter))
         if managed is None or self._monitor.paused:
             return
-        if os.getpid() != self._process:
+        if self._goes_on and os.getpid() != self._process:
             raise ManageError(
                 f"{managed.name} is read in another process than that of the step, which returned before all was "
                 f"updated (overlap='forward'): call the optimizer's synchronize() there first"
@@ -92,35 +138,100 @@ class Trailing:
         with self._monitor.unwatched(), without_graph():
             self._traffic.wait_for_update(managed.chunk)
             self._traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
-        for each in managed.chunk.parameters:
+        for each in managed.chunk.parameters if not self._watches else ():
             if self._marked.pop(id(each.parameter), None) is not None:
                 _unmark(each.parameter)
 
-    def _mark(self, parameter: Any, managed: ManagedParameter) -> None:
-        if id(parameter) not in self._marked:
-            parameter.hetmem_trailing = weakref.ref(self)
-            parameter.__class__ = _waiting(type(parameter))
-            self._marked[id(parameter)] = managed
+    @contextmanager
+    def used(self, parameter: Any) -> Iterator[None]:
+        """`parameter` is at home and an ordinary one, which no update changes, and no other thread computes with it."""
+        with self.turn.held("reading a weight"):
+            managed = self._marked.get(id(parameter))
+            refuse = None if self.refuse_updated is None else self.refuse_updated()
+            if managed is not None and refuse is not None and not self._monitor.paused:
+                refuse([managed])
+            self.wait_for(parameter)
+            watched = type(parameter)
+            _unmark(parameter)
+            try:
+                yield
+            finally:
+                if id(parameter) in self._marked:
+                    parameter.__class__ = watched
+
+    def note(self, func: Any, parameters: Sequence[Any], result: Any) -> None:
+        """`func` of `parameters` has returned `result`: whether it has written, or whoever has that may."""
+        if self._monitor.paused:
+            return
+        for managed in filter(None, (self._marked.get(id(parameter)) for parameter in parameters)):
+            if is_in_place(func) or hands_out(managed, func, result):
+                self._touched(managed)
+
+    def _mark(self, parameters: dict[int, ManagedParameter]) -> None:
+        """Without a call for each, as all are marked behind each forward and backward."""
+        marks, unmarks = self._marks, self._unmarks
+        for managed in parameters.values():
+            parameter = managed.parameter
+            kind: type = parameter.__class__
+            if kind in unmarks:  # marked already
+                continue
+            if kind not in marks:
+                marks[kind] = _waiting(kind, self)
+                unmarks[marks[kind]] = kind
+            parameter.__class__ = marks[kind]
+        self._marked = parameters | self._marked
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
+    name: str = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def hands_out(managed: ManagedParameter, func: Any, result: Any) -> bool:
+    """Whether `result` of `func` shows the memory of `managed`, so that writes to it count no version of that."""
+    if func is torch.Tensor.tolist:
+        return False
+    home = managed.home.untyped_storage()._cdata
+    for leaf in tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,):
+        if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, _NUMBERS):
+                return True
+        else:
+            with suppress(RuntimeError):  # it has no memory: sparse, or of a transform
+                if leaf.untyped_storage()._cdata == home:
+                    return True
+    return False
 
 
 class _Waiting:
     """What a parameter is whose update trails, beside what it is anyway."""
 
-    hetmem_trailing: weakref.ref[Trailing]
+    hetmem_trailing: Callable[[], Trailing | None]
 
     @classmethod
     @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _TELL_NO_VALUES:
-            leaves = tree_leaves((args, kwargs))
-            with ExitStack() as turns:
-                for leaf in leaves:
-                    if isinstance(leaf, _Waiting):
-                        turns.enter_context(_read_at_home(leaf))
-                if not any(isinstance(leaf, _Waiting) for leaf in leaves):
-                    return func(*args, **(kwargs or {}))
-        with torch_private.NoFunctionsOfSubclasses():
+        if func in _TELL_NO_VALUES:
+            with torch_private.NoFunctionsOfSubclasses():
+                return func(*args, **(kwargs or {}))
+        asked = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Waiting)]
+        models = dict.fromkeys(filter(None, (type(parameter).hetmem_trailing() for parameter in asked)))
+        with ExitStack() as around:
+            for parameter in asked:
+                around.enter_context(_read_at_home(parameter))
+            if func not in _BACKWARDS:
+                result = func(*args, **(kwargs or {}))
+                for trailing in models:
+                    trailing.note(func, asked, result)
+                return result
+        for trailing in models:
+            trailing.unmark_all()
+        try:
             return func(*args, **(kwargs or {}))
+        finally:
+            for trailing in models:
+                trailing.look_again()
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _read(self, "__deepcopy__", memo)
@@ -133,33 +244,39 @@ class _Waiting:
         return _read(self, "__reduce_ex__", protocol)
 
 
-def _waiting(kind: type) -> type:
-    if kind not in _WAITING:
-        name = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _WAITING[kind] = type(kind.__name__, (_Waiting, kind), name)
-    return _WAITING[kind]
+def _waiting(kind: type, trailing: Trailing) -> type:
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "hetmem_trailing": weakref.ref(trailing)}
+    return type(kind.__name__, (_Waiting, kind), own)
 
 
 def _read(parameter: Any, method: str, argument: Any) -> Any:
     with _read_at_home(parameter):
-        return getattr(super(_Waiting, parameter) if isinstance(parameter, _Waiting) else parameter, method)(argument)
+        return getattr(parameter, method)(argument)
 
 
 @contextmanager
 def _read_at_home(parameter: Any) -> Iterator[None]:
-    """`parameter` is at home, and no other thread computes with it."""
-    reference = getattr(parameter, "hetmem_trailing", None)
-    trailing = None if reference is None else reference()
+    """See `Trailing.used`, if anything marks `parameter`."""
+    kind: Any = type(parameter)
+    trailing = kind.hetmem_trailing() if issubclass(kind, _Waiting) else None
     if trailing is None:  # nobody updates it any more, or another thread has just waited
-        if reference is not None:
-            _unmark(parameter)
+        _unmark(parameter)
         yield
         return
-    with trailing.turn.held("reading a weight"):
-        trailing.wait_for(parameter)
+    with trailing.used(parameter):
         yield
+
+
+def detached(parameter: torch.Tensor) -> torch.Tensor:
+    """Return `parameter.detach()` once its update has ended, also where a program may not read it: between backward and
+    step. For what shows weights and knows that they may be of two steps."""
+    trailing = parameter.hetmem_trailing() if isinstance(parameter, _Waiting) else None
+    if trailing is not None:
+        trailing.wait_for(parameter)
+    with torch_private.NoFunctionsOfSubclasses():
+        return parameter.detach()
 
 
 def _unmark(parameter: Any) -> None:
-    parameter.__class__ = type(parameter).__mro__[2]  # after what waits, and `_Waiting`
-    del parameter.hetmem_trailing
+    if isinstance(parameter, _Waiting):
+        parameter.__class__ = type(parameter).__mro__[2]  # after what waits, and `_Waiting`

@@ -100,6 +100,7 @@ class Regions:
         self.runs = self.may_begin = self.may_end = True
         self._running, self.tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
         if not can_compile():
+            call.left = self._leases.casts.leave_cache(compiled=True)
             return None
         return self.compiler if compiler is None else compiler
 

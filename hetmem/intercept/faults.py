@@ -20,6 +20,7 @@ from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import in_backward
 from hetmem.errors import ManageError
+from hetmem.intercept.async_params import hands_out, is_in_place
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
@@ -77,12 +78,6 @@ _POINTERS = {torch.Tensor.data_ptr, *_getters("__cuda_array_interface__")}
 """What says where a weight lies: it stays there until the call of the module around that is over."""
 _SET_DATA = _TENSOR.data.__set__
 _GET_DATA = _TENSOR.data.__get__
-
-
-def writes(func: Any) -> bool:
-    """Whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
-    name: str = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -202,15 +197,20 @@ class Faults:
         if in_backward():
             self._saved.enter_node()
         self._runtime.use(_name(func), used)
-        stays, displaced = False, self._saved.displace_others()
+        stays, displaced, casts = False, self._saved.displace_others(), self._saved.casts
+        left = casts.leave_cache()
         try:
+            casts.renew(used)
             return run_again([self._runtime], func, args, kwargs)
         finally:
             self._saved.restore_others(displaced)
+            if left is not None:
+                casts.enter_cache_again(left)
             stays = func in _POINTERS and around.keep(used)
             if not stays:
-                written = used if writes(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
+                written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
                 self._runtime.end_use(used, untracked=func in (_SET_DATA, _GET_DATA), writes=written)
+                casts.drop(used)
 
     def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
         parameters = {id(managed.parameter) for managed in used}
@@ -233,11 +233,14 @@ class Faults:
         """A hook of the user within a backward, say: it finds parameters at home, as the last step made them."""
         bindings = self._runtime.bindings
         with HELD_BACK:
+            self._gradients.use_again(used)
             for managed in used:
                 self._runtime.read_at_home(managed)
         there = [managed for managed in used if bindings.send_home(managed)]
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._runtime.writes.kept.update(managed for managed in used if hands_out(managed, func, result))
+            return result
         finally:
             with HELD_BACK:
                 self._runtime.rest_again(there)
@@ -267,7 +270,7 @@ def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwarg
     try:
         return func(*args, **kwargs)
     except torch.OutOfMemoryError as error:
-        if writes(func) or "out" in kwargs:
+        if is_in_place(func) or "out" in kwargs:
             raise _explained(runtimes, error) from None
         for runtime in runtimes:
             runtime.out_of_memory()

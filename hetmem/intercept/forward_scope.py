@@ -42,9 +42,9 @@ CALLS: Any = next(
 
 class Call:
     """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its
-    length, `displaced` the hooks of others that gave way for that."""
+    length, `displaced` the hooks of others that gave way for that, `left` the cache of `torch.autocast` that did."""
 
-    __slots__ = ("_plain", "displaced", "module", "number", "used")
+    __slots__ = ("_plain", "displaced", "left", "module", "number", "used")
 
     def __init__(self, module: object, frame: FrameType | None) -> None:
         """`frame`: that of torch's which makes the call, see `calling_frame`."""
@@ -52,6 +52,7 @@ class Call:
         self._plain = frame is not None and frame.f_code is CALLS
         self.used: list[ManagedParameter] = []
         self.displaced: Any = None
+        self.left: Any = None
 
     def is_made_in(self, frame: FrameType | None) -> bool:
         """Whether `frame` makes it; torch calls hooks after an error in another one. A frame that is gone may have left
@@ -135,7 +136,7 @@ class Compute:
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its part of the turn of its thread, see `turns`."""
-        self._ended, self._cached = ended, False
+        self._ended = ended
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 
     def runs(self) -> bool:
@@ -201,19 +202,6 @@ class Compute:
         """`handler` is called in the place of operators."""
         self.operators = handler
         _Operators(self).__enter__()
-
-    def leave_autocast_cache(self, device_type: str) -> None:
-        """`torch.autocast` around it casts weights anew at each use: what it keeps of each until the end of a forward
-        would be as much as a copy of the whole model. It puts this right by itself where an interrupt ends it."""
-        if torch.is_autocast_enabled(device_type):
-            self._cached = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)
-
-    def enter_autocast_cache_again(self) -> None:
-        """On its thread."""
-        if self._cached:
-            self._cached = False
-            torch.set_autocast_cache_enabled(True)
 
     def end(self) -> None:
         """It is over."""

@@ -75,6 +75,7 @@ class Interception:
         self.activations = Activations(runtime) if moves_activations else None
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
+        runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self._computes = _OfThread()
         self._process = os.getpid()
@@ -119,7 +120,7 @@ class Interception:
         if self.activations is not None:
             self.activations.closed = True
         self.reset()
-        self.runtime.trailing.pause()
+        self.runtime.trailing.stop()
         self.gradients.remove()
         for handle in self._handles:
             handle.remove()
@@ -180,7 +181,7 @@ class Interception:
             return False
         if not self.runtime.memory.streams:
             return True
-        if compute.task >= 0 or self._regions.any_asked:
+        if compute.task >= 0 or self._regions.any_asked or self._saved.casts.are_made():
             return False
         return self.leases.begin_whole(call, module)
 
@@ -255,7 +256,6 @@ class Interception:
         else:
             with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
-            compute.leave_autocast_cache(memory.device.torch_device.type)
             self.gradients.within_step = self.gradients.half_stepped
         self._saved.enter(compute)
 
@@ -347,6 +347,7 @@ class Interception:
             return
         if not self._backwards:
             runtime.trailing.pause()
+            runtime.renew_touched()
         self._backwards += 1
         runtime.bindings.leave_home(backward=True)
         self.gradients.rest_again()
@@ -355,6 +356,8 @@ class Interception:
         """Also one that has raised."""
         if self._backwards:
             self._backwards -= 1
+            if self._backwards:  # what is computed next may be a function of weights whose gradients have arrived
+                self.gradients.rest_again()
             self.runtime.bindings.end_rest()
             self._current(sys._getframe())
             self.runtime.bindings.go_home()
@@ -437,11 +440,13 @@ class Interception:
                 self.leases.end(ended.calls.pop())
             ended.end()
             if ended.thread == threading.get_ident():
-                ended.enter_autocast_cache_again()
                 HELD_BACK.end_segment()
             if ended.task < 0:
                 self.runtime.bindings.go_home()
+                self._saved.casts.go_home()
         if not here and not self._backwards:
+            if self.runtime.bindings.away:  # of a model that could not leave the device
+                self.runtime.bindings.all_home()
             self.runtime.trailing.resume()
         for each in over:
             self.runtime.turn.give(each.section)

@@ -30,6 +30,7 @@ class Leases:
         self._by_id = runtime.bindings.by_id
         self._bound: list[Call] = []
         """Calls that have weights bound, outermost first."""
+        self.casts = saved.casts
         self._device_type = runtime.memory.device.torch_device.type
         runtime.give_leases_up = weakly(self._give_up)
 
@@ -43,6 +44,8 @@ class Leases:
         if used and self._runtime.memory.streams and (not used[1:] or self._fit(used)):
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
+                if torch.is_autocast_enabled(self._device_type):  # asked here, as it is at each call
+                    call.left = self.casts.leave_cache()
             except DeviceOutOfMemoryError as error:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
@@ -69,8 +72,6 @@ class Leases:
         """Bind `used` until `end(call)`; they are called `name` together."""
         if recomputed or self._gradients.within_step:
             self._gradients.use_again(used)
-        if torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled():
-            torch.set_autocast_cache_enabled(False)  # of one entered in the forward, whose exit puts this right
         fresh = used
         for managed in used:
             if managed.bound or used[1:]:
@@ -82,6 +83,8 @@ class Leases:
         if top is not None and type(top[0]) is not Pack:
             call.displaced = self._saved.displace_others()
         self.keep(call, used)
+        if self.casts.alive:
+            self.casts.renew(fresh)
 
     def keep(self, call: Call, used: list[ManagedParameter]) -> None:
         """`used`, which are bound, are so until `end(call)`."""
@@ -95,6 +98,9 @@ class Leases:
         """`call` is over. On its thread, or on any if that one was interrupted."""
         if call.displaced is not None:
             self._saved.restore_others(call.displaced)
+        if call.left is not None:
+            self.casts.enter_cache_again(call.left)
+            call.left = None
         if call.used:
             self._let_go(call)
 
@@ -113,6 +119,8 @@ class Leases:
             over = list(dict.fromkeys([managed for managed in used if not managed.bound]))
         if over:
             self._runtime.end_call(over)
+            if self.casts.alive:
+                self.casts.drop(over)
 
     def _give_up(self) -> bool:
         """Something needs room on the device: the weights of the outermost call are unbound. False if there is none."""

@@ -201,7 +201,7 @@ class Segments:
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
-        self._runtime.trailing.pause()
+        self._runtime.trailing.stop()
         self._runtime.enter(TrainingPhase.STEP)
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)

@@ -16,6 +16,7 @@ from hetmem.activations.storages import SavedView, modified
 from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import in_backward
+from hetmem.intercept.autocast_casts import Casts
 from hetmem.intercept.dynamo import called_by_autograd, set_compiler, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
 from hetmem.intercept.phases import Segments
@@ -73,6 +74,7 @@ class SavedTensors:
         self._runtime, self.segments = runtime, segments
         self.activations = activations
         """What moves everything but weights; None = it stays on the device."""
+        self.casts = Casts(runtime)
         self._by_id = runtime.bindings.by_id
         self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
@@ -115,6 +117,8 @@ class SavedTensors:
     def pack_by(self, others: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """What `others` keep instead of `tensor`. They see a weight as operators do, and keep its home."""
         with torch_private.NoFunctions():
+            if tensor.grad_fn.__class__ in _CASTS and self.of_cast(tensor) is not None:
+                return others(tensor.detach().requires_grad_(tensor.requires_grad))  # what they keep stays as it is
             place = self.pack(tensor)
             if not isinstance(place, Saved) or place.dtype is not place.managed.chunk.compute_dtype:
                 return others(tensor)
@@ -156,6 +160,7 @@ class SavedTensors:
         managed = self._by_id.get(id(getattr(cast.next_functions[0][0], "variable", None)))
         if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
             return None
+        self.casts.note(managed, base)
         saved = _place_of(managed, tensor, tensor.stride())
         saved.is_cast = True
         return saved

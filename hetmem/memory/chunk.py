@@ -167,6 +167,7 @@ class ManagedParameter:
     home: torch.Tensor
     rest: torch.Tensor
     stand_in: torch.Tensor | None = None
+    home_storage: int = 0
     home_references: int = 0
     home_address: int = 0
     version: int = 0

@@ -129,6 +129,10 @@ class ChunkUpdate:
         """Bytes of the parameters that are updated."""
         return sum(part.managed.numel * part.managed.chunk.dtype.itemsize for part in self.parts)
 
+    def updates(self, managed: ManagedParameter) -> bool:
+        """Whether `managed` is one of the parts."""
+        return any(part.managed is managed for part in self.parts)
+
     def of(self, parts: list[Part]) -> bool:
         """Whether it is of `parts`, in whatever order, as they are now."""
         theirs = {part.managed: part for part in parts}

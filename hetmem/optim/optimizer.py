@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hetmem import torch_private
 from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
@@ -146,7 +147,8 @@ class OffloadedOptimizer(Optimizer):
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
         for stepper in self._steppers.values():  # before gradients are looked at, which may be used up by what failed
             stepper.refuse_ruined()
-        refuse_used_up(parameter for group in self.param_groups for parameter in group["params"])
+        with torch_private.NoFunctionsOfSubclasses():  # gradients are asked for, and no values
+            refuse_used_up(parameter for group in self.param_groups for parameter in group["params"])
         with self._turns("a step"):
             try:
                 self._step_all()
@@ -193,7 +195,8 @@ class OffloadedOptimizer(Optimizer):
         with self._turns("zero_grad()"):
             if not set_to_none:
                 self.synchronize()  # an update that is under way reads them
-            super().zero_grad(set_to_none)
+            with torch_private.NoFunctionsOfSubclasses():
+                super().zero_grad(set_to_none)
 
     @HELD_BACK
     @torch.inference_mode(False)  # where tensors take writes later

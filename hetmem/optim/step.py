@@ -147,12 +147,12 @@ class Stepper:
     def used_again(self, managed: ManagedParameter) -> None:
         """An operator before the end of the step uses `managed`, which may be updated already."""
         update = self._progress.get(managed.chunk)
-        if update is not None and update.begun and not self.failed:
+        if update is not None and update.begun and not self.failed and update.updates(managed):
             raise RuntimeError(
-                f"{managed.name} is used again, by a recomputation within backward or a forward before step(), after "
-                f"its update had begun (overlap={self._optimizer.overlap.value!r}), as all its gradients had arrived: "
-                f"call step() before (to leave it out, or after a backward that did not end, forget_step() and "
-                f"zero_grad()), or {advice(self._optimizer.gradients)}. {GOES_THROUGH}. "
+                f"{managed.name} is used again, by a recomputation within backward, or by a forward, a read or a write "
+                f"before step(), after its update had begun (overlap={self._optimizer.overlap.value!r}), as all its "
+                f"gradients had arrived: call step() before (to leave it out, or after a backward that did not end, "
+                f"forget_step() and zero_grad()), or {advice(self._optimizer.gradients)}. {GOES_THROUGH}. "
                 f"{updated_already(self._progress.values())}"
             )
 
@@ -181,6 +181,7 @@ class Stepper:
         return chunk not in self._progress and all(
             self._arrivals.complete(m)
             and not has_hooks_of_the_user(m.parameter)
+            and m not in self.runtime.writes.kept
             and self.owners.may_begin(m, self._optimizer)
             for m in mine
         )

@@ -30,6 +30,7 @@ class Side:
         self.saved: Any = None
         self.hooks: list[Any] = []
         self.held: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
         self.averages: list[torch.Tensor] = []
         self.filed: Any = None
         self.scale_rule = (
@@ -225,6 +226,40 @@ class Side:
                 elif way == 5 and parameter.dtype is not torch.bfloat16:
                     parameter.detach().numpy()[...] *= 0.75
         self.refresh()
+
+    def unseen(self, draw: Random) -> Any:
+        """Weights are changed so that no version counts it, at any moment; also through what is kept until the next."""
+        for kept in self.kept:
+            kept.mul_(0.875)
+        self.kept.clear()
+        for parameter in self.some(draw):
+            way = draw.randrange(4)
+            if way == 0:
+                parameter.data.clamp_(-0.1, 0.1)
+            elif way == 1 and parameter.dtype is not torch.bfloat16:
+                parameter.detach().numpy()[...] *= 0.75
+            elif way == 2 and parameter.numel():
+                parameter.data.view_as(parameter).select(0, draw.randrange(len(parameter))).fill_(0.1) if (
+                    parameter.dim()
+                ) else parameter.data.fill_(0.1)
+            else:
+                self.kept.append(parameter.data)
+        self.refresh_unseen()
+
+    def refresh_unseen(self) -> None:
+        """The same as `refresh`, so that no version counts it."""
+
+    def forgotten(self, draw: Random) -> Any:
+        """A step is skipped, as after a loss that is not finite."""
+        if self.program.early:
+            return
+        self.skip(draw)
+        loss = self.net(self.tokens(draw))
+        self.backward_of(loss)
+        self.skip(draw)
+        self.forget_step()
+
+    def forget_step(self) -> None: ...
 
     def write_states(self, draw: Random) -> Any:
         state = self.optimizer.state

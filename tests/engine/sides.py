@@ -49,6 +49,10 @@ class Plain(Side):
                 with torch.no_grad():
                     copied.copy_(master)
 
+    def refresh_unseen(self) -> None:
+        for master, copied in self._pairs() if self.program.mixed else ():
+            copied.data.copy_(master.data)
+
     def make_optimizer(self) -> None:
         kind, options = OPTIMIZERS[self.program.optimizer]
         one_by_one: dict[str, Any] = {"foreach": False} if self.program.optimizer.startswith("offload") else {}
@@ -111,6 +115,8 @@ class Managed(Side):
     def __init__(self, program: Program, directory: Path) -> None:
         super().__init__(program)
         self.net, self._directory = self.module, directory
+        self.views = [p.detach() for p in self.module.parameters()] if program.seed % 3 == 0 else []
+        """From before it is managed, which the user keeps; they show what the weights were."""
         (directory / "other").mkdir(exist_ok=True)
         self._manage(program.placement, program.room, program.staging)
 
@@ -180,6 +186,10 @@ class Managed(Side):
         inside = testing.of(self.module)
         inside.look_for_idle_memory()  # to be tried again as long as the program runs
         inside.make_room(draw.choice((1 << 12, 1 << 14, 1 << 30)))
+
+    def forget_step(self) -> None:
+        if not self.program.optimizer.startswith("torch"):
+            self.optimizer.forget_step()
 
     def make_optimizer(self) -> None:
         kind, options = OPTIMIZERS[self.program.optimizer]

@@ -116,6 +116,8 @@ def test_a_step_refuses_a_weight_that_was_written_beside_one_that_nobody_updates
     loss_of(managed, batch).backward()
     with torch.no_grad():
         managed[0].bias.mul_(2)
-        managed[2].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="after its update had begun"):
+            managed[2].weight.mul_(2)
+    torch.autograd.graph.increment_version(managed[2].weight)  # as code that torch asks nothing of
     with pytest.raises(RuntimeError, match=r"weights, gradients or hyper-parameters of .* changed after their update"):
         optimizer.step()

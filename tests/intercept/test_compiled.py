@@ -19,7 +19,17 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import testing
-from tests.engine.harness import CHUNK, Recipe, assert_same, assert_same_weights, manage, train_both, vector_batches
+from tests.engine.harness import (
+    CHUNK,
+    Recipe,
+    assert_same,
+    assert_same_weights,
+    loss_of,
+    manage,
+    pair,
+    train_both,
+    vector_batches,
+)
 from tests.engine.lazy_device import UnwatchedDevice
 from tests.engine.test_writes_within_steps import KINDS, WritesInForward
 from tests.pairs import some
@@ -67,7 +77,7 @@ class Chain(nn.Module):
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)  # type: ignore[no-any-return]
+        return self.blocks(x)
 
 
 raised: type[BaseException] = ValueError
@@ -130,7 +140,7 @@ def whole_in_place(model: Any, backend: Any) -> Any:
 def function_around(model: Any, backend: Any) -> Any:
     @torch.compile(backend=backend)
     def around(x: torch.Tensor) -> torch.Tensor:
-        return model(x)  # type: ignore[no-any-return]
+        return model(x)
 
     return around
 
@@ -441,3 +451,35 @@ def test_a_compiled_training_step_trains_the_same(tmp_path: Path) -> None:
     for (batch,) in vector_batches(3):
         assert_same(step(plain, left, batch), compiled(managed, right, batch), "loss")
         assert_same_weights(plain, managed)
+
+
+class Uses(nn.Module):
+    """It uses its weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.relu(self.layer(x)))
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_under_autocast_compiled_code_casts_at_each_use_also_where_it_is_measured(
+    placement: str, tmp_path: Path
+) -> None:
+    """Else torch keeps one cast, in which gradients are added in 16 bits."""
+
+    def blocks() -> nn.Module:
+        block, other = Uses(), Uses()
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), block, other, block, other)
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(module, batch)
+
+    modules = pair(blocks, placement, tmp_path)
+    for module in modules:
+        for block in (module[1], module[2]):
+            block.compile(backend="aot_eager")
+    train_both(*modules, vector_batches(2, 8, WIDTH), loss=loss)

@@ -70,7 +70,8 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Bare(nn.Module):
-    """Two checkpoints of functions that use weights without the modules that they belong to, and not at first."""
+    """Checkpoints of functions, one of them twice in turn, that use weights without the modules that they belong
+    to, and not at first."""
 
     def __init__(self, way: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Bare(nn.Module):
         return F.linear(torch.cos(x), self.third.weight) @ self.third.weight * self.third.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.way(self.other, self.way(self.part, self.first(x)))
+        return self.way(self.other, self.way(self.part, self.way(self.part, self.first(x))))
 
 
 @pytest.mark.each
