@@ -1,4 +1,4 @@
-"""What the user may set, the budget of each tier, and what hetmem needs. The only module that may read the environment."""
+"""What the user may set, the budget of each tier, and what hetmem needs. Nothing else reads the environment."""
 
 from __future__ import annotations
 

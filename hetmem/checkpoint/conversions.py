@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hetmem.checkpoint.disk import OpenFile
+from hetmem.checkpoint.disk import OpenFile, Source
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.moving import read_tensors
-from hetmem.checkpoint.weights import Source
 from hetmem.errors import CheckpointError
 
 _BUFFERS = ("rotary_emb.inv_freq", "position_ids")
