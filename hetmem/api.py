@@ -160,7 +160,7 @@ def manage(
         ahead = Prefetch()
         at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
         residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once)
-        engine = TransferEngine(accelerator, memory.store)
+        engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=sanitize)
         runtime.hardware = profile

@@ -79,21 +79,16 @@ class EarlyStreams(LazyStreams):
         return super().enqueue(link, after, lambda: None)
 
 
-class HostSlots:
+def host_slots(nbytes: int) -> torch.Tensor:
     """Memory of slots from the CPU's allocator."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def last_use(self, memory: torch.Tensor) -> None:
-        """Nobody is late with it."""
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class LazyDevice(SimDevice):
     """Acts like a GPU whose copies are late, with a GPU's pool over the memory of the CPU."""
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return DevicePool(slot_bytes, slots, self.torch_device, HostSlots())
+        return DevicePool(slot_bytes, slots, self.torch_device, host_slots)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         self.streams = LazyStreams()
