@@ -36,13 +36,12 @@ from hetmem.schedule.update_split import (
     Costs,
     Facts,
     Fitting,
-    Shares,
     StreamedShare,
     Way,
-    best_shares,
     choose,
     idle_bytes,
     spread,
+    streamed_part,
     update_costs,
 )
 from hetmem.schedule.updates import Turns
@@ -88,7 +87,6 @@ __all__ = [
     "Schedule",
     "SegmentTrace",
     "Send",
-    "Shares",
     "SlotMap",
     "StreamedShare",
     "Supply",
@@ -98,7 +96,6 @@ __all__ = [
     "UseSequence",
     "Way",
     "Write",
-    "best_shares",
     "build_layout",
     "choose",
     "fits_device",
@@ -111,5 +108,6 @@ __all__ = [
     "set_aside",
     "spread",
     "staging_slots",
+    "streamed_part",
     "update_costs",
 ]
