@@ -1,8 +1,8 @@
 """Which storages leave as soon as they may: all of them, or those without which a step does not fit.
 
-Note "auto": the first step of a kind moves nothing until the device has no room; then those saved first leave. From what
-that step has shown `schedule.saved` says which must leave, and the next one, which is traced anew, has these leave as
-soon as they may. Whatever else still had to leave in it joins them, until nothing has to.
+Note "auto": the first step of a kind moves nothing until the device has no room; then those saved first leave. From
+what that step has shown `schedule.saved` says which must leave, and the next one, which is traced anew, has these leave
+as soon as they may. Whatever else still had to leave in it joins them, until nothing has to.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ class WhatMust:
         if not self._measured or not recorded.intervals:
             return
         places: set[tuple[Hashable, int]] = set()
-        if self._chosen.keys().isdisjoint(key for key, _ in recorded.places.values()):
-            if recorded.to_leave(room.saved_bytes()):
-                places = recorded.to_leave(room.saved_bytes() - 2 * self._window)
+        is_new = self._chosen.keys().isdisjoint(key for key, _ in recorded.places.values())
+        if is_new and recorded.to_leave(room.saved_bytes()):
+            places = recorded.to_leave(room.saved_bytes() - 2 * self._window)
         places = places or recorded.places_of(self._forced)
         for key, at in places:
             self._chosen.setdefault(key, set()).add(at)

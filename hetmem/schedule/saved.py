@@ -1,6 +1,7 @@
 """Which storages that autograd saves leave the device, so that a step fits: the fewest, those saved longest first.
 
-Pure numbers, for a run and a plan alike. Time is a clock that ticks whenever a storage is saved, or used by the backward.
+Pure numbers, for a run and a plan alike. Time is a clock that ticks whenever a storage is saved, or used by the
+backward.
 """
 
 from __future__ import annotations

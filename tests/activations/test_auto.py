@@ -46,7 +46,7 @@ def test_a_larger_device_moves_less_and_no_more_than_is_missing(tmp_path: Path) 
     the step that lacks room, and as much as was held by a forward when the device was full."""
     needed = peak(trained(tmp_path, 8 << 20, steps=1)[0])
     for size in (needed - 2 * SAVED, needed // 2):
-        managed, moved = trained(tmp_path, size, sanitize=False)
+        _, moved = trained(tmp_path, size, sanitize=False)
         missing = needed - size
         assert missing - 2 * SAVED <= moved[-1] <= missing + 192 * KIB + 2 * SAVED, (size, missing, moved)
 
