@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
-from hetmem.schedule.trace import NEVER
+from tests.schedule.tested import NEVER, SavedInterval, SavedRound, to_leave
 
 LAYERS = 4
 
