@@ -56,7 +56,7 @@ class CudaDevice(Device):
         if not 0 <= index < torch.cuda.device_count():
             raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
         self.torch_device = torch.device("cuda", index)
-        self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
+        super().__init__(None if memory is None else parse_size(memory, "CudaDevice(memory)"))
         self._ways = ways
         self._page_locks: list[PageLocks] = []
         self._refused = ""

@@ -102,10 +102,12 @@ class Device:
     """
 
     torch_device = torch.device("cpu")
-    memory_bytes: int | None
     watched = True
     SHARE = 0.25
     """Without a budget: this share of the memory that is free now."""
+
+    def __init__(self, memory_bytes: int | None) -> None:
+        self.memory_bytes = memory_bytes
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -184,7 +186,7 @@ class SimDevice(Device):
         host_to_device: int | str | None = None,
         device_to_host: int | str | None = None,
     ) -> None:
-        self.memory_bytes = None if memory is None else parse_size(memory, "SimDevice(memory)")
+        super().__init__(None if memory is None else parse_size(memory, "SimDevice(memory)"))
         self.host_to_device = _speed(host_to_device, "SimDevice(host_to_device=…)")
         self.device_to_host = _speed(device_to_host, "SimDevice(device_to_host=…)")
 
