@@ -21,6 +21,7 @@ from tests.report.tested import (
     Fault,
     MemoryReport,
     Span,
+    Stall,
     files,
     format_seconds,
     format_size,
@@ -90,8 +91,8 @@ def long_step(moments: int = 10_000, chunks: int = 200) -> dict[str, Any]:
         ],
         copies=[change for change in changes if change.at < 108],
         transfers=transfers,
-        faults=[Fault(102.0, 3, 0.5)],
-        stalls=[Span("stall", 102.0, 102.5)],
+        faults=[Fault(102.0, 3)],
+        stalls=[Stall(102.0, 102.5, 3)],
         updates=[Span("chunk 3", 107, 108)],
     )
     tiers = {name: {"used_bytes": 0, "homes": {}, **tier} for name, tier in SAMPLE["tiers"].items()}
@@ -271,7 +272,7 @@ def test_hovering_tells_what_is_under_the_pointer(browser: Any, long_page: Path)
         tip = page.locator("#tip")
         text = tip.inner_text()
         assert "Chunk 3, weights" in text
-        assert "Fault" in text
+        assert "Compute waited" in text
         assert "500.0 ms" in text
         assert NASTY in text
         page.mouse.move(5, 5)
