@@ -27,7 +27,7 @@ from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import Prefetch
-from hetmem.schedule.eviction import EvictionPolicy
+from hetmem.schedule.cache import EvictionPolicy
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
