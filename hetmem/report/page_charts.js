@@ -166,7 +166,7 @@ class ChunkMap {
   }
 
   summary() {
-    return `${this.rows.length} rows` + (this.tier ? "" : `, ${this.stalls.length} stalls`);
+    return `${this.rows.length} rows` + (this.tier ? "" : `, ${this.stalls.length} ${this.stalls.length === 1 ? "stall" : "stalls"}`);
   }
 
   height() {

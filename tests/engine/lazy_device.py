@@ -211,9 +211,9 @@ class ClockedDevice(SimDevice):
     """Has a clock of its own, on which compute runs behind the host and each thing takes as long as it is told to.
 
     Values are computed when they are asked for; what runs behind is time. The host's clock goes on where a test
-    launches something, and where the host waits; compute's goes on by what was launched, behind the host and the copies that it
-    was ordered after; a copy takes its bytes by the `rate` of its link, one after the other. So a run takes the same
-    seconds each time, and they can be added up by hand. Updates on the host take none.
+    launches something, and where the host waits; compute's goes on by what was launched, behind the host and the copies
+    that it was ordered after; a copy takes its bytes by the `rate` of its link, one after the other. So a run takes the
+    same seconds each time, and they can be added up by hand. Updates on the host take none.
     """
 
     def __init__(self, rate: float) -> None:

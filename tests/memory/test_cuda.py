@@ -160,7 +160,7 @@ def test_the_report_says_how_much_of_the_device_lay_in_fragments(cuda: FakeCuda,
 def test_the_report_reads_when_compute_was_over_from_few_events(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two a segment, and two around the update, whatever the number of operators; an event without timing is refused."""
+    """Two a segment, and two around the update, whatever the number of operators."""
     timed: list[Event] = []
 
     class Counted(Event):

@@ -75,6 +75,7 @@ def test_the_timeline_tells_of_every_byte_that_came_to_the_device(placement: str
         entries = zip(moved["bytes"], moved["link"], began, strict=True)
         assert sum(b for b, of, here in entries if of == number and here) == step["bytes"][link]
     assert step["bytes"]["host_to_device"] > 0
+    assert max(data["timeline"]["stalls"]["block"]) >= 0, "a chunk was waited for"
     assert data["timeline"]["moments"]["at_us"] == sorted(data["timeline"]["moments"]["at_us"])
     assert step["moments"] == len(data["timeline"]["moments"]["at_us"]) > 0
     hetmem.release(model)
