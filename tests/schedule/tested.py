@@ -28,6 +28,7 @@ from hetmem.schedule.placement import (
     staging_slots,
 )
 from hetmem.schedule.residency import Residency
+from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
@@ -85,6 +86,8 @@ __all__ = [
     "Rate",
     "Residency",
     "Room",
+    "SavedInterval",
+    "SavedRound",
     "Schedule",
     "SegmentTrace",
     "Send",
@@ -111,5 +114,6 @@ __all__ = [
     "set_aside",
     "spread",
     "staging_slots",
+    "to_leave",
     "update_costs",
 ]
