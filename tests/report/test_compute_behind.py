@@ -87,7 +87,7 @@ def test_compute_that_waits_for_copies_is_without_what_it_waited() -> None:
     weights = sum(block["stall_seconds"] for block in blocks if block["role"] == "param")
     assert weights == about(COPY + (LAYERS - 1) * (COPY - 0.001)), "each hides behind the layer before it"
     first = data["faults"] - 3 * step["faults"]
-    assert (step["faults"], first) == (4, 11), "the others were on their way, but in the first step, which knows no order"
+    assert (step["faults"], first) == (4, 11), "others were on their way, except in the first step"
 
 
 def test_compute_that_has_caught_up_with_its_host_is_bound_by_launching() -> None:

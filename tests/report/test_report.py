@@ -75,7 +75,6 @@ def test_the_timeline_tells_of_every_byte_that_came_to_the_device(placement: str
         entries = zip(moved["bytes"], moved["link"], began, strict=True)
         assert sum(b for b, of, here in entries if of == number and here) == step["bytes"][link]
     assert step["bytes"]["host_to_device"] > 0
-    assert max(data["timeline"]["stalls"]["block"]) >= 0, "a chunk was waited for"
     assert data["timeline"]["moments"]["at_us"] == sorted(data["timeline"]["moments"]["at_us"])
     assert step["moments"] == len(data["timeline"]["moments"]["at_us"]) > 0
     hetmem.release(model)
@@ -164,6 +163,7 @@ def test_one_step_is_not_yet_a_whole_one(tmp_path: Path) -> None:
     assert data["step"] is None
     assert "one optimizer step was taken" in data["missing"][0]
     assert [name for name, _, _ in data["timeline"]["segments"]] == ["forward", "backward", "step"]
+    assert max(data["timeline"]["stalls"]["block"]) >= 0, "nothing is fetched ahead yet: each chunk is waited for"
     hetmem.release(model)
 
 
