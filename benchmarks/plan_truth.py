@@ -33,7 +33,7 @@ from hetmem.planner.model import trace
 from hetmem.planner.workload import Workload
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
-from hetmem.tools.overheads import Overheads
+from hetmem.tools.measuring import Overheads
 from hetmem.tools.probe import probe
 
 VOCABULARY, TOKENS, ROWS, HEADS = 4096, 128, 4, 8

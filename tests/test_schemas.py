@@ -20,7 +20,6 @@ from hetmem.schedule.hardware import (
     Rate,
     ThreadCosts,
 )
-from hetmem.tools.bench import Row, Transfers
 
 PAGE = (Path(__file__).parent.parent / "docs" / "schemas.md").read_text(encoding="utf-8")
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
@@ -39,8 +38,6 @@ EXAMPLE = re.findall(r"```json\n(.*?)```", PROFILE, re.DOTALL)[0]
         ("Hardware profiles", DiskSample, ""),
         ("Plans", Plan, ""),
         ("Plans", Alternative, ""),
-        ("Benchmarks", Transfers, ""),
-        ("Benchmarks", Row, ""),
     ],
 )
 def test_every_key_is_named(section: str, kind: Any, prefix: str) -> None:

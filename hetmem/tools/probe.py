@@ -27,8 +27,7 @@ from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
 from hetmem.schedule.update_split import UPDATE_BYTES
-from hetmem.tools.measuring import ordinary_torch
-from hetmem.tools.overheads import measure
+from hetmem.tools.measuring import measure, ordinary_torch
 
 _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20

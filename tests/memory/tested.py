@@ -24,7 +24,7 @@ from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEn
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.hardware import DiskSample
 from hetmem.schedule.trace import Tier
-from hetmem.tools import bench_device
+from hetmem.tools import link_ways
 from hetmem.tools.doctor import examine
 from hetmem.tools.probe import _keep
 
@@ -63,7 +63,6 @@ __all__ = [
     "Ways",
     "_keep",
     "address_of",
-    "bench_device",
     "cache_directory",
     "cuda_copies",
     "cuda_device",
@@ -72,6 +71,7 @@ __all__ = [
     "host_pool",
     "kernel_cache_directory",
     "left_by_groups",
+    "link_ways",
     "live_bytes",
     "load_ways",
     "mapping",
