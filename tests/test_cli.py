@@ -13,8 +13,8 @@ import torch
 
 import hetmem
 from hetmem import planner
+from hetmem.base.hardware import HardwareProfile
 from hetmem.cli import SUBCOMMANDS, main
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.tools.measuring import measure
 
 MODEL = "tests.test_planning:GPT"

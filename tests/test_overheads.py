@@ -7,7 +7,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from hetmem.schedule.hardware import ThreadCosts
+from hetmem.base.hardware import ThreadCosts
 from hetmem.tools import measuring
 from hetmem.tools.measuring import Overheads, Seen, solved
 

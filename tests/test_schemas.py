@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetmem.planner.decide import Alternative
-from hetmem.planner.plan import PLAN_VERSION, Plan
-from hetmem.schedule.hardware import (
+from hetmem.base.hardware import (
     PROFILE_VERSION,
     DeviceProfile,
     DiskSample,
@@ -20,6 +18,8 @@ from hetmem.schedule.hardware import (
     Rate,
     ThreadCosts,
 )
+from hetmem.planner.decide import Alternative
+from hetmem.planner.plan import PLAN_VERSION, Plan
 
 PAGE = (Path(__file__).parent.parent / "docs" / "schemas.md").read_text(encoding="utf-8")
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])

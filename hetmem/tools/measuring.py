@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from hetmem.api import manage, release
 from hetmem.base.config import Budget
+from hetmem.base.hardware import ThreadCosts
 from hetmem.intercept import registry
 from hetmem.optim.adamw import AdamW
-from hetmem.schedule.hardware import ThreadCosts
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.trace import Tier
 
