@@ -145,8 +145,7 @@ def _populate(notes: Notes, threads: int) -> None:
 
 def _register(notes: Notes, gib: int, nbytes: int) -> None:
     from hetmem.memory.cuda_device import CudaDevice
-    from hetmem.memory.machine import free_host_bytes
-    from hetmem.memory.mapping import Mapping
+    from hetmem.memory.mapping import Mapping, free_host_bytes
 
     if free_host_bytes() < 1.3 * nbytes:
         notes.line(name=f"register {gib} GiB", skipped=f"{free_host_bytes() / GIB:.0f} GiB of host memory are free")
@@ -168,7 +167,7 @@ def ways(notes: Notes) -> None:
     from hetmem.cuda.backend import backend
     from hetmem.memory.cuda_copies import Way, save_ways
     from hetmem.memory.cuda_device import CudaDevice, driver_version
-    from hetmem.tools.bench_device import BLOCKS, LinkCrossing, fastest
+    from hetmem.tools.link_ways import BLOCKS, LinkCrossing, fastest
 
     elements, side = (4096, 32) if notes.small else (32 << 20, 8192)
     kernels = backend()

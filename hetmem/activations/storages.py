@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from hetmem import torch_private
+from hetmem.memory.chunk import elements
 from hetmem.memory.host_pool import Loan
-from hetmem.memory.tensor_views import elements
 
 
 class Mover(Protocol):
@@ -20,6 +20,10 @@ class Mover(Protocol):
 
     def bring(self, storage: SavedStorage, view: SavedView) -> torch.Tensor:
         """Return the bytes of `storage`, which compute asked for from now on may read on the device."""
+        ...
+
+    def met(self, storage: SavedStorage) -> None:
+        """Note that a node asks for `storage`, which has not left."""
         ...
 
     def forget(self, storage: SavedStorage) -> None:
@@ -145,6 +149,7 @@ class SavedView:
         if version != self._version:
             raise RuntimeError(modified(f"a tensor of shape {list(self._size)}", version, self._version))
         if self.tensor is not None:
+            self.storage.mover.met(self.storage)
             return self.tensor
         flat = self.storage.mover.bring(self.storage, self)
         if flat._version != self.storage.fetched_version:  # by the backward that had it before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetmem import planner
+from hetmem.base.hardware import Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
 from hetmem.planner import Plan, PlanError, step_program
 from hetmem.planner.decide import Decision, Variant, decide
@@ -20,8 +21,8 @@ from hetmem.planner.search import (
     judged,
     search,
 )
-from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulated_updates import (
+    Notes,
     SimulatedDeviceUpdates,
     SimulatedUpdates,
     Staged,
@@ -31,9 +32,8 @@ from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
 from hetmem.schedule.blocks import Block, CopyState
-from hetmem.schedule.eviction import FIFO, LRU, NextUse
+from hetmem.schedule.cache import FIFO, LRU, NextUse
 from hetmem.schedule.gradients import Complete
-from hetmem.schedule.hardware import Rate, ThreadCosts
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Schedule, Tier

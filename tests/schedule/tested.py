@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from hetmem.base.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
-from hetmem.schedule.cache import Cache
-from hetmem.schedule.eviction import FIFO, LRU, NOTHING, NextUse, Order
+from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, PlaceMap, SlotMap, Write
+from hetmem.schedule.cache import FIFO, LRU, NOTHING, Cache, NextUse, Order
 from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
-from hetmem.schedule.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
@@ -29,7 +28,7 @@ from hetmem.schedule.placement import (
     staging_slots,
 )
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.slots import PlaceMap, SlotMap
+from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
@@ -38,13 +37,12 @@ from hetmem.schedule.update_split import (
     Costs,
     Facts,
     Fitting,
-    Shares,
     StreamedShare,
     Way,
-    best_shares,
     choose,
     idle_bytes,
     spread,
+    streamed_part,
     update_costs,
 )
 from hetmem.schedule.updates import Turns
@@ -87,10 +85,11 @@ __all__ = [
     "Rate",
     "Residency",
     "Room",
+    "SavedInterval",
+    "SavedRound",
     "Schedule",
     "SegmentTrace",
     "Send",
-    "Shares",
     "SlotMap",
     "StreamedShare",
     "Supply",
@@ -100,7 +99,6 @@ __all__ = [
     "UseSequence",
     "Way",
     "Write",
-    "best_shares",
     "build_layout",
     "choose",
     "fits_device",
@@ -113,5 +111,7 @@ __all__ = [
     "set_aside",
     "spread",
     "staging_slots",
+    "streamed_part",
+    "to_leave",
     "update_costs",
 ]

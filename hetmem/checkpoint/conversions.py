@@ -1,7 +1,9 @@
 """What Hugging Face's transformers declares about the files of a model: other names, tensors that are merged or cut.
 
 There is no table here: transformers itself is asked, and only about a model of its own, so it is there already. Knows
-names and transformers' conversions. Must not know files, nor what a conversion does with elements.
+names and transformers' conversions.
+
+What a conversion makes of several tensors is made in host memory, one conversion at a time, by transformers itself.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from hetmem.checkpoint.disk import Source
+from hetmem.checkpoint.moving import read_tensors
 from hetmem.errors import CheckpointError
 
 _BUFFERS = ("rotary_emb.inv_freq", "position_ids")
@@ -166,3 +170,40 @@ def _renamings_of_4(model: Any) -> list[Callable[[str], str]]:
         return key
 
     return [fixed, mapped]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merge:
+    """`made`: by the names of the model, what `conversion` makes of `sources`, without memory."""
+
+    conversion: Conversion
+    sources: list[Source]
+    made: dict[str, torch.Tensor]
+
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Make `targets`, by name, in host memory: as much of it as `sources` and what is made of them."""
+        tensors = [torch.empty(source.stored.shape, dtype=source.stored.dtype, device="cpu") for source in self.sources]
+        for source, tensor in zip(self.sources, tensors, strict=True):
+            read_tensors(source.file, [(source.stored, tensor)])
+        with torch.no_grad():
+            made = self.conversion.convert(tensors)
+            for name, tensor in targets.items():
+                tensor.copy_(made[name])
+
+
+def merge(conversion: Conversion, sources: Sequence[Source]) -> Merge:
+    """Return what `conversion` would make of `sources`, one for each of its names; nothing is read.
+
+    Raises `CheckpointError` if it cannot make anything of them.
+    """
+    try:
+        with torch.device("meta"):
+            made = conversion.convert([torch.empty(each.stored.shape, dtype=each.stored.dtype) for each in sources])
+    except Exception as error:
+        raise CheckpointError(f"{conversion.name} cannot be made of {shown(conversion.names)}: {error}") from error
+    return Merge(conversion, list(sources), made)
+
+
+def shown(names: Sequence[str]) -> str:
+    """`names`, or their number and two of them."""
+    return names[0] if len(names) == 1 else f"{len(names)} tensors ({names[0]} … {names[-1]})"
