@@ -129,10 +129,11 @@ class Side:
     def evaluate(self, draw: Random) -> Any:
         training = draw.random() < 0.3
         self.net.train(training)
-        with torch.no_grad() if training else draw.choice((torch.no_grad, torch.inference_mode))():
-            loss = self.net(self.tokens(draw)).clone()
-        self.net.train()
-        return loss
+        try:
+            with torch.no_grad() if training else draw.choice((torch.no_grad, torch.inference_mode))():
+                return self.net(self.tokens(draw)).clone()
+        finally:
+            self.net.train()
 
     def part(self, draw: Random) -> Any:
         """A part of the model, called by itself."""
