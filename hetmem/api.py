@@ -112,7 +112,8 @@ def manage(
     as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are,
     unless `plan` says otherwise.
     `activations`: "keep" = what autograd saves for backward stays on the device; "offload" = it moves to what
-    `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits.
+    `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits;
+    "auto" = as much of it does as has to for a step to fit, none if all fits.
 
     Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do,
     `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
@@ -160,7 +161,7 @@ def manage(
         ahead = Prefetch()
         at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
         residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once)
-        engine = TransferEngine(accelerator, memory.store)
+        engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=sanitize)
         runtime.hardware = profile
@@ -168,7 +169,7 @@ def manage(
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
         grad_scalers.watch()
-        registry.add(module, Interception(module, runtime, moves_activations=moves))
+        registry.add(module, Interception(module, runtime, activations))
         undone.pop_all()
     return module
 

@@ -18,7 +18,7 @@ from hetmem.errors import BudgetError, ManageError
 Size = int | str
 OverlapName = Literal["off", "backward", "forward"]
 GradientsName = Literal["visible", "streamed"]
-ActivationsName = Literal["keep", "offload"]
+ActivationsName = Literal["keep", "offload", "auto"]
 Directory = str | os.PathLike[str]
 
 
@@ -106,8 +106,8 @@ def refuse_budget(budget: Any) -> None:
 def refuse_activations(activations: Any) -> None:
     """Raise `ManageError` for what says nothing of activations."""
     if activations not in get_args(ActivationsName):
-        names = " or ".join(map(repr, get_args(ActivationsName)))
-        raise ManageError(f"activations must be {names}, got {activations!r}")
+        *names, last = map(repr, get_args(ActivationsName))
+        raise ManageError(f"activations must be {', '.join(names)} or {last}, got {activations!r}")
 
 
 def cache_directory() -> Path:

@@ -18,7 +18,6 @@ from tests.memory.tested import (
     kernel_cache_directory,
     load_ways,
     save_ways,
-    ways_file,
 )
 from tests.memory.tested import cuda_device as cuda_module
 
@@ -27,14 +26,20 @@ __all__ = ["cuda"]  # a fixture
 MEASURED = Ways(Way.KERNEL, Way.COPY_ENGINE, 16, "measured")
 
 
-def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "ways.json"
+@pytest.fixture(autouse=True)
+def ways_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "hetmem" / "ways.json"
+
+
+def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(ways_path: Path) -> None:
+    path = ways_path
     other = Ways(Way.COPY_ENGINE, Way.KERNEL, 8, "another day")
-    assert save_ways(MEASURED, "H1", "1.0", path) == path
-    save_ways(other, "H2", "1.0", path)
-    assert load_ways("H1", "1.0", path) == MEASURED
-    assert load_ways("H2", "1.0", path) == other
-    assert load_ways("H1", "1.1", path) == load_ways("H1", "1.0", tmp_path / "nowhere") == Ways()
+    assert save_ways(MEASURED, "H1", "1.0") == path
+    save_ways(other, "H2", "1.0")
+    assert load_ways("H1", "1.0") == MEASURED
+    assert load_ways("H2", "1.0") == other
+    assert load_ways("H1", "1.1") == Ways()
     assert [entry.name for entry in path.parent.iterdir()] == ["ways.json"]
 
 
@@ -52,12 +57,12 @@ def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(tmp_path: Path) ->
         "[" * 100_000,
     ],
 )
-def test_a_file_that_is_not_ours_counts_as_none_and_is_replaced(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "ways.json"
-    path.write_text(text)
-    assert load_ways("H1", "1.0", path) == Ways()
-    save_ways(MEASURED, "H1", "1.0", path)
-    assert load_ways("H1", "1.0", path) == MEASURED
+def test_a_file_that_is_not_ours_counts_as_none_and_is_replaced(text: str, ways_path: Path) -> None:
+    ways_path.parent.mkdir()
+    ways_path.write_text(text)
+    assert load_ways("H1", "1.0") == Ways()
+    save_ways(MEASURED, "H1", "1.0")
+    assert load_ways("H1", "1.0") == MEASURED
 
 
 def homeless() -> Path:
@@ -78,11 +83,11 @@ def test_unmeasured_weights_come_by_the_copy_engine_and_gradients_leave_by_a_ker
 
 
 def test_a_device_takes_the_ways_that_were_measured_on_it(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, ways_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_module, "_DRIVER_VERSION", tmp_path / "version")
-    assert ways_file().parent == kernel_cache_directory().parent == tmp_path / "hetmem"
+    assert ways_path.parent == kernel_cache_directory().parent == tmp_path / "hetmem"
     assert CpuCuda(measured=True).moves.ways == Ways()
     save_ways(MEASURED, "a fake GPU", "unknown")
     assert CpuCuda(measured=True).moves.ways == MEASURED
@@ -90,7 +95,7 @@ def test_a_device_takes_the_ways_that_were_measured_on_it(
     assert CpuCuda(measured=True).moves.ways == Ways()
     save_ways(MEASURED, "a fake GPU", "580.65.06")
     assert CpuCuda(measured=True).moves.ways == MEASURED
-    assert len(json.loads(ways_file().read_text())["entries"]) == 2
+    assert len(json.loads(ways_path.read_text())["entries"]) == 2
 
 
 def test_the_fewest_blocks_that_do_as_well_as_any_are_taken() -> None:
@@ -113,19 +118,19 @@ def test_measuring_runs_both_ways_in_both_directions_and_unpins(cuda: FakeCuda) 
 
 
 def test_without_kernels_nothing_is_kept_and_the_reason_is_said(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, ways_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(bench_device, "backend", CpuCuda()._kernels)
     monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
     assert bench_device.keep_ways(quick=True) == "ways across the link: torch's operators only (a test)"
-    assert not ways_file().exists()
+    assert not ways_path.exists()
     assert issubclass(CpuCuda, CudaDevice)
 
 
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
 def test_what_a_probe_measures_the_next_run_takes(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, ways_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
@@ -134,7 +139,7 @@ def test_what_a_probe_measures_the_next_run_takes(
     monkeypatch.setattr(bench_device, "_WAY_ELEMENTS", 160_000)
     monkeypatch.setattr(bench_device, "_PRODUCT_SIDE", 128)
     said = bench_device.keep_ways(quick=True)
-    assert said.endswith(f"kept in {ways_file()}")
+    assert said.endswith(f"kept in {ways_path}")
     assert CpuCuda(measured=True).moves.ways.source.startswith("measured: weights ")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

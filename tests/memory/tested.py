@@ -11,7 +11,7 @@ from hetmem.engine import live_bytes
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_copies, cuda_device, host_pool, mapping, nvme_file, nvme_requests
-from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
+from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_pool import HostPool
@@ -81,5 +81,4 @@ __all__ = [
     "save_ways",
     "settings_for",
     "stream_for",
-    "ways_file",
 ]

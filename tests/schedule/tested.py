@@ -28,6 +28,7 @@ from hetmem.schedule.placement import (
     staging_slots,
 )
 from hetmem.schedule.residency import Residency
+from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
@@ -36,13 +37,12 @@ from hetmem.schedule.update_split import (
     Costs,
     Facts,
     Fitting,
-    Shares,
     StreamedShare,
     Way,
-    best_shares,
     choose,
     idle_bytes,
     spread,
+    streamed_part,
     update_costs,
 )
 from hetmem.schedule.updates import Turns
@@ -85,10 +85,11 @@ __all__ = [
     "Rate",
     "Residency",
     "Room",
+    "SavedInterval",
+    "SavedRound",
     "Schedule",
     "SegmentTrace",
     "Send",
-    "Shares",
     "SlotMap",
     "StreamedShare",
     "Supply",
@@ -98,7 +99,6 @@ __all__ = [
     "UseSequence",
     "Way",
     "Write",
-    "best_shares",
     "build_layout",
     "choose",
     "fits_device",
@@ -111,5 +111,7 @@ __all__ = [
     "set_aside",
     "spread",
     "staging_slots",
+    "streamed_part",
+    "to_leave",
     "update_costs",
 ]
