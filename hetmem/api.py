@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, build_memory, move_home, precision_of
 from hetmem.engine.param_views import to_host_memory
@@ -28,7 +29,6 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import Prefetch
 from hetmem.schedule.cache import EvictionPolicy
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

@@ -22,12 +22,12 @@ from hetmem import torch_private
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
+from hetmem.memory.chunk import Memory
 from hetmem.memory.cuda_copies import Moves, Ways, load_ways
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping, cores_of, node_of
 from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import PIECE_BYTES

@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hetmem.base.hardware import DiskSample
 from hetmem.base.units import MIB, format_size, round_up
 from hetmem.base.whole_files import keep, kept
 from hetmem.errors import StoreError
 from hetmem.memory.nvme_file import BLOCK_BYTES, Move, StoreFile
-from hetmem.schedule.hardware import DiskSample
 
 _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
 

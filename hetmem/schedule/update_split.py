@@ -16,8 +16,8 @@ from enum import Enum
 from itertools import accumulate, combinations
 from typing import Protocol
 
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import round_up
-from hetmem.schedule.hardware import HardwareProfile
 
 WORTH = 0.97
 """What is not done by default has to be this much faster: streaming states takes slots on the device and a second way

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from hetmem.memory.chunk import Memory
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 

@@ -14,8 +14,8 @@ from tests.memory.tested import (
     CudaDevice,
     Way,
     Ways,
-    bench_device,
     kernel_cache_directory,
+    link_ways,
     load_ways,
     save_ways,
 )
@@ -99,18 +99,18 @@ def test_a_device_takes_the_ways_that_were_measured_on_it(
 
 
 def test_the_fewest_blocks_that_do_as_well_as_any_are_taken() -> None:
-    best = bench_device.fastest(1.0, {8: 1.4, 32: 1.2}, 1.0, {8: 1.5, 16: 0.61, 32: 0.6, 132: 0.6})
+    best = link_ways.fastest(1.0, {8: 1.4, 32: 1.2}, 1.0, {8: 1.5, 16: 0.61, 32: 0.6, 132: 0.6})
     assert (best.weights, best.gradients, best.blocks) == (Way.COPY_ENGINE, Way.KERNEL, 16)
-    best = bench_device.fastest(1.0, {8: 0.9, 32: 0.7}, 1.0, {8: 0.5, 32: 0.5})
+    best = link_ways.fastest(1.0, {8: 0.9, 32: 0.7}, 1.0, {8: 0.5, 32: 0.5})
     assert (best.weights, best.gradients, best.blocks) == (Way.KERNEL, Way.KERNEL, 32)
-    best = bench_device.fastest(0.5, {8: 0.5}, 0.4, {8: 0.5})
+    best = link_ways.fastest(0.5, {8: 0.5}, 0.4, {8: 0.5})
     assert (best.weights, best.gradients) == (Way.COPY_ENGINE, Way.COPY_ENGINE)
 
 
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
 def test_measuring_runs_both_ways_in_both_directions_and_unpins(cuda: FakeCuda) -> None:
     kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
-    found = bench_device.measure_ways(CpuCuda(), kernels, 10_000, rounds=1, side=8)
+    found = link_ways.measure_ways(CpuCuda(), kernels, 10_000, rounds=1, side=8)
     assert set(kernels.launched) == {"cast_f32_bf16", "gradient_bf16_f32_overwrite"}
     assert found.source.startswith("measured: weights ") and "ms by kernel" in found.source
     assert "beside" in found.source and "products of 8 x 8" in found.source
@@ -121,9 +121,9 @@ def test_without_kernels_nothing_is_kept_and_the_reason_is_said(
     cuda: FakeCuda, ways_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bench_device, "backend", CpuCuda()._kernels)
-    monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
-    assert bench_device.keep_ways(quick=True) == "ways across the link: torch's operators only (a test)"
+    monkeypatch.setattr(link_ways, "backend", CpuCuda()._kernels)
+    monkeypatch.setattr(link_ways, "CudaDevice", CpuCuda)
+    assert link_ways.keep_ways(quick=True) == "ways across the link: torch's operators only (a test)"
     assert not ways_path.exists()
     assert issubclass(CpuCuda, CudaDevice)
 
@@ -134,15 +134,15 @@ def test_what_a_probe_measures_the_next_run_takes(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
-    monkeypatch.setattr(bench_device, "backend", lambda: kernels)
-    monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
-    monkeypatch.setattr(bench_device, "_WAY_ELEMENTS", 160_000)
-    monkeypatch.setattr(bench_device, "_PRODUCT_SIDE", 128)
-    said = bench_device.keep_ways(quick=True)
+    monkeypatch.setattr(link_ways, "backend", lambda: kernels)
+    monkeypatch.setattr(link_ways, "CudaDevice", CpuCuda)
+    monkeypatch.setattr(link_ways, "_WAY_ELEMENTS", 160_000)
+    monkeypatch.setattr(link_ways, "_PRODUCT_SIDE", 128)
+    said = link_ways.keep_ways(quick=True)
     assert said.endswith(f"kept in {ways_path}")
     assert CpuCuda(measured=True).moves.ways.source.startswith("measured: weights ")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert re.search(
-        r"\d+ blocks: not kept, as the cache cannot be written to \(.*Not a dir", bench_device.keep_ways(quick=True)
+        r"\d+ blocks: not kept, as the cache cannot be written to \(.*Not a dir", link_ways.keep_ways(quick=True)
     )

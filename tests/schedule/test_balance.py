@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmem.schedule.hardware import HardwareProfile
+from hetmem.base.hardware import HardwareProfile
 from hetmem.schedule.update_split import WORTH
 from tests.schedule.tested import Costs, DeviceProfile, HostProfile, Rate, Way, streamed_part, update_costs
 

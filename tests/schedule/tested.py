@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hetmem.base.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, PlaceMap, SlotMap, Write
 from hetmem.schedule.cache import FIFO, LRU, NOTHING, Cache, NextUse, Order
 from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
-from hetmem.schedule.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
