@@ -199,6 +199,8 @@ def build_memory(
 ) -> Memory:
     """Lay `module` out and open the pools, for `move_home`, with host memory for `activations` that move. `module` is
     not changed. `built`: the memory that it was built in, which becomes that of the pools."""
+    if built is not None:
+        built.hand_over(module)
     parameters = collect(module)
     check_directories(limits)
     capacities = Capacities(
@@ -221,8 +223,6 @@ def build_memory(
     except NoRoom as refusal:  # a name of the planner's; users know those of `hetmem.errors`
         raise BudgetError(str(refusal)) from None
     HELD_BACK.raise_here()  # the search takes its time
-    if built is not None:
-        built.hand_over(module)
     store = None
     if ground.uses_nvme:
         opened = built.store if built is not None else None
