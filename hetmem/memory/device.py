@@ -100,18 +100,13 @@ class Device(Protocol):
     """An accelerator, as the runtime sees it.
 
     `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what
-    memory it needs; otherwise the allocator of the device says it (`peak_bytes`). `node`: its NUMA node, None where
-    there is one. `cores`: the CPU numbers of that, for threads that work on what it reads; empty where all are alike.
+    memory it needs; otherwise the allocator of the device says it (`peak_bytes`). `cores`: the CPU numbers nearest to
+    it, for threads that work on what it reads; empty where all are alike.
     """
 
     torch_device: torch.device
     memory_bytes: int | None
     watched: bool
-
-    @property
-    def node(self) -> int | None:
-        """See above."""
-        ...
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -181,7 +176,6 @@ class SimDevice:
 
     torch_device = torch.device("cpu")
     watched = True
-    node: int | None = None
     cores: tuple[int, ...] = ()
     SHARE = 0.25
     """Without a budget: this share of the memory that is free now."""
