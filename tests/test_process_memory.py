@@ -113,7 +113,8 @@ def test_anonymous_memory_stays_within_device_and_host_budget(tmp_path: Path) ->
 
 
 BUILDING = """
-import sys, torch, hetmem
+import os, sys, torch, hetmem
+from pathlib import Path
 from torch import nn
 
 class Stack(nn.Module):
@@ -123,11 +124,22 @@ class Stack(nn.Module):
         for layer in self.layers:
             nn.init.ones_(layer.weight)
 
-def build(layers, host, nvme):
-    budget = hetmem.Budget(device="16MiB", host=f"{host}MiB", nvme=f"{nvme}MiB", nvme_dir=sys.argv[1])
+def build(layers, host, nvme, device="16MiB"):
+    budget = hetmem.Budget(device=device, host=f"{host}MiB", nvme=f"{nvme}MiB", nvme_dir=sys.argv[1])
     return hetmem.managed(budget, device="sim", chunk_bytes="1MiB")(type("Stack", (Stack,), {}))(layers)
 
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
 hetmem.release(build(40, 20, 30))
+before = anonymous()
+whole_on_device = build(40, 64, 8, device="512MiB")
+assert anonymous() - before < 60  # what it was built in is given back
+open_files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+assert not [path for path in open_files if path.startswith(sys.argv[1])]  # host memory was enough
+hetmem.release(whole_on_device)
+del whole_on_device
 print("ready", flush=True)
 sys.stdin.readline()
 model = build(%d, %d, %d)
