@@ -22,12 +22,11 @@ from hetmem.base.units import format_size, round_down, round_up
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import reside, storage_references
 from hetmem.errors import BudgetError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
 from hetmem.memory.host_pool import PAGE_BYTES
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme_store import NvmeStore
-from hetmem.memory.tensor_views import address_of, elements, give_away
 
 _ALIGNMENT_BYTES = 512
 _NOWHERE = range(0)
