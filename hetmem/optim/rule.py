@@ -71,8 +71,9 @@ class Rule(Protocol):
         """An optimizer of torch's, of some parameter, that computes the same with the options of `group`."""
         ...
 
-    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        """Compile what `tasks` run for parameters and gradients of `dtype`, with copies of `copy_dtype` (None: no)."""
+    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+        """Compile what `tasks` run for parameters of `dtype`, gradients of `gradient_dtype` and copies of `copy_dtype`
+        (None: no)."""
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`. A
