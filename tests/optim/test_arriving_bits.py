@@ -88,10 +88,12 @@ def test_a_gradient_that_waits_for_its_step_is_seen_as_the_float32_tensor_that_i
         assert_same(theirs.t()[0], ours.t()[0].clone(), "a view of it")
     assert torch.nn.utils.get_total_norm(got) == torch.nn.utils.get_total_norm(expected)
     kept = got[0]
+    del got, ours
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(plain, managed)
+    loss_of(managed, vector_batches(1, 4, WIDTH, seed=2, dtype=BF16)[0]).backward()  # into the same memory
     assert_same(expected[0], kept.clone(), "a gradient that was kept")
 
 
@@ -156,6 +158,18 @@ def test_a_hook_of_the_program_finds_and_changes_gradients_in_float32(placement:
     assert_same(seen[2], seen[3], "what the hook saw")
 
 
+def test_once_one_gradient_of_a_chunk_has_all_its_bits_the_others_are_ordinary_tensors(tmp_path: Path) -> None:
+    models, optimizers = two("host", tmp_path, Unused)
+    for model in models:
+        model.get_parameter("first.weight").register_post_accumulate_grad_hook(lambda parameter: None)
+        loss_of(model, batches(1)[0]).backward()
+    before, after = (model.get_parameter("second.weight").grad for model in models)
+    assert type(after) is torch.Tensor
+    assert_same(before, after, "a gradient that arrived before")
+    step(optimizers)
+    assert_same_weights(*models)
+
+
 def forwards(model: nn.Module, batch: Any) -> torch.Tensor:
     """The loss of two forwards, which have a gradient each: their sum has more than 16 bits."""
     (x,) = batch
@@ -203,8 +217,13 @@ def test_a_sum_that_has_no_room_is_an_error_and_leaves_what_was_there(tmp_path: 
     _, model = pair(tower, room, tmp_path, mixed_precision=BF16)
     optimizer = hetmem.AdamW(model.parameters(), lr=1e-2, **STREAMED)
     weights = [parameter.clone() for parameter in model.parameters()]
+    set_aside, (x,) = testing.of(model).memory().spare_bytes, batches(1)[0]
     with pytest.raises(BudgetError):
-        forwards(model, batches(1)[0]).backward()
+        (model(x) + model[-1](-3 * x)).float().square().mean().backward()
+    _, alike = pair(tower, "host", tmp_path, mixed_precision=BF16)
+    (alike(x).detach() + alike[-1](-3 * x)).float().square().mean().backward()
+    ((name, parameter),) = [each for each in model.named_parameters() if each[1].grad is not None]
+    assert_same(alike.get_parameter(name).grad, parameter.grad.clone(), "the first one of two")
     optimizer.forget_step()
     optimizer.zero_grad()
     for before, parameter in zip(weights, model.parameters(), strict=True):
@@ -212,3 +231,5 @@ def test_a_sum_that_has_no_room_is_an_error_and_leaves_what_was_there(tmp_path: 
     loss_of(model, batches(1)[0]).backward()
     optimizer.step()
     assert not any(torch.equal(before, after) for before, after in zip(weights, model.parameters(), strict=True))
+    optimizer.synchronize()
+    assert testing.of(model).memory().spare_bytes == set_aside
