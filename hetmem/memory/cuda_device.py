@@ -22,11 +22,10 @@ from hetmem import torch_private
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
-from hetmem.memory import machine
 from hetmem.memory.cuda_copies import Moves, Ways, load_ways
 from hetmem.memory.device import DevicePool
 from hetmem.memory.host_pool import PageLocks
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.mapping import Mapping, cores_of, node_of
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
@@ -73,12 +72,12 @@ class CudaDevice:
     def node(self) -> int | None:
         """The NUMA node it hangs on; None where there is one node only, or it is unknown."""
         address = pci_address(self.torch_device)
-        return None if address is None else machine.node_of(address)
+        return None if address is None else node_of(address)
 
     @cached_property
     def cores(self) -> tuple[int, ...]:
         """Of its NUMA node."""
-        return () if self.node is None else machine.cores_of(self.node)
+        return () if self.node is None else cores_of(self.node)
 
     @cached_property
     def _compute(self) -> ComputeStreams:

@@ -27,8 +27,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.tensor_views import Memory
 from hetmem.optim.chunk_update import ChunkUpdate, DeviceWork, Opened, Slot
-from hetmem.optim.options import Gradients
-from hetmem.optim.rule import HalfComputedError, Rule, Streamable
+from hetmem.optim.options import Gradients, HalfComputedError, Rule, Streamable
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import SLOTS, Facts, Fitting, StreamedShare, Way

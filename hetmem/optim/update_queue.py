@@ -23,7 +23,7 @@ from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.tensor_views import without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.device_updates import KeptGradients, StreamedUpdates
-from hetmem.optim.rule import HalfComputedError
+from hetmem.optim.options import HalfComputedError
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
 
