@@ -323,7 +323,18 @@ class CudaStreams:
 
     def mark(self) -> torch.cuda.Event:
         """An event on the current stream, or behind all streams where there are several."""
-        event, stream = torch.cuda.Event(), self._compute.current()
+        return self._behind_compute(torch.cuda.Event())
+
+    def timed_mark(self) -> torch.cuda.Event | None:
+        """An event as `mark`, with the time at which it was asked for."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.hetmem_asked = time.perf_counter()
+        return self._behind_compute(event)
+
+    def _behind_compute(self, event: torch.cuda.Event) -> torch.cuda.Event:
+        stream = self._compute.current()
         if len(self._compute.seen) > 1:
             stream = self._joined = self._joined or torch.cuda.Stream(self._device)
             for one in self._compute.seen:
@@ -357,6 +368,10 @@ class CudaStreams:
     def order_compute(self, event: torch.cuda.Event) -> None:
         """The current stream waits; the host does not."""
         self._compute.current().wait_event(event)
+
+    def now(self) -> float:
+        """The host's clock."""
+        return time.perf_counter()
 
     def passed(self, event: torch.cuda.Event) -> bool:
         """Ask the driver."""
