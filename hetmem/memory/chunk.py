@@ -160,8 +160,8 @@ class ManagedParameter:
     where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
-    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `grad_home` is the home of
-    the gradient, and `grad_view` what shows it as `p.grad` where it is kept in fewer bits. `version` is the
+    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `grad_home` is the home
+    of the gradient, and `grad_view` what shows it as `p.grad` where it is kept in fewer bits. `version` is the
     parameter's version counter as last seen: a different one means that it was written to. `data_sets` counts how
     often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
     `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`

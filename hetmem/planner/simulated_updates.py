@@ -451,7 +451,10 @@ class SimulatedGradients:
         ground = arrangement.ground
         if chunk in arrangement.lent and not self.waits(chunk):
             sends.find_place(chunk, self)
-        elif parameter in self.arrivals and ground.role_itemsize(chunk, arrangement.gradient(chunk)) < ground.chunks[chunk].itemsize:
+        elif (
+            parameter in self.arrivals
+            and ground.role_itemsize(chunk, arrangement.gradient(chunk)) < ground.chunks[chunk].itemsize
+        ):
             self._widen(chunk)
         arrangement = self._arrangement
         nbytes = arrangement.elements[parameter] * ground.role_itemsize(chunk, arrangement.gradient(chunk))

@@ -69,7 +69,7 @@ class Unused(nn.Module):
 
 
 def waiting(directory: Path) -> tuple[Any, Any, Any]:
-    """Models, one of them managed, and their optimizers, after a backward in which that chunk's update has not begun."""
+    """Models, one of them managed, and their optimizers, after a backward that has not begun that chunk's update."""
     plain, managed = pair(Unused, "host", directory, mixed_precision=BF16)
     optimizers = adamws(plain, managed, **STREAMED)
     (batch,) = batches(1)
