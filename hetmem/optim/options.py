@@ -102,7 +102,7 @@ class Gradients(str, Enum):
     arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is used up after `step`: 12 bytes a
     parameter in place of 16 (float32 AdamW). In mixed precision it keeps the 16 bits in which it arrives. Where states
     are sent to the device for the update, it stays there and crosses no link. It takes one backward per step, `overlap`
-    "backward" or "forward", and nothing that needs the gradients of all: between the backward and `step`, where `p.grad`
+    "backward" or "forward", and nothing that needs the gradients of all: between backward and `step`, where `p.grad`
     has been used up, computing with it raises RuntimeError (`torch.nn.utils.clip_grad_norm_`, a norm that is logged).
     """
 

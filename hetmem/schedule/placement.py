@@ -237,7 +237,7 @@ def survey(
     = searched. `beside_bytes`: what is known to be on the device beside chunks. `saved_bytes`: what less than
     AdamW's gradients and states chunks of so many bytes take, whose gradients arrive in so many. `third_state`: the
     optimizer may keep one more state than AdamW, so NVMe is opened where only that one exceeds host memory and staging
-    still fits there. Raises `NoRoom`, which says the tier, the bytes that are missing and the parameter that needs them.
+    still fits there. Raises `NoRoom`, which says the tier, the missing bytes and the parameter that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
