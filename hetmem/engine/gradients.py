@@ -209,7 +209,7 @@ class GradientSink:
             except BaseException:
                 show_gradient(parameter, previous)  # what has been added up so far is still the user's
                 raise
-            show_gradient(parameter, managed.gradient)
+            show_gradient(parameter, managed.grad_view if managed.grad_view is not None else managed.grad_home)
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
         self._arrived += (managed,)
@@ -262,7 +262,12 @@ class GradientSink:
             if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
             gradient = managed.parameter.grad
-            if gradient is None or gradient is managed.gradient or gradient.layout is not torch.strided:
+            if (
+                gradient is None
+                or gradient is managed.grad_home
+                or gradient is managed.grad_view
+                or gradient.layout is not torch.strided
+            ):
                 continue
             memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
@@ -298,13 +303,14 @@ class GradientSink:
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
         """Overwrite or add to the home of the gradient of `managed`."""
-        chunk, hooked = managed.chunk, has_hooks_of_the_user(managed.parameter)
+        chunk = managed.chunk
         if Role.GRAD not in chunk.homes:
             if self.lends:
                 self._sends.find_place(chunk, self)
             else:
                 self.give_own(chunk)
-        if chunk.gradient_dtype is not None and (adds or hooked or arrived.dtype is not chunk.gradient_dtype):
+        kept = chunk.gradient_dtype  # in which a sum, or what a hook makes of it, may not be exact
+        if kept is not None and (adds or arrived.dtype is not kept or has_hooks_of_the_user(managed.parameter)):
             self._widen(chunk)
         if not adds and managed.grad_home is not None:
             leave_gradient_to_holders(managed, self._warned)
@@ -314,7 +320,7 @@ class GradientSink:
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
         if home.tier is Tier.DEVICE and chunk in self._lent:
             arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
-            self.stayed_bytes += managed.numel * chunk.dtype_of(Role.GRAD).itemsize
+            self.stayed_bytes += managed.grad_home.nbytes
         if traffic.engine.ordered and home.tier is not Tier.DEVICE and arrived.device == managed.grad_home.device:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
@@ -323,7 +329,7 @@ class GradientSink:
             self._sends.complete.comes(chunk, id(managed), _awaited, adds=adds)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
-        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype_of(Role.GRAD).itemsize, arrived)
+        traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
 
     # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
 

@@ -218,11 +218,6 @@ class ManagedParameter:
         """Forget where the gradient lives."""
         self.grad_home = self.grad_view = None
 
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """What `p.grad` is while the gradient is at home."""
-        return self.grad_home if self.grad_view is None else self.grad_view
-
     def views(self, role: Role) -> dict[str, torch.Tensor]:
         """The home of this parameter's part of `role`, by the names under which users find it."""
         found = {role.name: self.view(role)}
