@@ -25,6 +25,7 @@ from hetmem.engine.rehome import ResidentShare
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, in_backward
 from hetmem.errors import ManageError
+from hetmem.intercept.async_params import Trailing
 from hetmem.intercept.compile_regions import Regions
 from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
 from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
@@ -37,6 +38,7 @@ from hetmem.intercept.forward_scope import (
     outermost_of_modules,
     running,
 )
+from hetmem.intercept.grad_hooks import HOOKS
 from hetmem.intercept.module_hooks import (
     AfterForward,
     BeforeForward,
@@ -77,7 +79,10 @@ class Interception:
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = Segments(runtime)
-        self.gradients = GradientSink(runtime, self.segments)
+        runtime.trailing = Trailing(
+            runtime.chunks, runtime.traffic, runtime.monitor, runtime.turn, runtime.writes.touched.add
+        )
+        self.gradients = GradientSink(runtime, self.segments, HOOKS)
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self._computes = _OfThread()
