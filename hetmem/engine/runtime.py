@@ -400,7 +400,7 @@ class Runtime:
         `unwatched`."""
         if self._holds_all and managed.device is not None:
             return managed.device
-        if not self.memory.streams:
+        if not self.memory.uses_copies:
             return managed.home
         if self._held:
             self._let_go()
@@ -532,7 +532,7 @@ class Runtime:
 
     def renew_touched(self) -> None:
         """A backward begins."""
-        if not self.memory.streams:
+        if not self.memory.uses_copies:
             return
         with self.unwatched():
             if self.writes.renew_touched():

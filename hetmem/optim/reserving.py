@@ -38,7 +38,7 @@ def reserve_homes(
     check_planned(interception.runtime.planned_optimizer, optimizer.gradients, optimizer.overlap)
     memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
     streamed = optimizer.gradients is Gradients.STREAMED
-    lends = memory.streams and streamed and not memory.resident
+    lends = memory.uses_copies and streamed and not memory.resident
     if not memory.resident:
         check_room(memory, kept, name, lends=lends)
     if lends:
@@ -46,7 +46,7 @@ def reserve_homes(
         if new and not memory.set_aside(new, Role.GRAD):
             saves_nothing(len(new))
         sink.lends = True
-    elif memory.streams:  # on the device gradients stay autograd's own
+    elif memory.uses_copies:  # on the device gradients stay autograd's own
         traffic.ensure_homes(kept, (Role.GRAD,))
         if streamed:
             saves_nothing(0)
@@ -140,7 +140,7 @@ def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm
 
     What is kept on disk is read. Whoever needs another kernel after all compiles it then.
     """
-    if not memory.streams and memory.device.torch_device.type != "cpu":
+    if not memory.uses_copies and memory.device.torch_device.type != "cpu":
         return  # the device has kernels of its own
     for dtype in {chunk.dtype for chunk in chunks}:
         for copy_dtype in {copy for chunk in chunks if chunk.dtype is dtype for copy in _copies(memory, chunk)}:
