@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -65,6 +65,19 @@ def measure_ways(
     )
     products = f"{crossing.products} products of {side} x {side}" if crossing.products else "no products"
     return replace(best, source=f"measured: {said}, {elements:,} elements beside {products}")
+
+
+def link_rates(scale: int = 1) -> Iterator[tuple[str, str, float]]:
+    """Yield route, way and bytes a second at home of float32 weights and gradients that are cast on their way."""
+    device, kernels, elements = CudaDevice(), backend(), _WAY_ELEMENTS // scale
+    tried = [(cuda_copies.CopyPath.COPY_ENGINE, 1)]
+    tried += [(cuda_copies.CopyPath.KERNEL, blocks) for blocks in BLOCKS if kernels.native]
+    with LinkCrossing(device, kernels, elements, _PRODUCT_SIDE // scale) as crossing:
+        for inwards, route in ((True, "host to device"), (False, "device to host")):
+            for path, blocks in tried:
+                taken = crossing.seconds(path, blocks, 7, inwards=inwards, beside=False)
+                kernel = path is cuda_copies.CopyPath.KERNEL
+                yield route, f"cast, kernel of {blocks} blocks" if kernel else "cast, copy engine", 4 * elements / taken
 
 
 class LinkCrossing:
