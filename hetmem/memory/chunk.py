@@ -1,14 +1,16 @@
 """Chunks, the parameters in them, and tensors over their memory: where each role of a chunk has its home, views of it.
 
 Holds addresses and views; decides nothing and moves nothing. Every view of a home has a storage of its own: its
-reference count says who holds it.
+reference count says who holds it. `Widened` shows a tensor that is kept in 16 bits (streamed gradients in mixed
+precision) in a wider dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -19,6 +21,79 @@ from hetmem.memory.host_pool import PAGE_BYTES
 from hetmem.memory.nvme_store import Extent
 from hetmem.schedule.layout import ChunkSpec
 from hetmem.schedule.trace import Tier
+
+
+class Widened(torch.Tensor):
+    """Shows `kept`, a tensor of 16 bits, in a wider `dtype`: what reads it gets a copy in that dtype, a view is another
+    one, and what writes to it raises RuntimeError, as it could not be kept; but zeros can. `name` says of what it is.
+    """
+
+    kept: torch.Tensor
+    named: str
+    __torch_function__ = torch_private.without_functions
+
+    @staticmethod
+    def __new__(cls, kept: torch.Tensor, dtype: torch.dtype, name: str) -> Widened:
+        """Make one of the shape and strides of `kept`."""
+        made: Widened = torch_private.make_wrapper(
+            cls, kept.shape, strides=kept.stride(), dtype=dtype, device=kept.device
+        )
+        made.kept, made.named = kept, name
+        return made
+
+    def __init__(self, kept: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+        pass
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
+        return repr(self.kept.to(self.dtype))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = [each for each in torch_private.tree_leaves(list(_written(func, args, kwargs))) if type(each) is cls]
+        if written and func in _ZERO:
+            for each in written:
+                each.kept.zero_()
+            return args[0]
+        if written:
+            raise RuntimeError(
+                f"{func} would write to {written[0].named}, which is kept in {written[0].kept.dtype} until its update "
+                f"has read it (gradients='streamed' with mixed_precision) and cannot be changed: use max_grad_norm= to "
+                f"clip and loss_scale= to scale, with gradients='visible'"
+            )
+        if func is not torch.ops.aten.view.dtype and any(_is_a_view(returned) for returned in func._schema.returns):
+            views = func(*torch_private.tree_map(stored, args), **torch_private.tree_map(stored, kwargs))
+            return torch_private.tree_map(lambda view: cls(view, args[0].dtype, args[0].named), views)
+        return func(*torch_private.tree_map(_widened, args), **torch_private.tree_map(_widened, kwargs))
+
+
+_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that `func` writes to."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield value
+    for argument in func._schema.arguments[len(args) :]:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield kwargs.get(argument.name)
+
+
+def _is_a_view(returned: Any) -> bool:
+    return returned.alias_info is not None and not returned.alias_info.is_write
+
+
+def stored(value: Any) -> Any:
+    """Return what a `Widened` shows; anything else as it is."""
+    return value.kept if type(value) is Widened else value
+
+
+def _widened(value: Any) -> Any:
+    return value.kept.to(value.dtype) if type(value) is Widened else value
+
 
 Memory = memoryview | torch.Tensor
 """Host memory, or a 1-D uint8 tensor on a device."""
@@ -128,6 +203,8 @@ class Chunk:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     most_parameters: int
+    gradient_dtype: torch.dtype | None = None
+    """Of gradients that keep the dtype in which they arrive until their update has read them; None: `dtype`."""
     parameters: list[ManagedParameter] = field(default_factory=list)
     homes: dict[Role, Home] = field(default_factory=dict)
 
@@ -149,6 +226,8 @@ class Chunk:
 
     def dtype_of(self, role: Role) -> torch.dtype:
         """Of the elements of `role`."""
+        if role == Role.GRAD and self.gradient_dtype is not None:
+            return self.gradient_dtype
         return self.compute_dtype if role == Role.COMPUTE else role.dtype or self.dtype
 
     def role_nbytes(self, role: Role) -> int:
@@ -158,6 +237,11 @@ class Chunk:
     def home_nbytes(self, role: Role) -> int:
         """Bytes that a home of `role` takes."""
         return self._bytes(role, self.capacity)
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Bytes of a home that gradients are lent, in the dtype in which they arrive."""
+        return self.capacity * self.compute_dtype.itemsize
 
     def _bytes(self, role: Role, count: int) -> int:
         itemsize = self.dtype_of(role).itemsize
@@ -197,7 +281,8 @@ class ManagedParameter:
     where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
-    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the
+    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `grad_home` is the home
+    of the gradient, and `grad_view` what shows it as `p.grad` where it is kept in fewer bits. `version` is the
     parameter's version counter as last seen: a different one means that it was written to. `data_sets` counts how
     often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
     `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
@@ -223,6 +308,7 @@ class ManagedParameter:
     device_address: int = 0
     device_references: int = 0
     grad_home: torch.Tensor | None = None
+    grad_view: Widened | None = None
     grad_version: int = 0
     grad_address: int = 0
     grad_hooked: bool = False
@@ -246,6 +332,12 @@ class ManagedParameter:
         """Make `grad_home` a new view of where the gradient lives."""
         self.grad_home = self.view(Role.GRAD)
         self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+        kept = self.chunk.dtype_of(Role.GRAD) is self.chunk.dtype
+        self.grad_view = None if kept else Widened(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
+
+    def close_grad_home(self) -> None:
+        """Forget where the gradient lives."""
+        self.grad_home = self.grad_view = None
 
     def views(self, role: Role) -> dict[str, torch.Tensor]:
         """The home of this parameter's part of `role`, by the names under which users find it."""
