@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from hetmem.base.units import format_enough, format_size
-from hetmem.cpu import square_sum_tasks
+from hetmem.cpu import compare_tasks, square_sum_tasks
 from hetmem.engine.homes import Memory
 from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept.interceptor import Interception
@@ -148,6 +148,8 @@ def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm
         kinds = {(chunk.compute_dtype if lends else dtype, copy) for chunk in alike for copy in _copies(memory, chunk)}
         for gradient_dtype, copy_dtype in kinds:
             rule.prepare(dtype, gradient_dtype, copy_dtype)
+            if copy_dtype is not None:  # copies at home are compared with weights that may be written to
+                compare_tasks(*(torch.zeros(1, dtype=each, device="cpu") for each in (dtype, copy_dtype)))
         if norm:
             square_sum_tasks(torch.zeros(1, dtype=dtype, device="cpu"))
 
