@@ -60,6 +60,11 @@ class RunnablePlan(Protocol):
         ...
 
     @property
+    def activations(self) -> str:
+        """What becomes of activations, as `manage` has it."""
+        ...
+
+    @property
     def optimizer(self) -> dict[str, str]:
         """The options that `hetmem.AdamW` is to be made with, beside torch's and the default ones."""
         ...
@@ -152,7 +157,8 @@ def manage(
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     with HELD_BACK, ExitStack() as undone:
         with torch.inference_mode(False):  # where tensors take writes later
-            moves = activations != "keep"
+            how = activations if activations != "keep" or planned is None else planned.activations
+            moves = how != "keep"
             memory = build_memory(module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves)
             undone.callback(memory.close)
             undone.callback(_to_host_memory, module, memory.parameters())
@@ -169,7 +175,7 @@ def manage(
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
         grad_scalers.watch()
-        registry.add(module, Interception(module, runtime, activations))
+        registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
     return module
 
