@@ -254,6 +254,9 @@ class Activations:
     def _wait_for(self, storage: SavedStorage) -> None:
         """Have compute asked for from now on come after the copy of `storage` to the device."""
         while storage.arriving is not None:
+            end = self._engine.end_of(storage.arriving)
+            if end is not None:
+                self._runtime.events.waits_for(-1, end)
             if self._engine.ordered and self._engine.order_compute_after(storage.arriving):
                 return
             self._executor.wait_for_one()

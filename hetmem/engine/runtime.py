@@ -10,27 +10,25 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
+from hetmem.base.hardware import HardwareProfile
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, MomentSeen, Statistics
 from hetmem.engine.homes import Memory
-from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.intercept.async_params import Trailing
-from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.memory.host_pool import later
-from hetmem.memory.tensor_views import without_graph
+from hetmem.memory.live_bytes import nobody_sees
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, STEP, Moment
 from hetmem.schedule.tracer import StepTracer, segment_name
@@ -68,13 +66,11 @@ class Runtime:
         self.sanitize = sanitize
         self.tracer = StepTracer()
         self.statistics = Statistics()
-        self.events = EventLog()
+        self.events = EventLog(clock=engine.clock, behind=engine.ordered)
         self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
         self.bindings = Bindings(self.parameters)
         self._engine = engine
-        self.traffic = Traffic(
-            memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
-        )
+        self.traffic = Traffic(memory, residency, engine, self.bindings, self.tracer, self.events, sanitize=sanitize)
         self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
@@ -151,7 +147,7 @@ class Runtime:
         chunk_bytes = on_device.used * memory.device_pool.slot_bytes + memory.device_home_bytes
         self.statistics.device_in_use(chunk_bytes, expected)
         staging = staged.used * memory.host_pool.slot_bytes
-        seen = perf_counter(), operator, blocks, chunk_bytes, expected, staging
+        seen = self.events.now(), operator, blocks, chunk_bytes, expected, staging
         self.events.moments.append(_tuple(MomentSeen, seen))
 
     # ---- parameters on the device ------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetmem.memory.transfer import Finished, Job, Seen
+from hetmem.memory.transfer import ComputeClock, Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
 
 
-class Streams(Protocol):
-    """One stream for each direction, beside the caller's stream of compute. Events are opaque."""
+class Streams(ComputeClock, Protocol):
+    """One stream for each direction, beside the caller's stream of compute. Events are opaque; those of `enqueue` and
+    `timed_mark` tell when they passed."""
 
     def mark(self) -> Any:
         """An event behind all compute that was asked for so far, on whatever streams."""
@@ -32,17 +33,6 @@ class Streams(Protocol):
     def order_compute(self, event: Any) -> None:
         """Compute asked for from now on runs after `event`."""
 
-    def passed(self, event: Any) -> bool:
-        """Whether `event` has passed; never waits."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Wait until `event` has passed."""
-
-    def when(self, event: Any) -> float:
-        """The time at which a passed event passed, in seconds of `time.perf_counter`."""
-        ...
-
 
 class _InFlight(NamedTuple):
     number: int
@@ -51,13 +41,14 @@ class _InFlight(NamedTuple):
     end: Any
 
 
-class StreamCopier:
+class StreamCopier(Copier):
     """A `Copier` over `streams`. Jobs of one link are over in the order in which they were started."""
 
     ordered = True
 
     def __init__(self, streams: Streams, seen: Seen, finished: Callable[[Finished], None]) -> None:
         self._streams, self._seen, self._finished = streams, seen, finished
+        self.clock: ComputeClock = streams
         self._queues: dict[Link, deque[_InFlight]] = {
             Link.HOST_TO_DEVICE: deque(),
             Link.DEVICE_TO_HOST: deque(),
@@ -80,45 +71,38 @@ class StreamCopier:
         self._ends[job.tag] = end
 
     def now(self, job: Job) -> None:
-        """On the link's stream, behind all compute so far."""
         start, end = self._streams.enqueue(job.link, [self._streams.mark()], job.work)
         self._streams.wait(end)
         self._seen(job, self._streams.when(start), self._streams.when(end))
 
-    def unlimited(self, link: Link) -> bool:
-        """A copy is never done by the caller."""
-        return False
-
     def mark(self) -> Any:
-        """An event on the compute stream."""
         return self._streams.mark()
 
+    def end_of(self, tag: Any) -> Any:
+        """Until its end has been reported."""
+        return self._ends.get(tag)
+
     def order_compute_after(self, tag: Any) -> bool:
-        """Nothing is left to do for a job that is over."""
         end = self._ends.get(tag)
         if end is not None:
             self._streams.order_compute(end)
         return tag not in self._not_asked
 
     def order_compute_behind(self, mark: Any) -> bool:
-        """By the event, unless it has passed."""
         if self._streams.passed(mark):
             return False
         self._streams.order_compute(mark)
         return True
 
     def poll(self) -> None:
-        """Report the jobs whose end has passed."""
         for jobs in self._queues.values():
             while jobs and self._is_over(jobs[0]):
                 self._report(jobs.popleft())
 
     def busy(self) -> bool:
-        """Whether any is under way."""
         return any(self._queues.values())
 
     def wait(self) -> bool:
-        """Wait for the job that was started first."""
         heads = [jobs[0] for jobs in self._queues.values() if jobs]
         if not heads:
             return False
@@ -127,7 +111,6 @@ class StreamCopier:
         return True
 
     def close(self) -> None:
-        """Wait for everything that was started."""
         for jobs in self._queues.values():
             while jobs:
                 with contextlib.suppress(Exception):

@@ -12,7 +12,6 @@ update. A slot is free again when what it held is home, for whatever comes behin
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -23,9 +22,8 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink, has_hooks_of_the_user
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.memory.device import Device
-from hetmem.memory.tensor_views import Memory
 from hetmem.optim.chunk_update import ChunkUpdate, DeviceWork, Opened, Slot
 from hetmem.optim.options import Gradients, HalfComputedError, Rule, Streamable
 from hetmem.schedule.blocks import Link
@@ -182,7 +180,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
 
     def _begin(self, update: ChunkUpdate, slot: Slot) -> None:
         chunk = update.chunk
-        update.began, update.slot = time.perf_counter(), slot
+        update.slot = slot
         update.opened = {role: chunk.flat(role) for role in update.needs}
         update.there = slot.views(chunk, [role for role in update.needs if role != Role.GRAD])
         update.borrowed = borrowed = None if self.kept.holds(chunk) else self.kept.borrow()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+<<<<<<< HEAD
 from hetmem.base.config import (
     ActivationsName,
     Budget,
@@ -24,6 +25,10 @@ from hetmem.base.config import (
     refuse_activations,
     refuse_budget,
 )
+=======
+from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refuse_budget
+from hetmem.base.hardware import HardwareProfile, ProfileError
+>>>>>>> main
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, precision_of
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
@@ -47,7 +52,6 @@ from hetmem.planner.model import (
 from hetmem.planner.plan import OPTIONS, Plan, PlanError
 from hetmem.planner.search import Setting
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.hardware import HardwareProfile, ProfileError
 from hetmem.schedule.placement import Capacities
 
 __all__ = [

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.activations import scaled
 from hetmem.planner.decide import Decision
@@ -22,7 +23,6 @@ from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
 from hetmem.planner.reservation import arrange, check_device, state_bytes
 from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, judged, not_whole
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE

@@ -150,7 +150,7 @@ class Residency:
             copy.last_use = ledger.tick
             self._supply.prefetch(cache, commands)
             return commands
-        self.counts.faults[tier] += load
+        self.counts.faults[tier] += load and (copy is None or copy.state is not LOADING)
         if copy is None:
             copy = cache.add(block, Copy(WAITING, load=load))
         elif copy.state is STALE:

@@ -14,7 +14,7 @@ from torch import nn
 import hetmem
 from hetmem.errors import ManageError
 from tests.engine.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
-from tests.engine.lazy_device import HostSlots
+from tests.engine.lazy_device import host_slots
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.memory.tested import (
     ComputeStreams,
@@ -122,7 +122,7 @@ def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(cuda: FakeCud
 
     class Counted(CpuCuda):
         def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-            pools.append(DevicePool(slot_bytes, slots, self.torch_device, HostSlots()))
+            pools.append(DevicePool(slot_bytes, slots, self.torch_device, host_slots))
             return pools[-1]
 
     cuda.peak = lambda: 24 * 1024 + sum(pool.held_bytes() for pool in pools)
@@ -155,6 +155,39 @@ def test_the_report_says_how_much_of_the_device_lay_in_fragments(cuda: FakeCuda,
         report = hetmem.report(managed)
         assert report.to_dict()["tiers"]["device"]["fragment_bytes"] == 3 << 20
         assert "up to 3.00 MiB of the device lay in fragments of torch's allocator" in str(report)
+
+
+def test_the_report_reads_when_compute_was_over_from_few_events(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two a segment, and two around the update, whatever the number of operators."""
+    timed: list[Event] = []
+
+    class Counted(Event):
+        def __init__(self, enable_timing: bool = False) -> None:
+            super().__init__(enable_timing)
+            timed.extend([self] * enable_timing)
+
+    model = hetmem.manage(nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))), device=CpuCuda())
+    optimizer = hetmem.AdamW(model.parameters())
+    for step in range(3):
+        if step == 2:
+            monkeypatch.setattr(torch.cuda, "Event", Counted)
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    assert len(timed) <= 8
+    data = hetmem.report(model).to_dict()
+    assert [name for name, _, _ in data["timeline"]["segments"]] == ["forward", "step"]
+    assert [name for name, _, _ in data["timeline"]["launched"]] == ["forward", "step"]
+    assert 0 < data["step"]["terms"]["launching"] <= data["step"]["seconds"]
+    assert 0 < data["step"]["terms"]["compute"] <= data["step"]["seconds"]
+
+
+def test_no_event_is_asked_for_while_a_graph_is_captured(cuda: FakeCuda) -> None:
+    """It could not be read, and would be a part of the graph."""
+    streams = streams_of_cpu()
+    cuda.captures = True
+    assert streams.timed_mark() is None
 
 
 def test_the_budget_is_nine_tenths_of_what_is_free_or_already_this_process_s(cuda: FakeCuda) -> None:
@@ -373,7 +406,7 @@ def test_what_a_first_forward_in_inference_mode_takes_serves_training_too(
 
 
 def test_slots_are_taken_when_used_and_given_back_whole() -> None:
-    pool = DevicePool(64, 8, torch.device("cpu"), HostSlots())
+    pool = DevicePool(64, 8, torch.device("cpu"), host_slots)
     assert pool.held_bytes() == 0
     pool.prepare(8, 2)
     pool.prepare(2, 1)

@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem import planner, testing
+from hetmem import testing
+from hetmem.planner import load_profile
+from hetmem.planner.plan import Plan
 from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep
 
 BATCH = torch.zeros(ROWS, WIDTH)
 
 
-def planned(device: int, activations: str = "auto", **options: int) -> planner.Plan:
+def planned(device: int, activations: str = "auto", **options: int) -> Plan:
     """Of `Deep`, on a device that the caller copies to, as the simulated one without link speeds."""
-    machine = planner.load_profile("l4")
+    machine = load_profile("l4")
     links = {name: replace(getattr(machine, name), by_the_caller=True) for name in ("host_to_device", "device_to_host")}
     budget = hetmem.Budget(device=device, host="16MiB", device_chunks=192 * KIB)
     machine = replace(machine, device=replace(machine.device, allocator_share=0.0), **links)
@@ -67,7 +69,7 @@ def test_a_plan_that_does_not_fit_says_that_moving_would_help() -> None:
 
 
 def test_host_memory_for_activations_is_a_part_of_what_is_missing() -> None:
-    machine = planner.load_profile("l4")
+    machine = load_profile("l4")
     budget = hetmem.Budget(device=1024 * KIB, host="2MiB", device_chunks=192 * KIB)
     with pytest.raises(hetmem.errors.ManageError, match="activations must be"):
         hetmem.plan(Deep, (BATCH,), budget, machine, activations="some")  # type: ignore[arg-type]
