@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-<<<<<<< HEAD
 from hetmem.base.config import (
     ActivationsName,
     Budget,
@@ -25,10 +24,7 @@ from hetmem.base.config import (
     refuse_activations,
     refuse_budget,
 )
-=======
-from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refuse_budget
 from hetmem.base.hardware import HardwareProfile, ProfileError
->>>>>>> main
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, precision_of
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice

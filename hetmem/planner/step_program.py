@@ -25,12 +25,7 @@ from hetmem.planner.simulated_updates import (
 )
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
-<<<<<<< HEAD
 from hetmem.schedule.blocks import Block, in_flight_bytes
-from hetmem.schedule.hardware import HardwareProfile, ThreadCosts
-=======
-from hetmem.schedule.blocks import Block
->>>>>>> main
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import STEP, Tier
 from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, StreamedShare
