@@ -51,8 +51,9 @@ class Memory:
     """What ends page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
     """Whether all homes are on the device and have no other place, until `leave_device`."""
-    pinned: bool = False
-    """Whether host memory is page-locked, for copies."""
+    copied: bool = True
+    """Whether copies use host memory, which is page-locked then."""
+    _pinned: bool = False
     device_home_bytes: int = 0
     bound_to_device: bool = False
     """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
@@ -86,6 +87,12 @@ class Memory:
             self.store.close()
         while self.pins:
             self.pins.pop()()
+
+    def page_lock(self) -> None:
+        """Page-lock host memory, if copies use it and it is not yet. Raises what `Device.pin` does."""
+        if self.copied and not self._pinned:
+            self._pinned = True
+            self.pins.append(self.device.pin(self.host_pool.mapping))
 
     def parameters(self) -> Iterator[ManagedParameter]:
         """Yield the parameters that have moved home by now."""
@@ -241,9 +248,8 @@ class Memory:
                 else:
                     self._gradient_places[chunk] = away
         self.resident = False
-        if not self.pinned:
-            self.pinned = True
-            self.pins.append(self.device.pin(self.host_pool.mapping))
+        self.copied = True
+        self.page_lock()
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
         """Return the place that `leave_device` reserved for gradients of `chunk`, if it is unused."""
