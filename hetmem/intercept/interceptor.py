@@ -18,7 +18,6 @@ import torch
 
 from hetmem import torch_private
 from hetmem.activations.offload import Activations
-from hetmem.base.config import ActivationsName
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
@@ -73,7 +72,7 @@ class Interception:
     the user, which run between nodes, find parameters at home.
     """
 
-    def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: ActivationsName = "keep") -> None:
+    def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: str = "keep") -> None:
         self.runtime = runtime
         self.activations: Activations | None = None
         if activations != "keep":
